@@ -31,6 +31,9 @@ MAX_LINE_BYTES = (
     64 * BLOCK_BYTES
 )  # of a row, which is held in memory: a small compressed file may hold one endless line
 _DECOMPRESSED_BYTES = 1 << 13
+_TEXT_BLOCK_BYTES = 1 << 16
+_MAX_EXPANSION = 1000  # of a compressed file, about that of gzip; zstd could expand some bytes to terabytes
+_MAX_BLANK_LINES = 1_000_000  # one after another
 # Keys under which fsspec's file systems report a file's version.
 _VERSION_KEYS = (
     *("ETag", "etag", "Content-MD5", "md5Hash", "content_md5", "checksum", "sha256", "oid", "blob_id", "version_id"),
@@ -249,14 +252,21 @@ def read_lines(path: Path | str, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tu
     return read_lines_between(str(path), max_bytes=max_bytes)
 
 
+def read_blocks(name: str) -> Iterator[bytes]:
+    """The content of a file without a byte order mark, in blocks. Raises DataError as `read_lines` does."""
+    return (block for _, block in read_lines_between(name, max_bytes=None))
+
+
 def read_lines_between(
-    name: str, start: int = 0, stop: int | None = None, max_bytes: int = MAX_LINE_BYTES
+    name: str, start: int = 0, stop: int | None = None, max_bytes: int | None = MAX_LINE_BYTES
 ) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a byte range of a file, with their numbers from 1 within the range.
 
     Consecutive ranges give every line of the file once. `start` must be 0 in a compressed file; `stop` is exclusive.
+    Without `max_bytes`, these are blocks of the file, and a number is that of the lines that end before a block does.
     """
-    compression, number = compression_of(name), 0
+    compression, number, num_blank = compression_of(name), 0, 0
+    max_expanded = _max_expanded_bytes(name, compression)
     try:
         with _open_decompressed(name, compression) as file:
             offset = start
@@ -267,11 +277,19 @@ def read_lines_between(
             while line := _read_line(file, name, number, max_bytes):
                 if stop is not None and offset >= stop:
                     return
-                number += 1
+                number += 1 if max_bytes is not None else line.count(b"\n")
+                num_blank = num_blank + 1 if len(line) <= 2 and line.isspace() else 0
+                if num_blank > _MAX_BLANK_LINES:
+                    raise DataError(f"{name}:{number}: more than {_MAX_BLANK_LINES:,} blank lines: remove them")
                 if offset == 0:
                     _require_text(name, line)
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
                 offset += len(line)
+                if offset > max_expanded:
+                    raise DataError(
+                        f"{name}: the {compression.value} file expands to more than {format_bytes(offset)}, "
+                        f"{_MAX_EXPANSION:,} times its size: decompress it if these are your data"
+                    )
     except DataError:
         raise
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -295,7 +313,14 @@ def _require_text(name: str, first_line: bytes) -> None:
             raise DataError(f"{name}: is named as a file of text and holds {content}: {advice}")
 
 
-def _read_line(file: IO[bytes], name: str, number: int, max_bytes: int) -> bytes:
+def _max_expanded_bytes(name: str, compression: Compression) -> float:
+    size = None if compression is Compression.none else file_size(name)
+    return float("inf") if size is None else max(MAX_LINE_BYTES, _MAX_EXPANSION * size)
+
+
+def _read_line(file: IO[bytes], name: str, number: int, max_bytes: int | None) -> bytes:
+    if max_bytes is None:
+        return file.read(_TEXT_BLOCK_BYTES)
     line = file.readline(max_bytes + 1)
     if len(line) > max_bytes:
         raise DataError(f"{name}:{number + 1}: a line of more than {format_bytes(max_bytes)} is not read")

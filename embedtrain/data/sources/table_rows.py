@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,27 +12,33 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embedtrain.data.sources.files import is_url, open_url, require_regular_file, unreachable_error
+from embedtrain.data.sources.files import MAX_LINE_BYTES, is_url, open_url, require_regular_file, unreachable_error
 from embedtrain.data.sources.text_rows import RawRow
 from embedtrain.data.sources.values import MAX_COLUMNS, BadRow, describe_error, list_names, not_utf8
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_bytes
 
 ROWS_PER_BATCH = 1024
+_MAX_BATCH_BYTES = 1 << 30
+_MAX_ROWS_PER_BYTE = 100  # of a Parquet file: a row has texts
+_MAX_SMALL_ROWS = 1 << 20  # of any file
+_DICTIONARY_HEADER = re.compile(rb"\x15[\x00-\x7f]\x15([\x80-\xff]{0,4}[\x00-\x7f])\x15")
 
 
 def parquet_rows(
     name: Path | str, columns: list[str] | None, start: int = 0, stop: int | None = None
 ) -> Iterator[RawRow]:
     """The rows of a Parquet file, or of its row groups from `start` up to `stop`, numbered from 1."""
-    with _open_parquet(str(name)) as file:
+    with _open_parquet(str(name)) as (file, source):
         selected = _select_columns(str(name), file.schema_arrow.names, columns)
         groups = list(range(start, file.num_row_groups if stop is None else stop))
-        yield from _numbered_rows(file.iter_batches(batch_size=ROWS_PER_BATCH, columns=selected, row_groups=groups))
+        rows = _rows_per_batch(file.metadata, source, groups)
+        yield from _numbered_rows(str(name), file.iter_batches(batch_size=rows, columns=selected, row_groups=groups))
 
 
 def parquet_sizes(name: str) -> list[tuple[int, int]]:
     """Rows and bytes of each row group of a Parquet file."""
-    with _open_parquet(name) as file:
+    with _open_parquet(name) as (file, _):
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
@@ -41,7 +48,7 @@ def arrow_rows(name: str, columns: list[str] | None, start: int = 0, stop: int |
     with _open_arrow(name) as (schema, batches):
         selected = _select_columns(name, schema.names, columns)
         chosen = (batch for i, batch in enumerate(batches) if i >= start and (stop is None or i < stop))
-        yield from _numbered_rows(piece for batch in chosen for piece in _slices(batch.select(selected)))
+        yield from _numbered_rows(name, (piece for batch in chosen for piece in _slices(batch.select(selected))))
 
 
 def arrow_sizes(name: str) -> list[tuple[int, int]]:
@@ -59,7 +66,9 @@ def dataset_rows(
         data = data.select(range(start, len(data) if stop is None else stop))
     try:
         batches = (batch for table in data.iter(batch_size=ROWS_PER_BATCH) for batch in table.to_batches())
-        yield from _numbered_rows(batches)
+        yield from _numbered_rows(name, batches)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{name}: its data cannot be read: {describe_error(error)}") from error
 
@@ -87,14 +96,36 @@ def _require_regular_file(name: str) -> None:
 
 
 @contextmanager
-def _open_parquet(name: str) -> Iterator[Any]:
+def _open_parquet(name: str) -> Iterator[tuple[Any, Any]]:
+    """The opened Parquet file, and the file of its bytes."""
     _require_regular_file(name)
     with (
         _as_data_error(name, "Parquet"),
         open_url(name) if is_url(name) else pa.OSFile(name) as bytes_,
         pq.ParquetFile(bytes_) as file,
     ):
-        yield file
+        num_rows, size = file.metadata.num_rows, bytes_.size() if isinstance(bytes_, pa.OSFile) else bytes_.size
+        if size and num_rows > max(_MAX_SMALL_ROWS, _MAX_ROWS_PER_BYTE * size):
+            raise DataError(f"{name}: {num_rows:,} rows in {format_bytes(size)}, which is less than any text needs")
+        yield file, bytes_
+
+
+def _rows_per_batch(metadata: Any, source: Any, groups: Sequence[int]) -> int:
+    """How many rows take at most 1 GiB if each has the longest text of a dictionary: a small file may have long ones.
+
+    Other texts are stored as often as they occur. Writers limit dictionaries to about 1 MiB.
+    """
+    largest = 1
+    for group in map(metadata.row_group, groups):
+        for column in map(group.column, range(group.num_columns)):
+            if column.has_dictionary_page and column.total_uncompressed_size > _MAX_BATCH_BYTES // ROWS_PER_BATCH:
+                source.seek(column.dictionary_page_offset)
+                # The page header in Thrift's compact protocol: kind of the page, bytes uncompressed and compressed.
+                header = _DICTIONARY_HEADER.match(source.read(32))
+                digits = header[1] if header is not None else b""
+                size = sum((digit & 0x7F) << 7 * i for i, digit in enumerate(digits)) >> 1
+                largest = max(largest, size if header is not None else column.total_uncompressed_size)
+    return min(ROWS_PER_BATCH, max(1, _MAX_BATCH_BYTES // largest))
 
 
 @contextmanager
@@ -133,13 +164,27 @@ def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     return (batch.slice(start, ROWS_PER_BATCH) for start in range(0, batch.num_rows, ROWS_PER_BATCH))
 
 
-def _numbered_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[RawRow]:
+def _numbered_rows(name: str, batches: Iterator[pa.RecordBatch]) -> Iterator[RawRow]:
     number = 0
-    for batch in batches:
-        _validate(batch)
-        for row in _python_rows(batch):
-            number += 1
-            yield number, row
+    for whole in batches:
+        _validate(whole)
+        for batch in _bounded_slices(whole):
+            if batch.nbytes > MAX_LINE_BYTES:
+                limit = format_bytes(MAX_LINE_BYTES)
+                raise DataError(f"{name}: row {number + 1}: a row of more than {limit} is not read")
+            for row in _python_rows(batch):
+                number += 1
+                yield number, row
+
+
+def _bounded_slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch in slices that have one row or at most the bytes of the longest row."""
+    if batch.num_rows <= 1 or batch.nbytes <= MAX_LINE_BYTES:
+        yield batch
+    else:
+        half = batch.num_rows // 2
+        yield from _bounded_slices(batch.slice(0, half))
+        yield from _bounded_slices(batch.slice(half))
 
 
 def _validate(batch: pa.RecordBatch) -> None:

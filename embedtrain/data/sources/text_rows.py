@@ -1,5 +1,7 @@
 """Unchecked rows of JSONL and JSON files, as (line, row or problem)."""
 
+import codecs
+import contextlib
 import json
 import re
 from collections import Counter
@@ -7,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from embedtrain.data.sources.files import read_lines
+from embedtrain.data.sources.files import MAX_LINE_BYTES, read_blocks, read_lines
 from embedtrain.data.sources.values import (
     MAX_COLUMNS,
     BadRow,
@@ -18,10 +20,12 @@ from embedtrain.data.sources.values import (
     shorten,
 )
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_bytes
 
 RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
 
-MAX_JSON_BYTES = 1 << 30  # a file of one JSON value is held in memory
+MAX_JSON_BYTES = 1 << 30  # a file of one JSON value that is held in memory
+_TOKEN_LENGTH = 16  # at least that of the longest token besides texts and numbers: -Infinity, an escape
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -73,45 +77,39 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_reject_repeated_keys)
 
 def is_json_list(name: str) -> bool:
     """Whether a file holds one JSON value over several lines, or a list, and is therefore not JSONL."""
-    first = next((line.strip() for _, line in read_lines(name, MAX_JSON_BYTES) if line.strip()), b"")
-    if first.startswith(b"[") or re.match(rb'\{\s*"data"\s*:\s*\[', first):
+    text = _JsonText(name)
+    first = text.next_character()
+    if first != "{":
+        return first == "["
+    if text.begins_with_data():
         return True
-    try:
-        json.loads(first.decode("utf-8"))
-    except UnicodeDecodeError:
-        return False
-    except json.JSONDecodeError as error:  # an object that continues on the next line
-        return first.startswith(b"{") and error.pos >= len(error.doc.rstrip())
-    except (ValueError, RecursionError):
-        return False
-    return False
+    line = text.line
+    with contextlib.suppress(BadRow):
+        try:
+            text.read_value()
+        except _BrokenJson as error:
+            return error.line > line or error.is_too_long
+    return text.line > line
 
 
 def json_list_rows(name: str) -> Iterator[RawRow]:
-    """The elements of the list that a file of at most 1 GiB holds, or of its `data`, numbered from 1."""
-    text = read_json_text(name)
-    offset = _skip_space(text, _list_start(name, text) + 1)
-    number = 0
-    while text[offset : offset + 1] != "]":
+    """The elements of the list that a file holds, or of its `data`, numbered from 1; one of them is held in memory."""
+    text, number = _JsonText(name), 0
+    _enter_list(name, text)
+    while text.next_character() != "]":
         number += 1
         try:
-            row, offset = _DECODER.raw_decode(text, offset)
+            row = text.read_value()
         except BadRow as bad:
-            yield number, bad
-            # Only a second reading, without that check, tells where the row ends.
-            _, offset = json.JSONDecoder().raw_decode(text, offset)
-        except (ValueError, RecursionError) as error:
-            raise _broken_json_error(name, text, error, offset) from error
-        else:
-            if isinstance(row, dict) and len(row) > MAX_COLUMNS:
-                row = _too_many_keys(row)
-            problem = None if isinstance(row, dict | BadRow) else describe_value(row)
-            yield number, BadRow(f"a row must be a JSON object {{...}}, not {problem}") if problem else row
-        offset = _skip_space(text, offset)
-        if text[offset : offset + 1] == ",":
-            offset = _skip_space(text, offset + 1)
-        elif text[offset : offset + 1] != "]":
-            raise _broken_json_error(name, text, ValueError("a comma or ] is missing"), offset)
+            row = bad
+        if isinstance(row, dict) and len(row) > MAX_COLUMNS:
+            row = _too_many_keys(row)
+        problem = None if isinstance(row, dict | BadRow) else describe_value(row)
+        yield number, BadRow(f"a row must be a JSON object {{...}}, not {problem}") if problem else row
+        if text.next_character() == ",":
+            text.skip()
+        elif text.next_character() != "]":
+            raise text.broken("a comma or ] is missing")
 
 
 def read_json_text(name: str) -> str:
@@ -130,44 +128,138 @@ def read_json_text(name: str) -> str:
     return "".join(lines)
 
 
-def _list_start(name: str, text: str) -> int:
-    """The offset of the list of rows: the value itself, or the one under `data`."""
-    offset = _skip_space(text, 0)
-    if text[offset] == "[":
-        return offset
-    offset = _skip_space(text, offset + 1)
+def _enter_list(name: str, text: "_JsonText") -> None:
+    """Read up to the first element of the list of rows: the value itself, or the one under `data`."""
+    if text.next_character() == "[":
+        text.skip()
+        return
+    text.skip()
     keys: list[str] = []
-    try:
-        while text[offset : offset + 1] == '"':
-            key, offset = _DECODER.raw_decode(text, offset)
-            offset = _skip_space(text, offset)
-            if text[offset : offset + 1] != ":":
-                raise ValueError("a colon is missing")
-            offset = _skip_space(text, offset + 1)
-            if key == "data" and text[offset : offset + 1] == "[":
-                return offset
+    while text.next_character() == '"':
+        try:
+            key = text.read_value()
+            if text.next_character() != ":":
+                raise text.broken("a colon is missing")
+            text.skip()
+            if text.next_character() == "[" and key == "data":
+                text.skip()
+                return
             keys.append(key)
-            _, offset = _DECODER.raw_decode(text, offset)
-            offset = _skip_space(text, offset)
-            if text[offset : offset + 1] != ",":
-                break
-            offset = _skip_space(text, offset + 1)
-    except (ValueError, RecursionError, BadRow) as error:
-        raise _broken_json_error(name, text, error, offset) from error
+            text.read_value()
+        except BadRow as error:
+            raise text.broken(str(error)) from None
+        if text.next_character() != "," or len(keys) > MAX_COLUMNS:
+            break
+        text.skip()
     raise DataError(
         f'{name}: is one JSON object without a list of rows under "data" (it has: {list_names(keys)}): '
         "write one object per line (.jsonl), or a list of objects"
     )
 
 
-def _skip_space(text: str, offset: int) -> int:
-    match = _SPACE.match(text, offset)
-    assert match is not None
-    return match.end()
+class _BrokenJson(DataError):
+    """A file is not JSON, or a value is too long."""
+
+    def __init__(self, name: str, line: int, problem: str, *, is_too_long: bool = False) -> None:
+        super().__init__(f"{name}:{line}: {problem}")
+        self.line, self.is_too_long = line, is_too_long
 
 
-def _broken_json_error(name: str, text: str, error: Exception, offset: int) -> DataError:
-    at = error.pos if isinstance(error, json.JSONDecodeError) else offset
-    problem = json_problem(error) if isinstance(error, json.JSONDecodeError) else str(error)
-    line = text.count("\n", 0, at) + 1
-    return DataError(f"{name}:{line}: broken JSON: {problem}: {shorten(text[max(0, at - 20) : at + 20])}")
+class _JsonText:
+    """A file of one JSON value, read from its beginning. Memory holds the current row, not the file."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._blocks = name, read_blocks(name)
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._offset = "", 0
+        self._first_line = 1  # of the text in memory
+        self._is_complete = False
+
+    @property
+    def line(self) -> int:
+        """The number of the current line."""
+        return self._line_at(self._offset)
+
+    def next_character(self) -> str:
+        """The next character after whitespace, which is skipped; "" at the end of the file."""
+        while True:
+            match = _SPACE.match(self._text, self._offset)
+            assert match is not None
+            self._offset = match.end()
+            if self._offset < len(self._text) or not self._read():
+                return self._text[self._offset : self._offset + 1]
+
+    def skip(self) -> None:
+        """Skip the next character."""
+        self._offset += 1
+
+    def begins_with_data(self) -> bool:
+        """Whether the next value is an object whose first key is `data`, with a list."""
+        return re.compile(r'\{\s*"data"\s*:\s*\[').match(self._text, self._offset) is not None
+
+    def read_value(self) -> Any:
+        """The next value. Raises BadRow, after the value, if it is an object with repeated keys, else _BrokenJson."""
+        decoder, bad = _DECODER, None
+        while True:
+            problem: Exception | None = None
+            end = len(self._text)
+            try:
+                value, end = decoder.raw_decode(self._text, self._offset)
+            except BadRow as error:
+                # Only a second reading, without that check, tells where the value ends.
+                decoder, bad = json.JSONDecoder(), error
+                continue
+            except (ValueError, RecursionError) as error:
+                problem = error
+            may_continue = not self._is_complete and end == len(self._text)
+            if problem is not None and not (may_continue and _is_at_end(problem, end)):
+                raise self._broken_value(problem)
+            if not may_continue:
+                self._offset = end
+                if bad is not None:
+                    raise bad
+                return value
+            length = end - self._offset
+            if length > MAX_LINE_BYTES:
+                limit = format_bytes(MAX_LINE_BYTES)
+                raise _BrokenJson(self._name, self.line, f"a value of more than {limit} is not read", is_too_long=True)
+            self._read(min(length, MAX_LINE_BYTES - length))
+
+    def broken(self, problem: str, offset: int | None = None) -> _BrokenJson:
+        """The error about the text at the current character, or at another one in memory."""
+        offset = self._offset if offset is None else offset
+        excerpt = shorten(self._text[max(0, offset - 20) : offset + 20])
+        return _BrokenJson(self._name, self._line_at(offset), f"broken JSON: {problem}: {excerpt}")
+
+    def _broken_value(self, error: Exception) -> _BrokenJson:
+        if isinstance(error, json.JSONDecodeError):
+            return self.broken(json_problem(error), error.pos)
+        return self.broken(str(error))
+
+    def _line_at(self, offset: int) -> int:
+        return self._first_line + self._text.count("\n", 0, offset)
+
+    def _read(self, num_characters: int = 0) -> bool:
+        """Forget what was read before the current character, and read about this many more; False at the end."""
+        self._first_line = self.line
+        texts = [self._text[self._offset :]]
+        self._offset, length = 0, 0
+        while not self._is_complete and length <= num_characters:
+            block = next(self._blocks, b"")
+            self._is_complete = not block
+            try:
+                texts.append(self._decoder.decode(block, final=not block))
+            except UnicodeDecodeError as error:
+                line = self._first_line + sum(text.count("\n") for text in texts)
+                line += bytes(error.object[: error.start]).count(b"\n")
+                raise DataError(f"{self._name}:{line}: {not_utf8(error.object, error.start)}") from error
+            length += len(texts[-1])
+        self._text = "".join(texts)
+        return length > 0
+
+
+def _is_at_end(error: Exception, end: int) -> bool:
+    """Whether a value may be correct that is broken at the end of the text in memory, and continues in the file."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos >= end - _TOKEN_LENGTH

@@ -8,13 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.sources.files import read_blocks, read_lines
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, source_names
+from embedtrain.data.sources.table_rows import parquet_rows
+from embedtrain.data.sources.text_rows import is_json_list, json_list_rows
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import assert_error, error_of, line, read, write
 
@@ -282,3 +286,51 @@ def test_folders_of_flagembedding(shared_data: Path) -> None:
         "bioRXiv_title",
     ]
     assert len(marks) == 8
+
+
+# Small files that expand
+
+
+def test_values_longer_than_a_block(tmp_path: Path) -> None:
+    """A value may continue in the next block anywhere: in a number, an escape, a character of several bytes."""
+    rows = [{"query": f'q{i} \u4e2d\U0001f600\\" \n' * 900, "pos": ["b" * i], "id": 10**15 + i} for i in range(40)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "x" * 70_000, "data": rows}, indent=1, ensure_ascii=False))
+    assert is_json_list(str(path))
+    assert [row for _, row in json_list_rows(str(path))] == rows
+    path.write_text(json.dumps(rows))
+    assert [row for _, row in json_list_rows(str(path))] == rows
+    path.write_bytes(path.read_bytes()[:-100] + b"\n\xff")
+    with pytest.raises(DataError, match=rf"{path}:2: .*UTF-8"):
+        list(json_list_rows(str(path)))
+
+
+def test_small_files_that_expand_are_rejected(tmp_path: Path) -> None:
+    lines = b'{"query": "a", "pos": ["b"]}\n' * (1 << 15)
+    expands = f"{tmp_path / 'a.jsonl.zst'}: the zstd file expands to more than 67.*decompress it"
+    path = tmp_path / "a.jsonl.zst"
+    with pa.CompressedOutputStream(str(path), "zstd") as file:
+        for _ in range((80 << 20) // len(lines)):
+            file.write(lines)
+    with pytest.raises(DataError, match=expands):
+        for _ in read_blocks(str(path)):
+            pass
+    blank = zstd(tmp_path / "blank.jsonl.zst", b"\n" * 1_000_100)
+    with pytest.raises(DataError, match=rf"{blank}:\d+: more than 1,000,000 blank lines"):
+        list(read_lines(blank))
+
+
+def test_parquet_files_that_expand_are_rejected(tmp_path: Path) -> None:
+    def column(text: str, count: int) -> pa.Array:
+        return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int8)), pa.array([text], pa.large_string()))
+
+    path = tmp_path / "cells.parquet"
+    pq.write_table(
+        pa.table({"query": ["q"] * 1024, "positive": column("x" * (65 << 20), 1024)}), path, compression="zstd"
+    )
+    with pytest.raises(DataError, match=rf"{path}: row 1: a row of more than 67"):
+        list(parquet_rows(path, None))
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"query": column("q", 2_000_000)}), path, row_group_size=2_000_000, compression="zstd")
+    with pytest.raises(DataError, match=rf"{path}: 2,000,000 rows in "):
+        list(parquet_rows(path, None))

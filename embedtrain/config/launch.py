@@ -95,7 +95,9 @@ def _launch(values: Mapping[str, str]) -> Launch:
         max_restarts=_number(values, "max_restarts", 0, minimum=0),
     )
     if nodes == 1:
-        if surplus := [name for name in ("node_rank", "master") if name in values]:
+        # A template for any number of nodes writes `--nodes 1 --node-rank 0 --master HOST`.
+        surplus = [name for name in ("node_rank", "master") if name in values]
+        if surplus and (node_rank or "nodes" not in values):
             raise ConfigError(
                 f"{_flag(surplus[0])} {values[surplus[0]]} is for several nodes: add --nodes N, or leave it out"
             )

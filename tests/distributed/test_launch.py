@@ -133,6 +133,7 @@ def test_a_signal_ends_a_node_that_waits_for_the_others(tmp_path):
             [],
         ),
         (["--nodes", "2", "--node-rank=0", "--master=n0"], Launch(nodes=2, host="n0", port=29500), []),
+        (["--gpus=8", "--nodes=1", "--node-rank=0", "--master=n0"], Launch(gpus=8), []),
     ],
 )
 def test_options_are_separated_from_those_of_the_command(arguments, launch, others):
@@ -150,6 +151,8 @@ def test_options_are_separated_from_those_of_the_command(arguments, launch, othe
         ("--nodes 2 --node-rank 0", "--master missing"),
         ("--nodes 2 --node-rank 2 --master a", "--node-rank 2: .* from 0 to 1"),
         ("--node-rank 1", "--node-rank 1 .* --nodes"),
+        ("--nodes 1 --node-rank 1 --master a", "--node-rank 1 .* --nodes"),
+        ("--master a", "--master a .* --nodes"),
         ("--nodes 2 --node-rank 1 --master a:b", "--master a:b"),
         ("--nodes 2 --node-rank 1 --master a:70000", "--master a:70000"),
     ],

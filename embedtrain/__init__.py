@@ -4,7 +4,6 @@
 """
 
 import sys
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,9 @@ class _Function:
         self._name = name
 
     def __get__(self, _module: object, _owner: type) -> Any:
-        return getattr(import_module("embedtrain.api"), self._name)
+        from embedtrain import api
+
+        return getattr(api, self._name)
 
     def __set__(self, _module: object, value: object) -> None:
         """Ignore the package of the same name (embedtrain/evaluate), which Python sets when it is imported."""

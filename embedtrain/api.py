@@ -12,8 +12,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+from embedtrain.config.code import register_code
 from embedtrain.config.compose import choices, compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.overrides import flatten, to_overrides
@@ -34,6 +36,7 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.options import EncoderOptions, check_encoder
 from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_model_config, command_option_names
 from embedtrain.loading.load import load_model, quiet_libraries
+from embedtrain.losses.types import Loss
 from embedtrain.mine.__main__ import main as mine_main
 from embedtrain.mine.folder import read_summary
 from embedtrain.mine.options import MineOptions, compose_mine
@@ -91,7 +94,8 @@ def train(
         evaluation: evaluation sets: a path, rows or a Dataset, a mapping with `queries`, `corpus` and `qrels`, or with
             `path` or `rows`, and options of a set; or a list of these. A mapping of other options is the group
             `evaluation`.
-        loss: the name of a loss, or a mapping of its options with `name`.
+        loss: the name of a loss, a mapping of its options with `name`, or a class of your own; with arguments,
+            `{"path": MyLoss, "kwargs": {...}}`. `evaluation={"function": measure}` names an evaluation function.
         options, more: all other options of a recipe, nested (`train={"steps": 100}`) or by their full name
             (`{"train.steps": 100}`). `model` may be a path. Values are exact: `${` in a text has no meaning.
         quiet: print nothing on standard output.
@@ -110,6 +114,7 @@ def train(
         flat.setdefault("name", Path(flat["output_dir"]).name)
     memory = InMemoryData()
     _take_from_memory(flat, memory, {"data.train": "rows", "evaluation.sets": "evaluation"})
+    flat = {option: _with_code_paths(value) for option, value in flat.items()}
     arguments = [*to_overrides({"recipe": recipe} if recipe is not None else {}), *to_overrides(flat)]
     if config_dir is not None:
         arguments += ["--config-dir", fspath(config_dir)]
@@ -263,9 +268,25 @@ def _group(value: Any, group: str, list_option: str, kind: type[Any]) -> dict[st
 def _loss(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    if not isinstance(value, str | Mapping):
-        raise ConfigError(f"loss={value!r}: must be the name of a loss, or a mapping of its options with `name`")
+    if isinstance(value, type) and issubclass(value, Loss):
+        return {"loss": {"name": "custom", "path": value}}
+    if isinstance(value, Mapping):
+        return {"loss": {"name": "custom", **value} if "path" in value else value}
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"loss={value!r}: must be the name of a loss, a mapping of its options with `name`, or a subclass of "
+            "embedtrain.losses.types.Loss"
+        )
     return {"loss": value}
+
+
+def _with_code_paths(value: Any) -> Any:
+    """The value with the paths of the classes and functions in it."""
+    if isinstance(value, Mapping):
+        return {key: _with_code_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_code_paths(item) for item in value]
+    return register_code(value) if isinstance(value, type | FunctionType) else value
 
 
 def _with_model_path(options: Mapping[str, Any]) -> dict[str, Any]:

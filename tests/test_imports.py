@@ -14,7 +14,7 @@ COMMANDS = ("evaluate", "mine", "search", "export", "plan", "inspect", "report",
 ORDER = (
     "__init__",
     "commands",
-    "api",
+    ("api", "testing"),
     COMMANDS,
     "in_process",
     "cli",

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
@@ -145,6 +146,11 @@ def _check_evaluation(recipe: Recipe) -> None:
         check.require(evaluation.every > 0, "patience", "counts evaluations during training; set evaluation.every")
     check.require(evaluation.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
     check_sets(evaluation.sets, "evaluation.sets")
+    check.require(
+        evaluation.function is None or is_code_path(evaluation.function),
+        "function",
+        "must be module:function, such as my_metrics:measure",
+    )
 
 
 def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
@@ -181,7 +187,9 @@ def _check_checkpoint(recipe: Recipe) -> None:
     check.positive("max_disk_gb", "null sets no limit")
     if best is not None:
         check.require(
-            bool(recipe.evaluation.sets), "best_metric", "needs a metric to compare; evaluation.sets is empty"
+            bool(recipe.evaluation.sets or recipe.evaluation.function),
+            "best_metric",
+            "needs a metric to compare; evaluation.sets is empty",
         )
         check.require("/" in best, "best_metric", "must be set/metric, such as dev/ndcg@10")
 

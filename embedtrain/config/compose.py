@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
+from embedtrain.config.code import require_named_code
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.limits import (
     check_num_jobs,
@@ -78,8 +79,7 @@ def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
 
     Raises a ConfigError if the recipe cannot work, and SystemExit after `--help` and `--cfg job`.
     """
-    configs = _compose_recipe_configs(arguments, multirun=True)
-    recipes = [check_recipe(apply_accelerate_config(to_recipe(config))) for config in configs]
+    recipes = [check_recipe(apply_accelerate_config(recipe)) for recipe in _compose_recipes(arguments, multirun=True)]
     if len(recipes) > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             "multirun (-m) on several ranks cannot work: the second job would join the first one's process group; "
@@ -95,8 +95,8 @@ def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
 
 def compose_recipe(arguments: Sequence[str]) -> Recipe:
     """One recipe, not checked: for commands that can do without some of its options."""
-    (config,) = _compose_recipe_configs(arguments, multirun=False)
-    return to_recipe(config)
+    (recipe,) = _compose_recipes(arguments, multirun=False)
+    return recipe
 
 
 def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
@@ -228,13 +228,13 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_t
     raise SystemExit(0)
 
 
-def _compose_recipe_configs(arguments: Sequence[str], *, multirun: bool) -> list[DictConfig]:
+def _compose_recipes(arguments: Sequence[str], *, multirun: bool) -> list[Recipe]:
     command_line = _parse(arguments, Recipe, multirun=multirun)
     _register_recipes(command_line.overrides)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
     configs = [_compose("config", overrides, Recipe, command_line.config_dir) for overrides in jobs]
     _print_if_asked(command_line, configs[0], _HELP.replace("{choices}", _available_choices()))
-    return configs
+    return [require_named_code(to_recipe(config), overrides) for config, overrides in zip(configs, jobs, strict=True)]
 
 
 def _jobs(overrides: list[str]) -> list[list[str]]:

@@ -98,3 +98,5 @@ class EvaluationConfig:
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
+    # module:function, called with the encoder after every evaluation; its metrics are a set of the function's name.
+    function: str | None = None

@@ -4,11 +4,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from embedtrain.config.code import is_code_path
 from embedtrain.config.losses import (
     LOSSES,
     BatchTripletConfig,
     CombinedConfig,
     ContrastiveConfig,
+    CustomConfig,
     DistillEmbeddingsConfig,
     Hardness,
     InfoNCEConfig,
@@ -87,6 +89,16 @@ def _check(loss: LossConfig, option: str) -> None:
                 not loss.project or loss.matryoshka_dims is None,
                 "project",
                 "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
+            )
+        case CustomConfig():
+            check.require(is_code_path(loss.path), "path", "must be module:Class, such as my_losses:MyLoss")
+            check.require(
+                isinstance(loss.kwargs, dict) and all(isinstance(name, str) for name in loss.kwargs),
+                "kwargs",
+                "must be a mapping of the constructor's arguments, such as {margin: 0.2}",
+            )
+            check.require(
+                not (loss.label and loss.scores), "label", "rows have one column of scores or classes, not both"
             )
         case SentenceTransformersConfig():
             check_sentence_transformers(loss, option)

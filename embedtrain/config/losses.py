@@ -265,6 +265,23 @@ class SentenceTransformersConfig(LossConfig):
             self.arguments = {}
 
 
+@dataclass(kw_only=True)
+class CustomConfig(LossConfig):
+    """A class of your own, named on the command line or in Python, never in a file: [details](../custom-losses.md)."""
+
+    name: str = "custom"
+    path: str = ""  # module:Class, a subclass of embedtrain.losses.types.Loss
+    kwargs: Any = None  # a mapping of its constructor's arguments
+    negatives: bool = False  # requires at least one hard negative in every row
+    scores: bool = False  # requires a score of every document
+    label: bool = False  # requires a class, a whole number, in every row, which may be a single text
+
+    def __post_init__(self) -> None:
+        """A default of {} would reject new keys on the command line."""
+        if self.kwargs is None:
+            self.kwargs = {}
+
+
 LOSSES: dict[str, type[LossConfig]] = {
     kind.name: kind
     for kind in (
@@ -283,5 +300,6 @@ LOSSES: dict[str, type[LossConfig]] = {
         OrthogonalConfig,
         CombinedConfig,
         SentenceTransformersConfig,
+        CustomConfig,
     )
 }

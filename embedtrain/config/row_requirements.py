@@ -4,7 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from embedtrain.config.losses import CombinedConfig, DistillEmbeddingsConfig, LossConfig, SentenceTransformersConfig
+from embedtrain.config.losses import (
+    CombinedConfig,
+    CustomConfig,
+    DistillEmbeddingsConfig,
+    LossConfig,
+    SentenceTransformersConfig,
+)
 
 
 class ScoreRequirement(str, Enum):
@@ -137,6 +143,14 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
                 return replace(requirements, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, integers=True))
             return requirements
+        case CustomConfig(negatives=negatives, scores=scores, label=label):
+            return RowRequirements(
+                documents=not label,
+                negatives=negatives,
+                scores=ScoreRequirement.teacher if scores else ScoreRequirement.none,
+                label=label,
+                loss=loss.path,
+            )
         case DistillEmbeddingsConfig(teacher=teacher):
             return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)
         case _:

@@ -5,7 +5,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, explain_lost_contact
@@ -41,10 +43,30 @@ from embedtrain.evaluation.types import (
 from embedtrain.formatting import format_duration
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.tracking.metrics import DatasetInfo
+from embedtrain.tracking.metrics import DATASET, DatasetInfo
+
+if TYPE_CHECKING:
+    from embedtrain.evaluation.sentence_transformers import TextEncoder
 
 # Called with the name of a set, its metrics, and what was measured.
 ResultCallback = Callable[[str, Mapping[str, float], DatasetInfo], None]
+# Called with the encoder on every rank, which encodes the same texts; returns metrics by name.
+EvaluationFunction = Callable[["TextEncoder"], Mapping[str, float]]
+
+
+def function_name(function: EvaluationFunction) -> str:
+    """The name of its metrics among those of the evaluation sets."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _is_metric(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    return (
+        isinstance(name, str)
+        and name not in ("step", "set", DATASET)
+        and isinstance(value, Real)
+        and math.isfinite(value)
+    )
 
 
 class Evaluator:
@@ -57,6 +79,7 @@ class Evaluator:
         run_depth: documents per query in run files; does not affect metrics. None: as many as the metrics need, at
             least 1000.
         vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.
+        function: measures the model in a way of its own after all sets; every rank calls it.
     """
 
     def __init__(
@@ -68,15 +91,19 @@ class Evaluator:
         run_depth: int | None = None,
         index: IndexConfig | None = None,
         vector_cache: VectorCache | None = None,
+        function: EvaluationFunction | None = None,
     ) -> None:
         self.sets = list(sets)
         self.seconds: dict[str, float] = {}  # that each set took in the last evaluation
         self.datasets = _datasets(self.sets)  # by set, with `mean` if it is reported
+        if function is not None:
+            self.datasets[function_name(function)] = DatasetInfo("function", {}, subset=False)
         self.encoder = encoder
         self.world = world
         self.run_depth = run_depth
         self.index = index or IndexConfig()
         self.vector_cache = vector_cache
+        self.function = function
 
     def evaluate(
         self,
@@ -113,6 +140,10 @@ class Evaluator:
             values = {m: [metrics[m] for metrics in results.values() if m in metrics] for m in shared}
             results[MEAN] = {metric: math.fsum(of_sets) / len(of_sets) for metric, of_sets in values.items()}
             self._report_result(MEAN, results[MEAN], on_result)
+        if self.function is not None:
+            name = function_name(self.function)
+            results[name] = self._call(self.function, name)
+            self._report_result(name, results[name], on_result)
         return results
 
     def speed(self, name: str) -> str:
@@ -120,6 +151,17 @@ class Evaluator:
         seconds, counts = self.seconds[name], self.datasets[name].counts
         unit = "documents" if "documents" in counts else next(iter(counts))
         return f"{format_duration(seconds)} ({counts[unit] / max(seconds, 1e-9):,.0f} {unit}/s)"
+
+    def _call(self, function: EvaluationFunction, name: str) -> dict[str, float]:
+        """The metrics of a function of the user: those that rank 0 gets."""
+        from embedtrain.evaluation.sentence_transformers import TextEncoder  # takes seconds to import
+
+        with explain_lost_contact(f"evaluating {name}"), TextEncoder(self.encoder, {}, close=lambda: None) as encoder:
+            metrics: Any = function(encoder)
+        with self.world.fail_together(f"evaluating {name}"):
+            if self.world.is_main and not (isinstance(metrics, Mapping) and all(map(_is_metric, metrics.items()))):
+                raise ConfigError(f"evaluation.function {name} must return numbers by name, not {metrics!r}")
+        return self.world.broadcast({key: float(value) for key, value in metrics.items()} if self.world.is_main else {})
 
     def _report_result(self, name: str, metrics: Mapping[str, float], on_result: ResultCallback | None) -> None:
         if on_result is not None:

@@ -9,6 +9,7 @@ import torch
 from embedtrain.config.losses import (
     LOSSES,
     CombinedConfig,
+    CustomConfig,
     DistillEmbeddingsConfig,
     InfoNCEConfig,
     LossConfig,
@@ -19,6 +20,7 @@ from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka
+from embedtrain.losses.custom import build_custom
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.orthogonal import Orthogonal
@@ -101,6 +103,8 @@ def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[st
             from embedtrain.losses.sentence_transformers import SentenceTransformersLoss
 
             return SentenceTransformersLoss(config, dimension=dimension, guide_dimensions=guide_dimensions)
+        case CustomConfig():
+            return build_custom(config, dimension)
         case CombinedConfig():
             names = [part.name for part in config.losses]  # numbered if a loss occurs several times
             names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.distributed.collectives import gather_rows, row_counts
+from embedtrain.errors import ConfigError
 
 # The key of `BatchInfo.guides` for a teacher's vectors that the rows themselves carry.
 FROM_ROWS = "rows"
@@ -202,7 +203,9 @@ class Loss(nn.Module, ABC):
 
     def __call__(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """`forward`, after an exchange of `batch_info.global_rows` if they are not known."""
-        output: LossOutput = super().__call__(queries, documents, batch_info.complete())
+        output = super().__call__(queries, documents, batch_info.complete())
+        if not isinstance(output, LossOutput):
+            raise ConfigError(f"{type(self).__name__}.forward must return a LossOutput, not {type(output).__name__}")
         return output
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:

@@ -20,7 +20,7 @@ DATASET = "dataset"  # key of an evaluation's row
 class DatasetInfo:
     """The object `dataset` in the row of a set: `{"kind": "retrieval", "queries": 300, ..., "subset": false}`."""
 
-    kind: str  # a value of `SetKind`; `mean` for the means over sets
+    kind: str  # a value of `SetKind`; `mean` for the means over sets, `function` for evaluation.function
     counts: Mapping[str, int]  # what was measured: numbers of queries, documents, pairs, texts, ... by unit
     subset: bool  # whether a part of the set was measured, so that its metrics are not those of the whole set
 

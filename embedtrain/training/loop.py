@@ -24,7 +24,7 @@ from embedtrain.distributed.signals import Notice, StopSignals, exit_code
 from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.watchdog.activity import set_activity
 from embedtrain.distributed.world import World
-from embedtrain.errors import EvaluationInterrupted, Stopped
+from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.losses.types import Loss
@@ -141,10 +141,17 @@ class PeriodicEvaluation:
         if not metrics:
             return False
         speeds = ", ".join(f"{name} {self.evaluator.speed(name)}" for name in self.evaluator.seconds)
-        self.tracker.evaluation(state.step, metrics, self.evaluator.datasets, footer=f"took {speeds}")
-        if self.best_metric is None or state.step == 0:  # step 0 has no checkpoint to keep
+        footer = f"took {speeds}" if speeds else ""
+        self.tracker.evaluation(state.step, metrics, self.evaluator.datasets, footer=footer)
+        if self.best_metric is None:
             return False
         set_name, metric = self.best_metric
+        if metric not in metrics[set_name]:  # those of a function are known only now
+            raise ConfigError(
+                f"checkpoint.best_metric={set_name}/{metric}: {set_name} has the metrics {', '.join(metrics[set_name])}"
+            )
+        if state.step == 0:  # which has no checkpoint to keep
+            return False
         value = metrics[set_name][metric]
         if not value > (-math.inf if state.best is None else state.best):  # NaN is never better
             state.not_better += 1

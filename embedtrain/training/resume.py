@@ -151,7 +151,10 @@ EFFECTS = {
     "tracking": Effect.no_effect,
 }
 # Options that select the best step, if `checkpoint.best_metric` is set.
-_CHOOSES_BEST = ("evaluation.every", "evaluation.sets", "evaluation.subset", "evaluation.metrics", "evaluation.index")
+_CHOOSES_BEST = (
+    *("evaluation.every", "evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
+    "evaluation.index",
+)
 
 
 def effect_of(option: str, recipe: Recipe) -> Effect:

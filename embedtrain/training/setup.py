@@ -23,8 +23,7 @@ from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.evaluator import metric_names
-from embedtrain.evaluation.metrics import parse_best_metric
+from embedtrain.evaluation.evaluator import EvaluationFunction
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet
 from embedtrain.files import remove_tree
@@ -39,6 +38,7 @@ from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.backward import Backward
+from embedtrain.training.custom_code import import_code, parse_recipe_metric
 from embedtrain.training.guides import GuideModel, load_guides
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
@@ -125,6 +125,7 @@ class RunInputs:
     data: TrainData
     losses: Sequence[LossConfig]  # of each source
     sets: Sequence[LoadedSet]
+    function: EvaluationFunction | None  # of the user, called after the sets
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`
     total_steps: int  # optimizer steps
     total_batches: int  # global batches; the last step may have fewer than the others
@@ -133,6 +134,8 @@ class RunInputs:
 def read_inputs(run: Run) -> RunInputs:
     """Read everything that the user may have got wrong, before anything is written."""
     recipe, world = run.recipe, run.world
+    with world.fail_together("importing code"):
+        function = import_code(recipe)
     with world.fail_together("opening the model"):
         if world.is_main:
             require_export_support(recipe.export)
@@ -146,10 +149,9 @@ def read_inputs(run: Run) -> RunInputs:
     require_same_data(data, world)
     evaluation = recipe.evaluation
     sets = load_sets(evaluation.sets, world, subset=evaluation.subset, metrics=evaluation.metrics, cache=cache)
-    best = recipe.checkpoint.best_metric
-    best_metric = None if best is None else parse_best_metric(best, metric_names(sets))
+    best_metric = parse_recipe_metric(recipe, sets, function)
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
-    return RunInputs(source, base_digest, cache, data, losses, sets, best_metric, total_steps, total_batches)
+    return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
 
 
 def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:

@@ -123,7 +123,9 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
                 verification=inputs.cache.verification,
             ),
             evaluation=PeriodicEvaluation(
-                evaluator=Evaluator(inputs.sets, encoder, world, index=recipe.evaluation.index),
+                evaluator=Evaluator(
+                    inputs.sets, encoder, world, index=recipe.evaluation.index, function=inputs.function
+                ),
                 best_metric=inputs.best_metric,
                 state=state,
                 tracker=tracker,

@@ -42,6 +42,7 @@ COMMANDS = {
         Command("search", "embedtrain.search", "search a corpus with a model"),
         Command("export", "embedtrain.export", "write a model directory from a checkpoint"),
         Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),
+        Command("split", "embedtrain.split", "hold out queries of training data as an evaluation set"),
         Command("plan", "embedtrain.plan", "estimate memory, strategy and time before a GPU is booked"),
         Command("report", "embedtrain.report", "write an HTML page about one run or several"),
         Command("doctor", "embedtrain.doctor", "check whether this machine is ready for training", has_ranks=True),

@@ -9,7 +9,19 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "embedtrain"
-COMMANDS = ("evaluate", "mine", "search", "export", "plan", "inspect", "report", "submit", "doctor", "__main__")
+COMMANDS = (
+    "evaluate",
+    "mine",
+    "search",
+    "export",
+    "plan",
+    "inspect",
+    "split",
+    "report",
+    "submit",
+    "doctor",
+    "__main__",
+)
 # A package imports those below it, never those above it; a command imports no other command.
 ORDER = (
     "__init__",
@@ -48,6 +60,7 @@ GROUND = ("config", "checksums", "files", "streams", "records", "formatting", "e
 FORBIDDEN = [
     ("config", ("torch", "transformers", "datasets")),
     ("submit", ("torch", "transformers", "datasets")),
+    ("split", ("torch", "transformers", "datasets")),
     ("data", ("transformers.AutoModel", "torch.nn", "torch.distributed", "sentence_transformers")),
     ("losses", ("transformers", "sentence_transformers")),
     ("models", ("torch.distributed",)),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.data.row_format import format_row
 from embedtrain.data.sampling.permutation import make_key, random_bits
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example
@@ -29,7 +30,7 @@ from embedtrain.mine.candidates import (
     ranks_of,
     scores_of,
 )
-from embedtrain.mine.folder import MiningFolder, format_row
+from embedtrain.mine.folder import MiningFolder
 from embedtrain.mine.inputs import MiningInputs
 from embedtrain.mine.options import MineOptions, Sampling
 from embedtrain.mine.pool import IntArray

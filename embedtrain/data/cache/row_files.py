@@ -30,7 +30,7 @@ from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 
 # A row's digest is a digit of a number in base _BASE modulo the prime _PRIME, as in Karp and Rabin, "Efficient

@@ -14,7 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.source_report import SourceReport
-from embedtrain.data.types import Example, Texts
+from embedtrain.data.texts import Texts
+from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 
 TEXTS = {

@@ -10,7 +10,7 @@ from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 from embedtrain.errors import ConfigError
 
 

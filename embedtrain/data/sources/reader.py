@@ -14,7 +14,7 @@ from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.resolve import find_parts
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 from embedtrain.formatting import format_count
 

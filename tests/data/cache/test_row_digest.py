@@ -19,7 +19,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_files import RowDigest
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, field_name
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table
 

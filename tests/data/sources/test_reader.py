@@ -18,7 +18,7 @@ from embedtrain.data.sources.files import BLOCK_BYTES, MAX_FULL_DIGEST_BYTES
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.reader import SourceReader, open_sources
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 from tests.data.files import line, write, write_table
 

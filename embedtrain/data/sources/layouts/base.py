@@ -10,7 +10,7 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
 from embedtrain.data.sources.documents import Document
 from embedtrain.data.sources.values import BadRow, describe_value, list_names
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 
 T = TypeVar("T")
 

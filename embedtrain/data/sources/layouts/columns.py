@@ -32,7 +32,7 @@ from embedtrain.data.sources.layouts.keyed import (
 )
 from embedtrain.data.sources.parts import PartKind
 from embedtrain.data.sources.values import BadRow, list_names
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 from embedtrain.errors import ConfigError, DataError
 
 

@@ -17,7 +17,7 @@ from embedtrain.data.sources.layouts.base import (
     require_keys,
 )
 from embedtrain.data.sources.values import BadRow, describe_value, shorten
-from embedtrain.data.types import Texts
+from embedtrain.data.texts import Texts
 
 # FlagEmbedding's types of rows whose query and documents are of one kind and get the same instruction.
 SYMMETRIC = ("symmetric_sts", "symmetric_clustering")

@@ -15,7 +15,7 @@ from embedtrain.config.launch import Launch, split_launch_options
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
-from embedtrain.formatting import mask_passwords, printable
+from embedtrain.formatting import mask_passwords, printable, shorten_message
 from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
 from embedtrain.streams import SafeStream, protect_standard_streams
 
@@ -179,7 +179,7 @@ def _print_error(error: EmbedtrainError) -> None:
     rank = _environment("RANK")
     origin = f"rank {rank} on {socket.gethostname()}: " if rank and not isinstance(error, LostContact) else ""
     print(
-        f"{'error: ' if error.exit_code == 1 else ''}{origin}{printable(mask_passwords(str(error)))}",
+        f"{'error: ' if error.exit_code == 1 else ''}{origin}{shorten_message(printable(mask_passwords(str(error))))}",
         file=sys.stderr,
         flush=True,
     )

@@ -7,6 +7,9 @@ from pathlib import Path
 _USER_AND_PASSWORD = re.compile(r"(://[^/\s:@'\"]*:)(?!\d+(?:[/\s]|$))[^\s'\"]*@")
 _TOKEN_AS_USER = re.compile(r"(https?://)[^/\s:@'\"]+@", re.IGNORECASE)
 
+_LONG_WORD = re.compile(r"\S{1001,}")  # paths are shorter
+_MAX_MESSAGE = 6000  # characters; messages that list nodes, columns or keys are shorter
+
 # Characters that a terminal obeys instead of showing them: C0 and C1 control characters, among them those that begin
 # escape sequences, marks that change the direction of the line, and Unicode's line separators.
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -24,6 +27,12 @@ def decode_argument(text: str) -> str:
 def printable(text: str, *, lines: bool = False) -> str:
     r"""The text on one line, with escapes such as `\x1b` for control characters; `lines` keeps line breaks and tabs."""
     return text.translate(_ESCAPES_OF_LINES if lines else _ESCAPES)
+
+
+def shorten_message(text: str) -> str:
+    """A message without the middle of long words, such as values of options, and of what is still long then."""
+    text = _LONG_WORD.sub(lambda match: f"{match[0][:200]}...{match[0][-100:]}", text)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
 
 
 def mask_passwords(text: str) -> str:

@@ -9,6 +9,7 @@ from embedtrain.formatting import (
     format_duration,
     mask_passwords,
     printable,
+    shorten_message,
 )
 
 
@@ -75,3 +76,13 @@ def test_arguments_are_utf8_in_any_locale():
 )
 def test_passwords_in_urls_are_masked(text, masked):
     assert mask_passwords(text) == (masked or text)
+
+
+def test_long_values_are_shortened_in_messages():
+    path = "/" + "f" * 200 + "/" + "g" * 200
+    assert shorten_message(f"model.path={path}: missing") == f"model.path={path}: missing"
+    text = shorten_message(f"unknown option {'x' * 5000}=1; did you mean train.steps?")
+    assert text.startswith("unknown option xxx")
+    assert text.endswith("x=1; did you mean train.steps?")
+    assert len(text) < 400
+    assert len(shorten_message("value " * 10_000)) < 6100

@@ -13,12 +13,12 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 .PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
+	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
 	@printf '%s\n' 'compress files' '播放音乐' \
-	  | $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top_k=3
+	  | $(BIN)/embedtrain search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top_k=3
 	@echo
 	@echo 'Search yourself:'
-	@echo '  $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'
+	@echo '  $(BIN)/embedtrain search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'
 
 test: .venv  ## all tests except those marked slow
 	$(PYTEST) -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'

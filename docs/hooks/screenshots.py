@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.ansi import AnsiDecoder
 from rich.cells import chop_cells
 from rich.console import Console
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from embedtrain.tracking.report.page import write_report
@@ -30,7 +30,6 @@ from tests.browser import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "assets" / "images"
-FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs" / "screenshots").absolute()  # where commands run
 RANKS = 2
 COLUMNS = 100
 
@@ -42,9 +41,17 @@ _DARK = TerminalTheme(
     [(120, 126, 140), (255, 135, 140), (180, 220, 150), (245, 212, 150), (130, 195, 250), (215, 150, 235),
      (120, 205, 215), (255, 255, 255)],
 )  # fmt: skip
-THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": _DARK}
+_LIGHT = TerminalTheme(
+    (246, 248, 250),
+    (36, 41, 47),
+    [(36, 41, 47), (207, 34, 46), (17, 99, 41), (125, 78, 0), (9, 105, 218), (130, 80, 223), (27, 124, 131),
+     (110, 119, 129)],
+    [(87, 96, 106), (164, 14, 38), (26, 127, 55), (99, 60, 1), (33, 139, 255), (164, 117, 249), (49, 146, 170),
+     (140, 149, 159)],
+)  # fmt: skip
+THEMES = {"": _LIGHT, "-dark": _DARK}
 # As rich's, without a font from a network: every text has its length, so that any monospaced font fits.
-SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+SVG = """<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: {char_height}px;
 line-height: {line_height}px; font-variant-east-asian: full-width; }}
@@ -78,67 +85,64 @@ class Session:
 # By the name of the picture. Later ones read the runs of earlier ones.
 SESSIONS = {
     "train": Session(
-        f"torchrun --standalone --nproc-per-node {RANKS} -m embedtrain recipe=quickstart",
+        f"embedtrain train --nproc-per-node {RANKS} recipe=quickstart",
         until="step 80/120",
         max_lines=30,
     ),
     "evaluate": Session(
-        "python -m embedtrain.evaluate model=runs/quickstart/model "
+        "embedtrain evaluate model=runs/quickstart/model "
         "'sets=[recipes/quickstart/dev-en,recipes/quickstart/dev-zh2en]'"
     ),
     "search": Session(
-        "python -m embedtrain.search model=runs/quickstart/model corpus=recipes/quickstart/dev-en "
-        "query='compress files'"
+        "embedtrain search model=runs/quickstart/model corpus=recipes/quickstart/dev-en query='compress files'"
     ),
-    "inspect": Session("python -m embedtrain.inspect data=recipes/quickstart/train-en.jsonl.gz", max_lines=30),
+    "inspect": Session("embedtrain inspect data=recipes/quickstart/train-en.jsonl.gz", max_lines=30),
 }
-COLDER = (
-    f"torchrun --standalone --nproc-per-node {RANKS} -m embedtrain recipe=quickstart name=colder loss.temperature=0.03"
-)
+COLDER = f"embedtrain train --nproc-per-node {RANKS} recipe=quickstart name=colder loss.temperature=0.03"
 
 
 def main() -> None:
     """Run what was not run yet, and write the pictures."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs" / "screenshots").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     IMAGES.mkdir(parents=True, exist_ok=True)
-    if not (FOLDER / "recipes").exists():
-        (FOLDER / "recipes").symlink_to(ROOT / "recipes")
+    if not (folder / "recipes").exists():
+        (folder / "recipes").symlink_to(ROOT / "recipes")
     for name, session in SESSIONS.items():
-        write_terminal(name, session, recorded(name, session.command))
-    recorded("colder", COLDER)
-    write_reports()
+        write_terminal(name, session, recorded(folder, name, session.command))
+    recorded(folder, "colder", COLDER)
+    write_reports(folder)
     for image in sorted(IMAGES.iterdir()):
         print(f"{image.relative_to(ROOT)}  {image.stat().st_size / 1000:.0f} kB")
 
 
-def recorded(name: str, command: str) -> str:
-    """What the command printed when it was run for this picture."""
-    path = FOLDER / f"{name}.ansi"
+def recorded(folder: Path, name: str, command: str) -> str:
+    """What the command printed in the folder when it was run for this picture."""
+    path = folder / f"{name}.ansi"
     if not path.is_file():
         print(f"$ {command}", flush=True)
-        path.write_bytes(run_in_terminal(command))
+        path.write_bytes(run_in_terminal(command, folder))
     return path.read_bytes().decode()  # `read_text` would replace carriage returns
 
 
-def run_in_terminal(command: str) -> bytes:
-    """Everything that a command prints on a terminal of COLUMNS columns.
+def run_in_terminal(command: str, folder: Path) -> bytes:
+    """Everything that `embedtrain ...` prints on a terminal of COLUMNS columns.
 
     Raises:
         CalledProcessError: the command failed.
     """
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    folder = Path(sys.executable).parent
     environment = {
         **os.environ,
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "TERM": "xterm-256color",
         "COLUMNS": str(COLUMNS),
     }
-    arguments = shlex.split(command)
-    process = subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, cwd=FOLDER, env=environment)  # noqa: S603
+    # The command of this checkout, whichever is installed.
+    arguments = [sys.executable, "-m", "embedtrain.commands", *shlex.split(command)[1:]]
+    process = subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, cwd=folder, env=environment)  # noqa: S603
     os.close(terminal)
     parts = []
     while True:
@@ -196,7 +200,9 @@ def until(output: str, text: str) -> str:
 
 def write_terminal(name: str, session: Session, output: str) -> None:
     """The picture of one session, for light and dark pages."""
-    lines = screen(until(output, session.until) if session.until else output)[-session.max_lines :]
+    lines = screen(until(output, session.until) if session.until else output)
+    if len(lines) > session.max_lines:
+        lines = ["...", *lines[1 - session.max_lines :]]
     for suffix, theme in THEMES.items():
         console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, color_system="truecolor")
         console.print(Text.assemble(("$ ", "bold green"), (session.command, "bold")))
@@ -208,10 +214,10 @@ def write_terminal(name: str, session: Session, output: str) -> None:
         (IMAGES / f"terminal-{name}{suffix}.svg").write_text(svg, encoding="utf-8")
 
 
-def write_reports() -> None:
+def write_reports(folder: Path) -> None:
     """The top of the report at desktop and phone width, and of a comparison, for light and dark pages."""
-    run, other = FOLDER / "runs" / "quickstart", FOLDER / "runs" / "colder"
-    pages = {"report": FOLDER / "report.html", "comparison": FOLDER / "comparison.html"}
+    run, other = folder / "runs" / "quickstart", folder / "runs" / "colder"
+    pages = {"report": folder / "report.html", "comparison": folder / "comparison.html"}
     write_report([run], pages["report"])
     write_report([run, other], pages["comparison"])
     widths = {"": (1280, 900), "-phone": (390, 844)}

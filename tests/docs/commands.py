@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from embedtrain.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
 
 _MODULE = re.compile(r"embedtrain(\.\w+)?$")
+_LAUNCH = re.compile(r"--(gpus|nproc-per-node|nodes|node-rank|master|max-restarts)(=.*)?$")
 _ENDS = ("||", "&&", "|", ";", "&", ">", "2>&1")
 
 
@@ -24,18 +26,35 @@ class Command:
 
 
 def commands(shell: str) -> Iterator[Command]:
-    """Every `python -m embedtrain...` in a shell script, also under torchrun, except in here-documents."""
+    """Every `embedtrain COMMAND` and `python -m embedtrain...` in a shell script, except in here-documents.
+
+    Options of launchers are left out.
+    """
     text = re.sub(r"<<-?\s*'?(\w+)'?[^\n]*\n.*?^\s*\1$", "", shell, flags=re.MULTILINE | re.DOTALL)
     for line in text.replace("\\\n", " ").splitlines():
         if "embedtrain" not in line:
             continue
         words = shlex.split(line, comments=True)
-        for index, (flag, module) in enumerate(itertools.pairwise(words)):
-            if flag == "-m" and _MODULE.match(module):
-                ends = [later for later, word in enumerate(words) if later > index and word in _ENDS]
-                end = min(ends, default=len(words))
-                yield Command(module, tuple(words[index + 2 : end]), may_fail="||" in words[end : end + 1])
+        for index, (before, word) in enumerate(itertools.pairwise(words)):
+            ends = [later for later, word in enumerate(words) if later > index and word in _ENDS]
+            end = min(ends, default=len(words))
+            may_fail = "||" in words[end : end + 1]
+            if before == "-m" and _MODULE.match(word):
+                yield Command(word, tuple(words[index + 2 : end]), may_fail)
                 break
+            if re.search(r"(^|/)embedtrain$", before) and word in COMMANDS:
+                yield Command(COMMANDS[word].module, tuple(_without_launcher(words[index + 2 : end])), may_fail)
+                break
+
+
+def _without_launcher(arguments: list[str]) -> Iterator[str]:
+    words = iter(arguments)
+    for word in words:
+        match = _LAUNCH.match(word)
+        if match is None:
+            yield word
+        elif match[2] is None:
+            next(words, None)
 
 
 def compose(command: Command) -> Any:

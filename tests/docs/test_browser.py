@@ -31,7 +31,7 @@ MEASURE = """(async () => {
       (block) => meets(box(block.querySelector("code")), box(block.querySelector(".md-code__button")))).length,
     wide_tables: all(".md-typeset__scrollwrap").filter((wrap) => wrap.scrollWidth > wrap.clientWidth + 1)
       .map((wrap) => wrap.querySelector("table").dataset.layout),
-    cut: all("td, th").filter((cell) => cell.scrollWidth > cell.clientWidth + 1)
+    cut: all("td, th").filter((cell) => cell.scrollWidth > cell.clientWidth + 4)
       .map((cell) => cell.textContent.slice(0, 60)),
     links_in_sidebar: sidebar && box(sidebar).left >= 0 ? sidebar.querySelectorAll("a.md-nav__link[href]").length : 0,
     silent_images: all("article img").filter((image) => image.alt === "").length,
@@ -79,6 +79,20 @@ def test_pages_fit_and_follow_the_colors_of_the_system(site, browser, width, dar
         assert [url for url in browser.requests() if not url.startswith(("file:", "data:", "blob:"))] == [], name
         formulas += seen["formulas"]
     assert formulas > 30
+
+
+def test_images_are_shown_one_for_each_color_scheme(site, browser):
+    for dark in (False, True):
+        browser.open(site / "index.html", dark=dark)
+        shown = browser.evaluate("""(async () => {
+          const images = [...document.querySelectorAll("article img")].filter((image) => image.offsetWidth > 0);
+          for (const image of images) { image.loading = "eager"; await image.decode(); }
+          return images.map((image) => [image.getAttribute("src"), image.naturalWidth]);
+        })()""")
+        assert shown
+        for source, width in shown:
+            assert width > 300, source
+            assert source.partition(".")[0].endswith("-dark") == dark, source
 
 
 def test_the_search_works_from_the_disk(site, browser):

@@ -57,11 +57,15 @@ def test_commands_are_extracted_and_wrong_ones_fail(tmp_path, monkeypatch):
         "  recipe=minilm 'data.train=[{path: a b.jsonl}]'  # so\n"
         'python -m embedtrain.inspect data=my.jsonl || echo "exit code $?"\n'
         'python -m embedtrain.search model=m corpus=c query="it\'s here" | head\n'
+        "embedtrain train --gpus 8 --nodes=2 --node-rank 1 --master host recipe=minilm && embedtrain --version\n"
+        ".venv/bin/embedtrain mine model=m\n"
     )
     assert list(commands(shell)) == [
         Command("embedtrain", ("recipe=minilm", "data.train=[{path: a b.jsonl}]")),
         Command("embedtrain.inspect", ("data=my.jsonl",), may_fail=True),
         Command("embedtrain.search", ("model=m", "corpus=c", "query=it's here")),
+        Command("embedtrain", ("recipe=minilm",)),
+        Command("embedtrain.mine", ("model=m",)),
     ]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean temperature"):

@@ -34,6 +34,27 @@ def test_links_have_targets(page):
             assert anchor in anchors(target_page), f"{page.name}: {target} has no such heading"
 
 
+def test_images_exist_are_small_and_have_texts():
+    """Markdown's images, and the <picture> of a page that GitHub shows; each dark image belongs to a light one."""
+    used = set()
+    for page in pages():
+        text = without_code(page.read_text(encoding="utf-8"))
+        sources = [target for alt, target in re.findall(r"!\[([^\]]*)\]\(([^()\s]+)\)", text) if len(alt) > 20]
+        assert len(sources) == text.count("!["), f"{page.name}: an image without a text"
+        for tag in re.findall(r"<img\b[^>]*>", text):
+            assert len(re.search(r'alt="([^"]*)"', tag)[1]) > 20, tag
+        sources += re.findall(r'<(?:img|source)\b[^>]*?src(?:set)?="([^"]+)"', text)
+        used |= {(page.parent / source).resolve() for source in sources}
+    images = set((ROOT / "docs" / "assets" / "images").iterdir())
+    assert used <= images
+    bases = {path.with_stem(path.stem.removesuffix("-dark").removesuffix("-phone")) for path in images}
+    assert bases <= used, "no page shows an image"
+    assert {path.with_stem(path.stem + "-dark") for path in images if not path.stem.endswith("-dark")} <= images
+    sizes = {path.name: path.stat().st_size for path in images}
+    assert {name for name, size in sizes.items() if size > 200_000} == set()
+    assert sum(sizes.values()) < 1_500_000
+
+
 def test_the_readme_links_every_page():
     linked = {
         (ROOT / target.partition("#")[0]).resolve()

@@ -112,3 +112,18 @@ def test_links_to_files_lead_to_the_repository_if_its_address_is_set():
     assert "[c](benchmarks.md#speed) [d](mine.md) `x|y`" in rendered
     assert "echo [e](../recipes/f.yaml)" in rendered, "code stays as it is"
     assert "a (`recipes/minilm.yaml`) b (`tests/losses`)" in render(markdown, "")
+
+
+def test_pictures_of_terminals_show_what_is_left_on_the_screen():
+    hook = load_hook("screenshots")
+    bar = "\x1b[?25l\x1b[36m━━\x1b[0m \x1b[1m{}/20\x1b[0m"
+    output = "start\r\n" + bar.format(1) + "\r\x1b[2K" + bar.format(9)
+    output += "\r\x1b[2K\x1b[2mstep \x1b[0m10/20\r\n" + bar.format(9) + "\r\x1b[2K" + bar.format(10)
+    rest = "\r\x1b[2K" + bar.format(20) + "\r\nencoding\r\x1b[2K\x1b[1A\x1b[2Ktrained\r\n"
+
+    def plain(output: str) -> list[str]:
+        return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in hook.screen(output)]
+
+    assert plain(output) == ["start", "step 10/20", "━━ 10/20"]
+    assert plain(hook.until(output + rest, "step 10/20")) == ["start", "step 10/20", "━━ 10/20"]
+    assert plain(output + rest) == ["start", "step 10/20", "trained"]

@@ -16,6 +16,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import Stopped
+from embedtrain.tracking.query_metrics import query_metrics_path, read_query_metrics
 from embedtrain.tracking.report.sample import (
     AFTER,
     BEFORE,
@@ -28,7 +29,7 @@ from embedtrain.tracking.report.sample import (
 )
 from embedtrain.tracking.sessions import read_sessions
 from embedtrain.training.train import train
-from tests.runs import BASE, losses, options
+from tests.runs import BASE, losses, metric_rows, options
 from tests.small import save_small, small_model, write_beir, write_rows
 
 
@@ -83,11 +84,23 @@ def test_vectors_equal_those_of_the_models(ranks, workshop, tmp_path):
     """Vectors of the initial and of the exported model, without dropout, on two ranks and on three."""
     samples = {}
     for size in (2, 3):
-        out = options(workshop, tmp_path / str(size), "train.steps=4", *PROMPTS, model="dropout")
+        more = ("train.steps=4", "evaluation.at_start=true", *PROMPTS)
+        out = options(workshop, tmp_path / str(size), *more, model="dropout")
         output, *others = ranks(size, run, None, *out)
         samples[size] = read_sample(tmp_path / str(size))
         assert output.endswith(f"report: {tmp_path / str(size) / 'report.html'}\n")
         assert set(others) == {""}
+        assert read_sessions(tmp_path / str(size) / "sessions.jsonl")[0].steps_per_epoch == 4  # 36 rows, batches of 10
+        # The metrics of single queries have the means that were logged.
+        rows = [row for row in metric_rows(tmp_path / str(size)) if "set" in row]
+        assert [row["step"] for row in rows] == [0, 4]
+        for row in rows:
+            measured = read_query_metrics(query_metrics_path(tmp_path / str(size), row["step"], "dev"))
+            assert measured is not None
+            assert measured.queries == [f"q{number}" for number in range(20)]
+            means = dict(zip(measured.metrics, measured.values.mean(axis=0), strict=True))
+            assert {name: row[name] for name in means} == pytest.approx(means, abs=1e-12)
+        assert 'class="said"' in (tmp_path / str(size) / "report.html").read_text()  # about the interval of the change
     assert samples[2][0] == samples[3][0]
     assert samples[2][1].values == pytest.approx(samples[3][1].values, abs=1e-5)
     sample, before, after = samples[2]

@@ -24,6 +24,7 @@ from embedtrain.files import atomic_write, require_own_file
 from embedtrain.formatting import format_count
 from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
 from embedtrain.tracking.metrics import METRICS_FILE
+from embedtrain.tracking.query_metrics import DIRECTORY as QUERY_METRICS
 from embedtrain.tracking.sessions import SESSIONS_FILE
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
@@ -42,6 +43,7 @@ class RunDirectory:
         self.model = path / "model"  # the final export
         self.profile = path / "profile"  # traces of the steps in `tracking.profile`
         self.cache = path / "cache"  # of data, if the home directory cannot be written
+        self.query_metrics = path / QUERY_METRICS  # of each evaluation, for the report
         self.sample = path / "sample"  # texts and their embeddings before and after training, for the report
         self.sessions = path / SESSIONS_FILE  # start, number of ranks and outcome of each session
         self.lock = path / "run.lock"  # contains a description of the running process
@@ -55,7 +57,13 @@ class RunDirectory:
         """
         for file in (self.lock, self.sessions, self.path / METRICS_FILE):
             require_own_file(file)
-        for folder in (self.sample, self.profile, self.path / TENSORBOARD_FOLDER, self.path / "wandb"):
+        for folder in (
+            self.sample,
+            self.query_metrics,
+            self.profile,
+            self.path / TENSORBOARD_FOLDER,
+            self.path / "wandb",
+        ):
             if folder.is_symlink():
                 raise ConfigError(f"{folder} is a link, through which nothing is written: delete it")
         if self.checkpoints.is_symlink() and (self.checkpoints.resolve().parent / self.lock.name).exists():

@@ -1,6 +1,7 @@
 """Evaluates a live model on its sets, on all ranks."""
 
 import contextlib
+import functools
 import math
 import time
 from collections import Counter
@@ -44,12 +45,15 @@ from embedtrain.formatting import format_duration
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.tracking.metrics import DATASET, DatasetInfo
+from embedtrain.tracking.query_metrics import QueryMetrics
 
 if TYPE_CHECKING:
     from embedtrain.evaluation.sentence_transformers import TextEncoder
 
 # Called with the name of a set, its metrics, and what was measured.
 ResultCallback = Callable[[str, Mapping[str, float], DatasetInfo], None]
+# Called with the name of a set, and the metrics of each of its queries.
+QueryCallback = Callable[[str, QueryMetrics], None]
 # Called with the encoder on every rank, which encodes the same texts; returns metrics by name.
 EvaluationFunction = Callable[["TextEncoder"], Mapping[str, float]]
 
@@ -112,6 +116,7 @@ class Evaluator:
         progress: ProgressCallback | None = None,
         stop: Callable[[], bool] | None = None,
         on_result: ResultCallback | None = None,
+        on_queries: QueryCallback | None = None,
     ) -> dict[str, dict[str, float]]:
         """Metrics by set and name, identical on every rank. A collective.
 
@@ -125,6 +130,7 @@ class Evaluator:
             stop: called before each set; True, on every rank, raises EvaluationInterrupted.
             on_result: called on every rank after each set, `mean` last; an error on one rank is raised on all. It is no
                 collective.
+            on_queries: called on every rank after each retrieval and reranking set; no collective.
         """
         results: dict[str, dict[str, float]] = {}
         for loaded in self.sets:
@@ -132,7 +138,7 @@ class Evaluator:
                 raise EvaluationInterrupted
             name, started = loaded.data.name, time.monotonic()
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
-                results[name] = self._measure(loaded, save_runs)
+                results[name] = self._measure(loaded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
             self._report_result(name, results[name], on_result)
         shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets})
@@ -173,7 +179,7 @@ class Evaluator:
             return contextlib.nullcontext()
         return self.encoder.report_progress(lambda text, done, total: progress(f"{name}: {text}", done, total))
 
-    def _measure(self, loaded: LoadedSet, save_runs: Path | None) -> dict[str, float]:
+    def _measure(self, loaded: LoadedSet, save_runs: Path | None, on_queries: QueryCallback | None) -> dict[str, float]:
         context = EvaluationContext(
             self.encoder,
             self.world,
@@ -183,6 +189,7 @@ class Evaluator:
             self.vector_cache,
             save_runs,
             self.run_depth,
+            None if on_queries is None else functools.partial(on_queries, loaded.data.name),
         )
         match loaded.data:
             case RetrievalSet(candidates=None) as data:

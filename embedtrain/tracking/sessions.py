@@ -32,6 +32,7 @@ class Session:
     last_step: int | None = None  # steps done at its end
     error: str | None = None
     exported: int | None = None  # the step whose weights were exported
+    steps_per_epoch: float | None = None
 
 
 class SessionClock:
@@ -47,10 +48,19 @@ class SessionClock:
 
 
 def record_start(
-    path: Path, clock: SessionClock, *, step: int, total_steps: int, ranks: int, devices: str, from_scratch: bool
+    path: Path,
+    clock: SessionClock,
+    *,
+    step: int,
+    total_steps: int,
+    ranks: int,
+    devices: str,
+    from_scratch: bool,
+    steps_per_epoch: float | None = None,
 ) -> None:
     """Append the start of a session; `from_scratch`: replace the file, whose sessions are of another run."""
     row = {"started": clock.started, "step": step, "total_steps": total_steps, "ranks": ranks, "devices": devices}
+    row["steps_per_epoch"] = steps_per_epoch
     if from_scratch:
         with atomic_write(path) as temporary:
             temporary.touch()

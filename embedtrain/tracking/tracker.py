@@ -24,6 +24,7 @@ from embedtrain.tracking.loggers import (
     wandb_start_timeout,
 )
 from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, MetricsFile, evaluation_row, read_metrics
+from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
 
 
 class Tracker:
@@ -114,13 +115,13 @@ class Tracker:
         self.console.advance(step)
 
     def step(self, row: Mapping[str, float]) -> None:
-        """Print and record the metrics of a logged step; `memory_gib` is added if missing.
+        """Print and record the metrics of a logged step; adds `memory_gib` and, where known, `gpu_utilization`.
 
         `padding`, `data_wait`, `mfu` and `communication` are fractions of 1.
         """
         if not self._world.is_main:
             return
-        row = {"memory_gib": peak_memory_gib(self._world.device), **row}
+        row = {"memory_gib": peak_memory_gib(self._world.device), **gpu_utilization(self._world.device), **row}
         row = {"step": row.pop("step"), **row}
         self._record(row)
         self.console.step(row)
@@ -131,6 +132,16 @@ class Tracker:
         """Record the results of a set in the evaluation after `step`, before other sets are evaluated."""
         if self._world.is_main:
             self._record(evaluation_row(step, name, metrics, dataset))
+
+    def queries_evaluated(self, step: int, name: str, measured: QueryMetrics) -> None:
+        """Record the metrics of each query of a set in the evaluation after `step`, for the report."""
+        if self._metrics is None:
+            return
+        path = query_metrics_path(self._metrics.path.parent, step, name)
+        try:
+            write_query_metrics(path, measured)
+        except Exception as error:  # no record is worth losing the run
+            self._warn_once(path, error)
 
     def evaluation(
         self, step: int, results: Results, datasets: Mapping[str, DatasetInfo] | None = None, *, footer: str = ""
@@ -182,11 +193,12 @@ class Tracker:
         try:
             self._metrics.append(row)
         except OSError as error:
-            if not self._write_failed:
-                self.console.warn(
-                    f"{self._metrics.path} cannot be written, training continues without some rows: {error}"
-                )
-            self._write_failed = True
+            self._warn_once(self._metrics.path, error)
+
+    def _warn_once(self, path: Path, error: Exception) -> None:
+        if not self._write_failed:
+            self.console.warn(f"{path} cannot be written, training continues without some rows: {error}")
+        self._write_failed = True
 
 
 def start_loggers(
@@ -233,6 +245,18 @@ def peak_memory_gib(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device)) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
+
+
+def gpu_utilization(device: torch.device) -> dict[str, float]:
+    """`gpu_utilization`: the fraction of the last moments in which a kernel ran on the GPU, as `nvidia-smi` shows it.
+
+    Empty on CPUs, and where the driver cannot be asked: torch needs the package nvidia-ml-py for it.
+    """
+    if device.type != "cuda":
+        return {}
+    with contextlib.suppress(Exception):  # torch raises various types if the package or the driver's library is missing
+        return {"gpu_utilization": torch.cuda.utilization(device) / 100}
+    return {}
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -133,7 +133,10 @@ class PeriodicEvaluation:
         try:
             with self.tracker.progress() as progress, automatic_collection():
                 record = functools.partial(self.tracker.set_evaluated, state.step)
-                metrics = self.evaluator.evaluate(progress=progress, stop=stop, on_result=record)
+                record_queries = functools.partial(self.tracker.queries_evaluated, state.step)
+                metrics = self.evaluator.evaluate(
+                    progress=progress, stop=stop, on_result=record, on_queries=record_queries
+                )
         except EvaluationInterrupted:
             state.evaluation_due = True
             return False

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,13 @@ from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.resume import RunStart
 
 
+class RunLength(NamedTuple):
+    """Optimizer steps of a run and of an epoch."""
+
+    total_steps: int
+    steps_per_epoch: float
+
+
 class RunReporter:
     """Records sessions and a sample of a run, and writes its report at the end. Failures only cause a warning.
 
@@ -41,12 +49,12 @@ class RunReporter:
         encoder: SentenceEncoder,
         tracker: Tracker,
         start: RunStart,
-        total_steps: int,
+        run_length: RunLength,
     ) -> None:
         self._is_enabled, self._run_dir, self._world = recipe.tracking.report, run_dir, world
         self._encoder, self._tracker, self._state = encoder, tracker, start.state
         self._starts_at_zero = start.resumed_step is None
-        self._total_steps = total_steps
+        self._run_length = run_length
         self._has_warned = False
         self._clock = SessionClock()
 
@@ -60,7 +68,8 @@ class RunReporter:
                 self._run_dir.sessions,
                 self._clock,
                 step=self._state.step,
-                total_steps=self._total_steps,
+                total_steps=self._run_length.total_steps,
+                steps_per_epoch=self._run_length.steps_per_epoch,
                 ranks=self._world.size,
                 devices=devices,
                 from_scratch=self._starts_at_zero,

@@ -22,7 +22,7 @@ from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.report_sample import choose_sample
-from embedtrain.training.run_reporter import RunReporter
+from embedtrain.training.run_reporter import RunLength, RunReporter
 from embedtrain.training.setup import (
     Run,
     RunInputs,
@@ -75,6 +75,11 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
         return _train(run, inputs, stop_signals or StopSignals())
 
 
+def _run_length(recipe: Recipe, inputs: RunInputs) -> RunLength:
+    batches_per_step = recipe.train.gradient_accumulation_steps
+    return RunLength(inputs.total_steps, inputs.data.plan.steps_per_epoch / batches_per_step)
+
+
 def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedModel:
     recipe, world, run_dir = run.recipe, run.world, run.run_dir
     checkpointer, start = open_checkpoints(run, inputs)
@@ -92,7 +97,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     with (
         open_tracker(run, model, start) as tracker,
         checkpointer,
-        RunReporter(recipe, run_dir, world, encoder, tracker, start, inputs.total_steps) as reporter,
+        RunReporter(recipe, run_dir, world, encoder, tracker, start, _run_length(recipe, inputs)) as reporter,
         world.watchdog_guard(),
     ):
         reporter.encode_before_training(lambda: choose_sample(inputs.sets, inputs.data, inputs.losses, prompts))

@@ -66,10 +66,11 @@ def test_a_run_writes_through_none_of_its_files(ranks, run_inputs, finished, tmp
     """All files that a resumed run replaces are links at once; those that it appends to are rejected one by one."""
     out = tmp_path / "run"
     shutil.copytree(finished, out)
-    appended = [out / name for name in ("run.lock", "sessions.jsonl", "metrics.jsonl", "sample")]
+    appended = [out / name for name in ("run.lock", "sessions.jsonl", "metrics.jsonl", "sample", "query_metrics")]
     for path in appended:
         shutil.move(path, tmp_path / "kept")
-        shutil.copytree(tmp_path / "kept", path) if path.name == "sample" else shutil.copy(tmp_path / "kept", path)
+        copy = shutil.copytree if (tmp_path / "kept").is_dir() else shutil.copy
+        copy(tmp_path / "kept", path)
         victim = victim_of(path, tmp_path, "symlink_to")
         before = content(victim)
         (sentence,) = ranks(1, resume, run_inputs, out)

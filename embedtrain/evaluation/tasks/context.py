@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.tracking.query_metrics import QueryMetrics
 
 # MTEB's seed for all draws.
 SEED = 42
@@ -33,6 +34,7 @@ class EvaluationContext:
     vector_cache: VectorCache | None  # for document vectors
     save_runs: Path | None  # directory for TREC files
     run_depth: int | None  # documents per query in a run file; None: as many as the metrics need, at least 1000
+    on_queries: Callable[[QueryMetrics], None] | None = None  # called on every rank with the metrics of each query
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Unit vectors of queries: float32 [n, D], on every rank. A collective."""

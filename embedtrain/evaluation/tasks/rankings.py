@@ -16,6 +16,7 @@ from embedtrain.evaluation.metrics import UNCUT_DEPTH, judged_documents, mean_me
 from embedtrain.evaluation.tasks.context import EvaluationContext
 from embedtrain.evaluation.types import RUN_TAG, RetrievalSet
 from embedtrain.files import atomic_write
+from embedtrain.tracking.query_metrics import QueryMetrics
 
 RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
 # Rankings that are dictionaries at a time: they take ten times the memory of tensors.
@@ -101,7 +102,10 @@ def _ranking_metrics(
             rankings = ((query, ranked(number)) for number, query in enumerate(judged))
             write_run(run_path(context.save_runs, data.name), rankings, _run_file_depth(context))
             write_qrels(qrels_path(context.save_runs, data.name), data.judgements)
-    return mean_metrics(np.concatenate(world.gather(np.concatenate(values))), metrics)
+    by_query = np.concatenate(world.gather(np.concatenate(values)))
+    if context.on_queries is not None:
+        context.on_queries(QueryMetrics(judged, metrics, by_query))
+    return mean_metrics(by_query, metrics)
 
 
 def _run_file_depth(context: EvaluationContext) -> int:

@@ -3,50 +3,22 @@
 All content is escaped, so nothing in a run can become markup.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
+from embedtrain.tracking.report.axes import Axis, NumberFormat, format_value, step_axis, tick_labels, value_axis
 from embedtrain.tracking.report.runs import Series
 
-WIDTH, HEIGHT = 380, 190
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 370.0, 8.0, 166.0
+WIDTH, HEIGHT = 380, 222
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 370.0, 24.0, 182.0
+_MAX_EPOCH_LABELS, _MAX_EPOCH_MARKS = 6, 40
 TABLE_ROWS = 16
 NUM_COLOURS = 8
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-
-
-class NumberFormat(str, Enum):
-    """How a value is written."""
-
-    plain = "plain"  # four significant digits
-    fraction = "fraction"  # of 1, as a percentage
-    rate = "rate"  # large numbers with commas
-    small = "small"  # such as a learning rate: 2.0e-05
-
-
-def format_value(value: float | None, form: NumberFormat = NumberFormat.plain) -> str:
-    """A value for people; `—` if there is none."""
-    if value is None or not math.isfinite(value):
-        return "—"
-    match form:
-        case NumberFormat.fraction:
-            return f"{value:.1%}"
-        case NumberFormat.small:
-            return "0" if value == 0 else f"{value:.1e}"
-        case NumberFormat.rate:
-            return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
-        case NumberFormat.plain:
-            if value == 0 or 1e-3 <= abs(value) < 1e5:
-                digits = 4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
-                return f"{value:,.{digits}f}"
-            return f"{value:.1e}"
 
 
 def element(tag: str, *children: str, **attributes: object) -> Markup:
@@ -71,99 +43,21 @@ def _short(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """Maps values from `low` to `high` to positions from `start` to `end`; `ticks` are marked."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    ticks: tuple[float, ...]
-    log: bool = False
-
-    def positions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The positions of values."""
-        low, high, x = np.float64(self.low), np.float64(self.high), values
-        if self.log:
-            low, high, x = np.log10(low), np.log10(high), np.log10(x)
-        positions: NDArray[np.float64] = self.start + (x - low) / (high - low) * (self.end - self.start)
-        return positions
-
-    def position(self, value: float) -> float:
-        """The position of one value."""
-        return float(self.positions(np.array([value]))[0])
-
-
-def value_axis(values: NDArray[np.float64], start: float, end: float, form: NumberFormat) -> Axis:
-    """An axis for finite values; logarithmic if a few large values would flatten all others.
-
-    Axes of fractions and rates are never logarithmic, because their distance from zero matters.
-    """
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    can_be_log = form in (NumberFormat.plain, NumberFormat.small) and low > 0
-    if can_be_log and high > 200 * low and high > 50 * float(np.median(values)):
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        every = max(1, -(-(last - first) // 5))
-        ticks = tuple(10.0**power for power in range(first, last + 1, every))
-        return Axis(10.0**first, 10.0**last, start, end, ticks, log=True)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
-        low, high = min(0.0, low * 1.25), max(0.0, high * 1.25)  # a single value is shown relative to zero
-        high = high if high > low else 1.0
-    ticks = round_numbers(low, high, 4)
-    return Axis(min(low, ticks[0]), max(high, ticks[-1]), start, end, ticks)
-
-
-def step_axis(low: int, high: int, start: float, end: float) -> Axis:
-    """An axis for integer steps."""
-    if low == high:
-        return Axis(low - 1, high + 1, start, end, (float(low),))
-    ticks = tuple(tick for tick in round_numbers(low, high, 4) if low <= tick <= high and tick == int(tick))
-    return Axis(low, high, start, end, ticks or (float(low), float(high)))
-
-
-def round_numbers(low: float, high: float, count: int) -> tuple[float, ...]:
-    """About `count` round numbers that cover `low` to `high`."""
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(step for step in (factor * power for factor in _STEPS) if step >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return tuple(round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1))
-
-
-def tick_labels(axis: Axis, form: NumberFormat) -> list[str]:
-    """The labels of the ticks, with enough digits to distinguish neighbours."""
-    if form is NumberFormat.fraction:
-        return [f"{text}%" for text in _numbers([tick * 100 for tick in axis.ticks])]
-    return _numbers(axis.ticks)
-
-
-def _numbers(ticks: Sequence[float]) -> list[str]:
-    largest = max(map(abs, ticks), default=0.0)
-    interval = min((b - a for a, b in itertools.pairwise(ticks)), default=largest or 1.0)
-    if largest >= 10_000:
-        return [_large(tick) for tick in ticks]
-    if largest and largest < 1e-3:
-        return ["0" if tick == 0 else f"{tick:.1e}".replace(".0e", "e").replace("e-0", "e-") for tick in ticks]
-    if interval <= 0 or ticks[-1] > 500 * interval:  # powers of ten, or one value
-        return [f"{tick:g}" for tick in ticks]
-    digits = next((n for n in range(7) if abs(interval * 10**n - round(interval * 10**n)) < 1e-6), 6)
-    return [f"{tick:.{digits}f}" for tick in ticks]
-
-
-def _large(value: float) -> str:
-    for divisor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= divisor:
-            return f"{value / divisor:g}{unit}"
-    return f"{value:g}"
-
-
-@dataclass(frozen=True, slots=True)
 class Line:
     """One metric of one run, with the run's colour."""
 
     label: str
     colour: int
     series: Series
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What a plot shows: its title, a sentence about it, and the unit or the quantity on its vertical axis."""
+
+    title: str
+    description: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,30 +91,34 @@ class Chart:
 
 
 def line_chart(
-    title: str,
+    labels: Labels,
     lines: Sequence[Line],
     *,
-    description: str = "",
     form: NumberFormat = NumberFormat.plain,
+    smooth: bool = True,
     max_points: int = 300,
     steps: tuple[int, int] | None = None,
+    steps_per_epoch: float | None = None,
 ) -> Chart:
     """A plot of one metric.
 
     Args:
         lines: at least one, each with at least one point.
+        smooth: draw the moving average of long lines, and the values themselves faintly.
         max_points: approximate number of points drawn per line.
         steps: the first and the last step of the axis; default: those of the lines.
+        steps_per_epoch: marks the end of each epoch.
     """
-    smooth = [line.series.smoothed() for line in lines]
+    title = labels.title
+    means = [line.series.smoothed() if smooth else None for line in lines]
     drawn = [
         (line.series.thinned(max_points), mean and mean.thinned(max_points))
-        for line, mean in zip(lines, smooth, strict=True)
+        for line, mean in zip(lines, means, strict=True)
     ]
     all_steps = np.concatenate([line.series.steps for line in lines])
     x = step_axis(*(steps or (int(all_steps.min()), int(all_steps.max()))), LEFT, RIGHT)
     y = value_axis(np.concatenate([raw.finite for raw, _ in drawn]), BOTTOM, TOP, form)
-    shapes: list[Markup] = [_frame(x, y, form)]
+    shapes: list[Markup] = [_frame(x, y, form, labels.unit), _epoch_marks(x, steps_per_epoch)]
     for line, (raw, mean) in zip(lines, drawn, strict=True):
         colour = f"c{line.colour % NUM_COLOURS}"
         if mean is not None:
@@ -229,7 +127,7 @@ def line_chart(
         shapes += _isolated_points(raw, x, y, colour)
     missing = sum(len(line.series.values) - len(line.series.finite) for line in lines)
     remarks = [f"{missing:,} without a finite value"] * bool(missing)
-    remarks += ["bold: moving average"] * any(mean is not None for mean in smooth) + ["logarithmic"] * y.log
+    remarks += ["bold: moving average"] * any(mean is not None for mean in means) + ["logarithmic"] * y.log
     legend = tuple(
         LegendEntry(line.label, line.colour % NUM_COLOURS, format_value(_last(line.series), form)) for line in lines
     )
@@ -252,7 +150,13 @@ def line_chart(
             for line, (raw, mean) in zip(lines, drawn, strict=True)
         ],
     }
-    return Chart(title, description, picture, legend, _table(lines, form), points, "; ".join(remarks))
+    return Chart(title, labels.description, picture, legend, _table(lines, form), points, "; ".join(remarks))
+
+
+def is_flat(lines: Sequence[Line]) -> bool:
+    """Whether no line has two different values, so that a plot would show nothing."""
+    values = [line.series.finite for line in lines]
+    return all(not len(of) or np.ptp(of) <= 1e-9 * float(np.abs(of).max()) for of in values)
 
 
 def evenly_spaced(count: int, max_indices: int) -> list[int]:
@@ -262,9 +166,12 @@ def evenly_spaced(count: int, max_indices: int) -> list[int]:
     return sorted({round(index * (count - 1) / (max_indices - 1)) for index in range(max_indices)})
 
 
-def _frame(x: Axis, y: Axis, form: NumberFormat) -> Markup:
-    """Grid lines with their labels, and the steps below."""
-    parts = []
+def _frame(x: Axis, y: Axis, form: NumberFormat, unit: str) -> Markup:
+    """Grid lines with their labels, the steps below, and what the axes show."""
+    parts = [
+        element("text", unit, x=4, y=TOP - 11, class_="axis"),
+        element("text", "step", x=(LEFT + RIGHT) / 2, y=BOTTOM + 33, text_anchor="middle", class_="axis"),
+    ]
     for tick, text in zip(y.ticks, tick_labels(y, form), strict=True):
         height = y.position(tick)
         parts.append(element("path", d=f"M{LEFT:g} {height:.1f}H{RIGHT:g}", class_="grid"))
@@ -274,6 +181,25 @@ def _frame(x: Axis, y: Axis, form: NumberFormat) -> Markup:
         anchor = "end" if position > RIGHT - 12 else "start" if position < LEFT + 8 else "middle"
         parts.append(element("text", text, x=position, y=BOTTOM + 16, text_anchor=anchor))
     return element("g", *parts, class_="axes", aria_hidden="true")
+
+
+def _epoch_marks(x: Axis, steps_per_epoch: float | None) -> Markup:
+    """Dashed lines at the ends of epochs, with the number of epochs done."""
+    if steps_per_epoch is None or steps_per_epoch <= 0:
+        return Markup()
+    first, last = max(1, math.ceil(x.low / steps_per_epoch)), math.floor(x.high / steps_per_epoch)
+    every = max(1, -(-(last - first + 1) // _MAX_EPOCH_MARKS))
+    marked = [epoch for epoch in range(first, last + 1) if epoch % every == 0]
+    label_every = max(1, -(-len(marked) // _MAX_EPOCH_LABELS))
+    parts = []
+    for number, epoch in enumerate(marked):
+        position = x.position(epoch * steps_per_epoch)
+        parts.append(element("path", d=f"M{position:.1f} {TOP:g}V{BOTTOM:g}", class_="epoch"))
+        if number % label_every == 0:
+            text = f"epoch {epoch}" if number == 0 else str(epoch)
+            anchor = "end" if position > RIGHT - 24 else "middle"
+            parts.append(element("text", text, x=position, y=TOP - 3, text_anchor=anchor, class_="epoch"))
+    return element("g", *parts, aria_hidden="true")
 
 
 def _path(series: Series, x: Axis, y: Axis, class_: str) -> Markup:

@@ -21,9 +21,13 @@ from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.files import atomic_write
 from embedtrain.formatting import format_duration
-from embedtrain.tracking.report.chart import Chart, NumberFormat, format_value
-from embedtrain.tracking.report.metric_sections import MainMetric, evaluation_sections, main_metric, metric_sections
-from embedtrain.tracking.report.runs import Run, Series, Status, read_runs
+from embedtrain.tracking.report.axes import NumberFormat, format_value
+from embedtrain.tracking.report.bootstrap import CONFIDENCE, RESAMPLES
+from embedtrain.tracking.report.changes import Comparisons
+from embedtrain.tracking.report.chart import Chart
+from embedtrain.tracking.report.evaluation_sections import MainMetric, evaluation_sections, main_metric
+from embedtrain.tracking.report.metric_sections import metric_sections
+from embedtrain.tracking.report.runs import Run, Series, Status, common_steps_per_epoch, read_runs
 from embedtrain.tracking.report.sample_section import sample_section, shorten
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
@@ -88,14 +92,18 @@ def render(runs: Sequence[Run]) -> str:
         charts.append(chart)
         return len(charts) - 1
 
+    comparisons = Comparisons()
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     samples = [section for run in runs[:MAX_SAMPLES] if (section := sample_section(run)) is not None]
     return _template().render(
         title=" · ".join(run.label for run in runs),
         several=len(runs) > 1,
-        summaries=[_summarize(run) for run in runs],
+        summaries=[_summarize(run, comparisons) for run in runs],
         sessions=[(run.label, _sessions(run)) for run in runs],
-        sets=evaluation_sections(runs),
+        sets=evaluation_sections(runs, comparisons),
+        resamples=f"{RESAMPLES:,}",
+        confidence=f"{CONFIDENCE:.0%}",
+        has_epochs=common_steps_per_epoch(runs) is not None,
         sections=metric_sections(runs),
         samples=samples,
         samples_omitted=len(runs) > MAX_SAMPLES,
@@ -137,7 +145,7 @@ def _json(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _summarize(run: Run) -> RunSummary:
+def _summarize(run: Run, comparisons: Comparisons) -> RunSummary:
     sessions, status = run.history.sessions, run.history.status
     error = sessions[-1].error if sessions and status is Status.failed else None
     total = run.total_steps
@@ -158,7 +166,7 @@ def _summarize(run: Run) -> RunSummary:
         loss="—" if loss is None or not len(loss.finite) else _first_and_last(loss),
         rate=_median(run.logged.get("samples_per_s"), NumberFormat.rate),
         memory=_highest(run.logged.get("memory_gib")),
-        main=main_metric(run),
+        main=main_metric(run, comparisons),
         exported="" if run.exported is None else _exported(run, run.exported),
     )
 

@@ -18,14 +18,15 @@ from embedtrain.config.compose import YAML_ERRORS
 from embedtrain.config.limits import load_yaml
 from embedtrain.errors import DataError
 from embedtrain.records import is_number
-from embedtrain.tracking.metrics import METRICS_FILE, parse_row, split_lines
+from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, parse_row, split_lines
 from embedtrain.tracking.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_vectors
 from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, total_seconds
 
 _LABEL_LENGTH = 80  # characters
-_SMOOTHED_FROM = 60  # points; a plot of fewer shows every one of them
+_SMOOTHED_FROM = 24  # points; a plot of fewer shows every one of them
 _MAX_VALUE = 1e100
 _NOT_METRICS = {"step", "set", "model"}
+MEAN = "mean"  # the name of the means over sets
 
 
 class Status(str, Enum):
@@ -110,6 +111,7 @@ class Run:
     versions: Mapping[str, Any]  # of the libraries, by name
     logged: Mapping[str, Series]  # by training metric
     evaluations: Mapping[str, Mapping[str, Series]]  # set -> metric -> series; the main metric of a set first
+    datasets: Mapping[str, DatasetInfo]  # what each set measured last, if known
     history: History
     exported: Path | None  # directory of the exported model
     sample: EncodedSample | None
@@ -131,12 +133,26 @@ class Run:
         steps = self.option("train", "steps")
         return steps if isinstance(steps, int) else None
 
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Optimizer steps of an epoch, if known."""
+        if self.history.sessions and self.history.sessions[-1].steps_per_epoch:
+            return self.history.sessions[-1].steps_per_epoch
+        epochs, total = self.option("train", "epochs"), self.total_steps
+        return total / epochs if total and is_number(epochs) and epochs > 0 else None
+
     def option(self, *names: str) -> Any:
         """An option of the recipe, such as `option("model", "path")`; None if it is not there."""
         value: Any = self.recipe
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
+
+
+def common_steps_per_epoch(runs: Sequence[Run]) -> float | None:
+    """Optimizer steps of an epoch, if known and the same for all runs."""
+    (steps, *others) = {run.steps_per_epoch for run in runs}
+    return None if others else steps
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -166,6 +182,7 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
         versions if isinstance(versions, Mapping) else {},
         _logged(rows),
         _evaluations(rows),
+        {row["set"]: info for row in rows if "set" in row and (info := DatasetInfo.of_row(row)) is not None},
         History(sessions, _status(directory, sessions), total_seconds(sessions, last_written)),
         exported if (exported / "modules.json").is_file() else None,
         sample,

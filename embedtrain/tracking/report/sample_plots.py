@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from scipy.linalg import orthogonal_procrustes
 from sklearn.decomposition import PCA
 
-from embedtrain.tracking.report.chart import Axis, NumberFormat, element, round_numbers, tick_labels
+from embedtrain.tracking.report.axes import Axis, NumberFormat, round_numbers, tick_labels
+from embedtrain.tracking.report.chart import element
 from embedtrain.tracking.report.sample import PairRelation, Role, Sample, Vectors
 
 WIDTH, HEIGHT = 380, 170  # of a histogram

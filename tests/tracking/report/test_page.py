@@ -9,11 +9,14 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from embedtrain.errors import DataError
-from embedtrain.tracking.report.metric_sections import main_metric
+from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
+from embedtrain.tracking.report.changes import Comparisons
+from embedtrain.tracking.report.evaluation_sections import main_metric
 from embedtrain.tracking.report.page import write_report
 from embedtrain.tracking.report.runs import read_runs
 from embedtrain.tracking.report.sample import Role, Sample, SampleText, write_vectors
@@ -69,7 +72,8 @@ def test_one_run(tmp_path):
     assert "org/some-model" in page.text
     assert "0.3000 @ 0 0.7000 @ 40 0.7000 @ 40 +0.4000" in page.text
     assert "Rows per second" in page.text
-    assert page.count("svg") == 4 + 11, "two sets with two metrics each, and eleven training metrics"
+    assert page.count("svg") == 4 + 5, "two sets with two metrics each, and the training metrics that change"
+    assert "Tokens per second without padding, over all ranks 52,000 tokens/s" in page.text
     assert "optim.lr" in page.text
     assert "What differs" not in page.text
 
@@ -83,9 +87,8 @@ def test_several_runs(tmp_path):
     (two / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     page = write_page(tmp_path, one, two)
     assert "2 runs compared" in page.text
-    differs = page.text[
-        page.text.index("What differs") : page.text.index("Evaluation", page.text.index("What differs"))
-    ]
+    assert page.text.index("What differs") > page.text.index("Gradient norm"), "results come before the recipes"
+    differs = page.text[page.text.index("What differs") : page.text.index("Recipe", page.text.index("What differs"))]
     assert "optim.lr 2.0e-05 0.5" in differs
     assert "version torch 2.13.0 2.99.0" in differs
     assert "model.nested.only not set here" in differs
@@ -98,14 +101,77 @@ def test_several_runs(tmp_path):
 
 def test_a_later_step_is_not_the_value_before_training(tmp_path):
     run = make_run(tmp_path / "run")
-    (metric,) = (main_metric(run) for run in read_runs([run]))
+    (metric,) = (main_metric(run, Comparisons()) for run in read_runs([run]))
     assert metric is not None
-    assert (metric.before, metric.change) == ("0.3000", "+0.4000")
+    assert metric.change is not None
+    assert (metric.before, metric.change.text, metric.change.direction) == ("0.3000", "+0.4000", "")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] > 0))
-    (metric,) = (main_metric(run) for run in read_runs([run]))
+    (metric,) = (main_metric(run, Comparisons()) for run in read_runs([run]))
     assert metric is not None
-    assert (metric.before, metric.change) == (None, "")
+    assert (metric.before, metric.change) == (None, None)
+
+
+def add_query_metrics(run: Path, values: dict[int, list[float]]) -> None:
+    """Replace the values of dev-en by the means of these; the same change for every query counts as certain."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row.get("set") == "dev-en":
+            of_queries = np.array(values[row["step"]])
+            queries = [f"q{number}" for number in range(len(of_queries))]
+            path = query_metrics_path(run, row["step"], "dev-en")
+            write_query_metrics(path, QueryMetrics(queries, ["ndcg@10"], of_queries[:, None]))
+            row["ndcg@10"] = float(of_queries.mean())
+            row["dataset"] = {"kind": "retrieval", "queries": len(queries), "documents": 4800, "subset": True}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_differences_within_noise_are_not_marked(tmp_path):
+    """Before and after, and between runs, by the queries that both have."""
+    generator = np.random.default_rng(0)
+    start = generator.uniform(0.2, 0.5, 100)
+    noise = generator.normal(0, 0.2, 100)
+    runs = []
+    for name, gain in (("one", 0.3), ("two", 0.305)):
+        run = make_run(tmp_path / name, name=name, sets=("dev-en",), metrics=("ndcg@10",))
+        after = start + gain + (noise - noise.mean() if name == "two" else 0)
+        add_query_metrics(run, {0: start.tolist(), **dict.fromkeys((10, 20, 30, 40), after.tolist())})
+        runs.append(run)
+    page = write_page(tmp_path, runs[0])
+    changes = [of["class"] for tag, of in page.elements if tag == "span" and "change " in (of.get("class") or "")]
+    assert changes == ["change up"] * 2
+    assert "+0.3000 (+0.3000 to +0.3000) 95% confidence interval of the change over 100 queries." in page.text
+    assert "retrieval · 100 queries, 4,800 documents subset" in page.text
+
+    page = write_page(tmp_path, *runs)
+    changes = [of["class"] for tag, of in page.elements if tag == "span" and "change " in (of.get("class") or "")]
+    assert changes == ["change up", "change up", "change noise"]
+    low, high = np.percentile(
+        [(noise - noise.mean())[generator.integers(0, 100, 100)].mean() + 0.005 for _ in range(4000)], [2.5, 97.5]
+    )
+    shown = re.search(r"\+0\.0050 \(−([0-9.]+) to \+([0-9.]+)\)", page.text)
+    assert shown is not None
+    assert (-float(shown[1]), float(shown[2])) == pytest.approx((low, high), abs=0.008)
+    # Files of an earlier run in the same directory do not count, nor do other queries.
+    path = query_metrics_path(runs[1], 40, "dev-en")
+    write_query_metrics(path, QueryMetrics(["q0"], ["ndcg@10"], np.array([[0.1]])))
+    assert "(−" not in write_page(tmp_path, *runs).text
+
+
+def test_sources_are_lines_of_one_plot_and_epochs_are_marked(tmp_path):
+    run = make_run(tmp_path / "run", extra_metrics=("loss/web/train", "loss/news/train"))
+    session = {"started": 1.0, "step": 0, "total_steps": 40, "ranks": 1, "devices": "cpu", "steps_per_epoch": 15.5}
+    (run / "sessions.jsonl").write_text(json.dumps(session) + "\n")
+    page = write_page(tmp_path, run)
+    charts = json.loads(page.inside["script"][0])
+    (loss,) = [chart for chart in charts if len(chart["lines"]) > 1]
+    assert [line["name"] for line in loss["lines"]] == ["all rows", "news/train", "web/train"]
+    low, high, start, end = loss["x"]
+    marks = [of["d"] or "" for tag, of in page.elements if tag == "path" and of.get("class") == "epoch"]
+    expected = [start + (step - low) / (high - low) * (end - start) for step in (15.5, 31.0)]
+    found = [float(mark[1:].split()[0]) for mark in marks[-2:]]
+    assert found == pytest.approx(expected, abs=0.06)
+    assert "epoch 1" in page.text
 
 
 def test_runs_with_the_same_name_have_different_labels(tmp_path):
@@ -251,7 +317,7 @@ def test_metrics_with_holes(tmp_path):
     (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 11, "loss": 0.')
     page = write_page(tmp_path, run)
     assert "3 lines, the first of them line 10, cannot be read" in page.text
-    assert "mean over the global batch; 3 without a finite value" in page.text
+    assert "since the last point; 3 without a finite value" in page.text
     assert "only_once" in page.text
     (line,) = json.loads(page.inside["script"][0])[0]["lines"]
     assert [point[0] for point in line["points"]] == [1, 2, 3, 7, 8, 9, 10]
@@ -294,8 +360,6 @@ def test_samples_that_cannot_be_read_are_reported(tmp_path):
     assert "After step" not in page.text
     (run / "sample" / "after.safetensors").write_bytes(b"no safetensors")
     assert "cannot be read as vectors of the sample" in write_page(tmp_path, run).text
-    import numpy as np
-
     write_vectors(run / "sample", "after", np.ones((3, 4), dtype=np.float32), 4)
     assert "does not hold one finite vector for each of the 20 texts" in write_page(tmp_path, run).text
     (run / "sample" / "sample.json").write_text('{"format": 1, "texts": [], "pairs": [[0, 1, "positive"]]}')
@@ -356,8 +420,6 @@ def test_texts_with_classes_only(tmp_path):
     """Very long texts with classes, all with the same vector: no map, no neighbours."""
     texts = [SampleText("word " * 50_000, Role.text, "topics", True, label=str(number % 2)) for number in range(6)]
     run = make_run(tmp_path / "run", steps=4, sample=Sample(texts, []))
-    import numpy as np
-
     same = np.ones((6, 4), dtype=np.float32)
     for which in ("before", "after"):
         write_vectors(run / "sample", which, same, 4)

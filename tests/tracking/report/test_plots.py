@@ -6,15 +6,16 @@ import math
 import numpy as np
 import pytest
 
-from embedtrain.tracking.report.chart import (
+from embedtrain.tracking.report.axes import (
     NumberFormat,
-    evenly_spaced,
     format_value,
     round_numbers,
     step_axis,
     tick_labels,
     value_axis,
 )
+from embedtrain.tracking.report.bootstrap import RESAMPLES, interval
+from embedtrain.tracking.report.chart import evenly_spaced
 from embedtrain.tracking.report.page import options_of
 from embedtrain.tracking.report.runs import Series, read_runs
 from embedtrain.tracking.report.sample import PairRelation, Role, Vectors
@@ -67,6 +68,24 @@ def test_the_projection_is_the_first_two_principal_components(vectors):
     rotated = Vectors((vectors.values @ rotation).astype(np.float32), 9)
     assert project(rotated, projection).points == pytest.approx(projection.points, abs=1e-4), "rotated back"
     assert project(Vectors(np.ones((9, 4), dtype=np.float32), 1)) is None
+
+
+def test_the_interval_equals_a_plain_bootstrap():
+    """Of one set, and of the mean over two sets of different sizes, whose queries are drawn separately."""
+    generator = np.random.default_rng(3)
+    one, two = generator.normal(0.02, 0.3, 200), generator.normal(-0.01, 0.1, 50)
+    for sets in ([one], [one, two]):
+        means = [
+            np.mean([np.mean([of[generator.integers(len(of))] for _ in of]) for of in sets]) for _ in range(RESAMPLES)
+        ]
+        low, high = interval(sets)
+        error = 4 * np.std(means) / math.sqrt(0.025 * RESAMPLES)  # of an estimated quantile
+        assert (low, high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])), abs=error)
+        assert interval(sets) == (low, high)
+        # The interval of a mean of many independent values is nearly that of the normal distribution.
+        expected = 1.96 * math.sqrt(sum(of.var() / len(of) for of in sets)) / len(sets)
+        assert (high - low) / 2 == pytest.approx(expected, rel=0.1)
+    assert interval([np.full(5, 0.25)]) == (0.25, 0.25)
 
 
 def test_thinned_series_keep_spikes_and_holes():

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn, TypeVar
 
+from embedtrain.config.command_line import join_help_topic
 from embedtrain.config.launch import Launch, split_launch_options
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
@@ -117,7 +118,7 @@ def _compose_as_rank(
     so that mistakes are reported at once.
     """
     set_ranks_from_srun(os.environ)
-    launch, arguments = None, sys.argv[1:]
+    launch, arguments = None, join_help_topic(sys.argv[1:])
     if launches is not None:
         launch, arguments = split_launch_options(arguments)
     with contextlib.ExitStack() as stack:

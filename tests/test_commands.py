@@ -118,14 +118,6 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
     assert len(re.findall(r"^ *-?[01]\.\d{3}  d\d+", output, re.MULTILINE)) == 6
 
 
-def test_help_lists_recipes_and_options():
-    output = call("embedtrain", "--help")
-    assert "recipe=bce_xlmr" in output
-    assert "temperature: 0.02" in output
-    for command in ("evaluate", "export", "inspect", "mine", "search"):
-        assert f"embedtrain.{command}" in call(f"embedtrain.{command}", "--help")
-
-
 def test_the_console_command_lists_its_commands():
     for arguments in ([], ["--help"]):
         output = call("embedtrain.commands", *arguments)
@@ -135,7 +127,7 @@ def test_the_console_command_lists_its_commands():
             assert f"  {command.name} " in output
             assert command.summary in output
     assert call("embedtrain.commands", "--version") == f"embedtrain {__version__}\n"
-    assert "recipe=bce_xlmr" in call("embedtrain.commands", "train", "--help")
+    assert "optim.lr=0.5\n" in call("embedtrain.commands", "train", "optim.lr=0.5", "--help", "optim")
 
 
 @pytest.mark.parametrize(
@@ -192,6 +184,6 @@ def test_an_installed_wheel_trains_outside_the_checkout(workshop, tmp_path):
     shorter = ["train.epochs=null", "train.steps=2", "model.max_length=40"]
     do(tmp_path / "env" / "bin" / "embedtrain", "train", "recipe=bce_xlmr", *OPTIONS, *shorter, "output_dir=wheel")
     assert (workshop / "wheel" / "model" / "modules.json").is_file()
-    assert "recipe=quickstart" in do(python, "-m", "embedtrain", "--help")
+    assert "quickstart" in do(python, "-m", "embedtrain", "--help")
     (data,) = site.glob("embedtrain/recipes/quickstart/train-en.jsonl.gz")
     assert data.stat().st_size > 500_000

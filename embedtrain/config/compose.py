@@ -8,11 +8,12 @@ import argparse
 import itertools
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize, initialize_config_dir
@@ -25,7 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import require_named_code
+from embedtrain.config.command_line import parse_command_line
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.limits import (
     check_num_jobs,
     limited_files,
@@ -36,7 +39,7 @@ from embedtrain.config.limits import (
 )
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.names import explain_unknown, suggest
+from embedtrain.config.names import explain_unknown
 from embedtrain.config.parsing import (
     escape_interpolations,
     explain_composition,
@@ -57,21 +60,20 @@ YAML_ERRORS = (
     *(LookupError, AttributeError, TypeError, RecursionError),
 )
 _PACKAGE = Path(__file__).resolve().parent.parent
-_HELP = """embedtrain: train a text-embedding model on one GPU, one node or many nodes
+_HELP = f"""embedtrain train: train a model; the same command resumes a run that was stopped
 
-  python -m embedtrain recipe=NAME [option=value ...]
-  torchrun --standalone --nproc-per-node 8 -m embedtrain recipe=NAME [option=value ...]
+  embedtrain train recipe=NAME [option=value ...]
+  torchrun --nproc-per-node 8 -m embedtrain recipe=NAME [option=value ...]
 
-Recipes and ready-made choices:
+{{choices}}
 
-{choices}
+{{options: name! model.path! data.train! train.epochs train.steps train.global_batch_size
+  optim.lr model.max_length evaluation.sets checkpoint.every parallel.precision output_dir seed}}
 
-Options and their defaults (override with option=value):
-
-{options}
-A recipe of your own: DIR/recipe/NAME.yaml, first line `# @package _global_`, with --config-dir DIR.
-`--cfg job` shows the composed recipe and starts nothing. Each option is explained in
-embedtrain/config/recipe.py, those of the losses in embedtrain/config/losses.py."""
+A recipe sets what is required. Yours: DIR/recipe/NAME.yaml, --config-dir DIR.
+{LAUNCH_HELP}
+  --cfg job           print the composed recipe, start nothing
+  -m                  one run for each of several values: optim.lr=1e-5,2e-5"""
 
 
 def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
@@ -102,14 +104,14 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
 def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
     """The options of `python -m embedtrain.NAME`. Names and types are checked, values are not.
 
-    `--help` prints `help_text`, with the options and their values in place of `{options}`.
+    `--help` prints `help_text`, as `render_help` says.
     """
-    command_line = _parse(arguments, kind, multirun=False)
+    command_line = parse_command_line(arguments, kind, multirun=False)
     if command_line.config_dir is not None:
         raise ConfigError(f"--config-dir {command_line.config_dir}: {name} takes no recipe; leave it out")
     ConfigStore.instance().store(name=name, node=kind)
     config = _compose(name, command_line.overrides, kind)
-    _print_if_asked(command_line, config, help_text)
+    _print_if_asked(command_line, config, kind, help_text)
     return _to_dataclass(config, kind)
 
 
@@ -188,52 +190,30 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
-class _Parser(argparse.ArgumentParser):
-    kind: type = Recipe  # of the options that the command line sets
-
-    def error(self, message: str) -> NoReturn:
-        flag = re.match(r"unrecognized arguments: --([\w.-]+)(?:[= ](\S+))?", message)
-        suggestion = None if flag is None else suggest(flag[1], self.kind, flag[2])
-        if flag is not None and suggestion is not None:
-            raise ConfigError(f"--{flag[1]}: options are written as option=value, without dashes: {suggestion}")
-        raise ConfigError(message)
-
-
-def _parse(arguments: Sequence[str], kind: type, *, multirun: bool) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.kind = kind
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--resolve", "-r", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    command_line = parser.parse_intermixed_args(arguments)
-    if command_line.multirun and not multirun:
-        raise ConfigError("multirun (-m) is for training: write one value of each option, and call the command again")
-    return command_line
-
-
-def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_text: str) -> None:
+def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, kind: type, help_text: str) -> None:
     """Print the help or the configuration, and exit, if the command line asks for it."""
-    if not command_line.help and not command_line.cfg:
+    if command_line.help is None and not command_line.cfg:
         return
     try:
         with limited_interpolations():
-            options = OmegaConf.to_yaml(config, resolve=command_line.resolve)
+            text = OmegaConf.to_yaml(config, resolve=command_line.resolve)
+            values: Any = OmegaConf.to_container(config, enum_to_str=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain_hydra_error(error)) from None
-    text = help_text.replace("{options}", options) + "\n" if command_line.help else options
+    if command_line.help is not None:
+        from embedtrain.config.help import render_help
+
+        text = render_help(help_text, kind, values, command_line.help)
     print(text, end="", flush=True)
     raise SystemExit(0)
 
 
 def _compose_recipes(arguments: Sequence[str], *, multirun: bool) -> list[Recipe]:
-    command_line = _parse(arguments, Recipe, multirun=multirun)
+    command_line = parse_command_line(arguments, Recipe, multirun=multirun)
     _register_recipes(command_line.overrides)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
     configs = [_compose("config", overrides, Recipe, command_line.config_dir) for overrides in jobs]
-    _print_if_asked(command_line, configs[0], _HELP.replace("{choices}", _available_choices()))
+    _print_if_asked(command_line, configs[0], Recipe, _HELP.replace("{choices}", _available_choices()))
     return [require_named_code(to_recipe(config), overrides) for config, overrides in zip(configs, jobs, strict=True)]
 
 
@@ -328,14 +308,10 @@ def _recipe_schema() -> DictConfig:
 
 
 def _available_choices() -> str:
-    """For `--help`: every recipe with the command in its first line, and the choices of the other groups."""
-    lines, names = [], choices("recipe")
-    width = max(map(len, names))
-    for name in names:
-        first = (folder("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        lines.append(f"  recipe={name:<{width}} {first.removeprefix('# ')}")
-    lines += [f"  {group}={'|'.join(choices(group))}" for group in ("model", "loss", "parallel")]
-    return "\n".join(lines)
+    """For `--help`: the recipes, and the choices of the other groups."""
+    groups = ("recipe", "model", "loss", "parallel")
+    texts = (f"  {f'{group}=NAME':<14}  {', '.join(choices(group))}" for group in groups)
+    return "\n".join(textwrap.fill(text, 80, subsequent_indent=" " * 18) for text in texts)
 
 
 def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:

@@ -11,7 +11,7 @@ from embedtrain.errors import ConfigError
 
 AUTO = "auto"
 DEFAULT_PORT = 29500  # torchrun's
-HELP = """  --gpus N            one rank on each of N GPUs of this node (default: all visible)
+HELP = """  --gpus N            one rank on each of N GPUs (default: all visible ones)
   --nproc-per-node N  N ranks on this node, also on the CPU
   --nodes N --node-rank I --master HOST[:PORT]
                       several nodes: run the same command on each, I from 0

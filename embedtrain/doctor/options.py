@@ -3,20 +3,21 @@
 from dataclasses import dataclass
 
 from embedtrain.config.compose import compose_command
+from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.validation import OptionChecks
 
-HELP = """embedtrain.doctor: checks whether a machine is ready for training
+HELP = f"""embedtrain doctor: check whether a machine is ready for training
 
-  python -m embedtrain.doctor [--json] [option=value ...]
-  torchrun --standalone --nproc-per-node 8 -m embedtrain.doctor      all ranks, and the bandwidth between them
-  python -m embedtrain.doctor quick=true                             without slow checks: for containers
+  embedtrain doctor [--json] [option=value ...]
+  torchrun --nproc-per-node 8 -m embedtrain.doctor
+  embedtrain doctor quick=true               without slow checks: for containers
 
-Each finding is ok, note, warning or problem, with what to do. The exit code is 1 if there is a problem, else 0.
+Each finding is ok, note, warning or problem, with what to do.
+The exit code is 1 if there is a problem, else 0.
 
-Options and their defaults (override with option=value):
+{{options: output_dir cache_dir quick hub json timeout}}
 
-{options}
-Each option is explained in embedtrain/doctor/options.py, DoctorOptions."""
+{LAUNCH_HELP}"""
 
 
 @dataclass(kw_only=True)

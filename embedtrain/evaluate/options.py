@@ -6,34 +6,27 @@ from typing import Any
 from embedtrain.config.checks import check_sets
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
+from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.validation import OptionChecks
 
-HELP = """embedtrain.evaluate: evaluate a model, sharded over all ranks
+HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
 
-  python -m embedtrain.evaluate model=DIR sets=[PATH,...] [option=value ...]
-  torchrun --standalone --nproc-per-node 8 -m embedtrain.evaluate model=DIR sets=[PATH,...]
-  torchrun --standalone --nproc-per-node 8 -m embedtrain.evaluate model=DIR mteb=[TASK,...]
+  embedtrain evaluate model=DIR sets=[PATH,...] [option=value ...]
+  embedtrain evaluate model=DIR mteb=[TASK,...]
+  torchrun --nproc-per-node 8 -m embedtrain.evaluate model=DIR sets=[PATH,...]
 
-PATH: a BEIR folder, a table (scored or labelled pairs, translations, classes, ...), or the id of a Hub data set.
-A mapping says more: sets='[{path: DIR, kind: reranking, metrics: [map], query_prompt: "query: "}]'.
-TASK: a task or a benchmark of mteb, such as mteb=[SciFact] or mteb='["MTEB(eng, v2)"]'; needs embedtrain[mteb].
+PATH: a BEIR folder, a table (scored or labelled pairs, ...), the id of a Hub
+data set, or a mapping: sets='[{{path: DIR, kind: reranking, metrics: [map]}}]'.
+TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
 
-Metrics are printed and added to OUTPUT_DIR/metrics.jsonl; mteb's own files are in OUTPUT_DIR/mteb.
+{{options: model! sets mteb subset metrics query_prompt max_length precision output_dir
+  save_runs vectors_dir}}
 
-Options and their defaults (override with option=value):
+{LAUNCH_HELP}
 
-{options}
-metrics=[ndcg@10,recall@1000] are measured on all sets whose kind has them. subset=N measures N queries or rows of each
-set, the same in every run. save_runs=true writes TREC run and qrels files. vectors_dir=DIR keeps documents' vectors: an
-interrupted evaluation resumes.
-unshard=model gathers sharded weights at once, not layer by layer: faster, if the model fits on every rank.
-index.place=host keeps vectors beside the GPU; auto does so where they would take half of what is free.
-
-Choices: precision fp32 | bf16, unshard layer | model, index.dtype fp32 | bf16, index.place auto | device | host.
-Each option is explained in embedtrain/evaluate/options.py, EvaluateOptions; those of a set in
-embedtrain/config/evaluation.py, EvaluationSet."""
+Metrics are printed and added to OUTPUT_DIR/metrics.jsonl."""
 
 
 @dataclass(kw_only=True)

@@ -7,15 +7,11 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import ExportConfig, ExportDtype
 from embedtrain.config.validation import OptionChecks
 
-HELP = """embedtrain.export: any checkpoint of a run -> a model directory, checked against the encoder
+HELP = """embedtrain export: write a model directory from a checkpoint, and verify it
 
-  python -m embedtrain.export run=runs/NAME [step=latest|best|N] [output_dir=DIR] [dtype=fp32|bf16|fp16]
-                              [formats=[onnx]] [push_to_hub=ID]
+  embedtrain export run=runs/NAME [option=value ...]
 
-Options and their defaults (override with option=value):
-
-{options}
-Each option is explained in embedtrain/export/options.py, ExportOptions."""
+{options: run! step output_dir dtype formats push_to_hub check}"""
 
 
 @dataclass(kw_only=True)

@@ -12,19 +12,16 @@ from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
 
-HELP = """embedtrain.inspect: what training data holds, as the model will see it
+HELP = """embedtrain inspect: what training data holds, as the model will see it
 
-  python -m embedtrain.inspect data=PATH [model=DIR] [for_loss=NAME] [option=value ...]
-  python -m embedtrain.inspect recipe=NAME data.train=[PATH,...] [any option of a training] [examples=N problems=N]
+  embedtrain inspect data=PATH [model=DIR] [option=value ...]
+  embedtrain inspect recipe=NAME data.train=[PATH,...] [any option of training]
 
-PATH: a file, a folder, a pattern (rows/*.jsonl.gz), a URL, or the id of a Hub data set; several in brackets;
-with options of its own as {path: PATH, columns: [question,answer]}.
+PATH: a file, a folder, a pattern (rows/*.jsonl.gz), a URL, or the id of a Hub
+data set; several in brackets; with options as '{path: PATH, columns: [q,a]}'.
 The exit code is 0 where every row can be used, and 1 where one cannot.
 
-Options and their defaults (override with option=value):
-
-{options}
-Each option is explained in embedtrain/inspect/options.py, InspectOptions."""
+{options: data! model for_loss examples problems max_length query_prompt}"""
 
 
 @dataclass(kw_only=True)

@@ -8,25 +8,25 @@ from typing import Any
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import IndexConfig, Unshard
+from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
-HELP = """embedtrain.mine: hard negatives for training rows, found over all ranks
+HELP = f"""embedtrain mine: hard negatives for training rows
 
-  python -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR [corpus=[PATH,...]] [option=value ...]
-  torchrun --standalone --nproc-per-node 8 -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR
+  embedtrain mine model=DIR data=[PATH,...] output_dir=DIR [option=value ...]
+  torchrun --nproc-per-node 8 -m embedtrain.mine model=DIR data=[PATH,...] ...
 
-PATH of data: whatever a training reads, or {path: PATH, query_prompt: ...}; negatives are found among all
-documents of all rows, and in corpus: BEIR folders, corpus files, tables with a text.
-The same command resumes where it was stopped, on any number of ranks.
+PATH: whatever training reads. Negatives come from all documents of all rows,
+and from corpus. The same command resumes, on any number of ranks.
 
-Options and their defaults (override with option=value):
+{{options: model! data! output_dir! corpus negatives rank_min rank_max relative_margin
+  sampling teacher keep_existing_negatives query_prompt precision}}
 
-{options}
-Each option is explained in embedtrain/mine/options.py, MineOptions."""
+{LAUNCH_HELP}"""
 
 
 class Sampling(str, Enum):

@@ -4,22 +4,22 @@ from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
+from embedtrain.config.command_line import asks_for_help
 from embedtrain.config.compose import compose_command, compose_recipe, option_of
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.validation import OptionChecks, require_single_process
 
-HELP = """embedtrain.plan: memory, strategy and time of a training, before a GPU is booked
+HELP = """embedtrain plan: memory, strategy and time of a training, before a GPU is booked
 
-  python -m embedtrain.plan recipe=NAME gpus=64 gpus_per_node=8 gpu_memory=80 [any option of a training] [--json]
+  embedtrain plan recipe=NAME gpus=64 gpu_memory=80 [training option ...]
 
-No GPU, data or weights are needed: only the configuration of a model on the Hub is downloaded.
+No GPU, data or weights are needed: only a model's configuration is downloaded.
 The exit code is 0 if the training fits in memory, and 1 if it does not.
 
-Options and their defaults (override with option=value):
+{options: gpus gpus_per_node gpu_memory bandwidth_node bandwidth_network tflops tokens_per_text
+  texts_per_row json}
 
-{options}
-Each option is explained in embedtrain/plan/options.py, PlanOptions. All other options are those of the training:
-`python -m embedtrain --help` lists them, and all recipes."""
+`embedtrain train --help` explains the options of training and lists recipes."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     require_single_process("plan")
     names = [field.name for field in fields(PlanOptions)]
     arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
-    command = [argument for argument in arguments if option_of(argument) in names or argument in ("--help", "-h")]
+    command = [argument for argument in arguments if option_of(argument) in names or asks_for_help(argument)]
     training = [argument for argument in arguments if argument not in command]
     options = compose_command("plan", PlanOptions, command, HELP)
     check = OptionChecks(options)

@@ -6,17 +6,14 @@ from pathlib import Path
 from embedtrain.config.compose import compose_command, quote_value
 from embedtrain.config.validation import OptionChecks, require_single_process
 
-HELP = """embedtrain.report: one or several runs on one page, as an HTML file that needs no network
+HELP = """embedtrain report: one or several runs on one page, as an HTML file
 
-  python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]
+  embedtrain report runs/NAME [runs/OTHER ...] [output=FILE]
 
-The page is report.html in the directory of the run; for several runs comparison.html in the directory of the first.
-Runs may be in progress, stopped or failed.
+Runs may be in progress, stopped or failed. The page is report.html in the
+run's directory; for several runs comparison.html in the first run's directory.
 
-Options and their defaults (override with option=value):
-
-{options}
-Each option is explained in embedtrain/report/options.py, ReportOptions."""
+{options: runs! output}"""
 
 
 @dataclass(kw_only=True)

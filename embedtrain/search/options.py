@@ -6,14 +6,11 @@ from embedtrain.config.compose import compose_command, quote_value
 from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import OptionChecks, require_single_process
 
-HELP = """embedtrain.search: find texts with a model
+HELP = """embedtrain search: find texts with a model
 
-  python -m embedtrain.search model=DIR corpus=DIR query="what you look for"
+  embedtrain search model=DIR corpus=DIR query="what you look for"
 
-Options and their defaults (override with option=value):
-
-{options}
-Each option is explained in embedtrain/search/options.py, SearchOptions."""
+{options: model! corpus! query top_k precision trust_remote_code}"""
 
 
 @dataclass(kw_only=True)

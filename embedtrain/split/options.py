@@ -13,17 +13,16 @@ from embedtrain.config.recipe import OnError
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
 
-HELP = """embedtrain.split: hold out queries of training rows as a retrieval set
+HELP = """embedtrain split: hold out queries of training rows as a retrieval set
 
-  python -m embedtrain.split data=PATH output_dir=DIR [dev=300] [option=value ...]
+  embedtrain split data=PATH output_dir=DIR [dev=300] [option=value ...]
 
-PATH: whatever a training reads; several in brackets; with options of its own as {path: PATH, columns: [title,body]}.
-Writes DIR/train.jsonl for data.train, and DIR/dev (corpus, queries, qrels) for evaluation.sets.
+PATH: whatever training reads; several in brackets; with options as
+'{path: PATH, columns: [title,body]}'.
+Writes DIR/train.jsonl for data.train, and DIR/dev (corpus, queries,
+qrels) for evaluation.sets.
 
-Options and their defaults (override with option=value):
-
-{options}
-Each option is explained in embedtrain/split/options.py, SplitOptions."""
+{options: data! output_dir! dev corpus seed on_error cache_dir}"""
 
 
 class DevCorpus(str, Enum):

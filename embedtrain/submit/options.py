@@ -10,6 +10,7 @@ from typing import Any
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
+from embedtrain.config.command_line import asks_for_help
 from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import did_you_mean, require_single_process, written
@@ -17,21 +18,19 @@ from embedtrain.errors import ConfigError
 from embedtrain.submit.kubernetes import KubernetesConfig, check_kubernetes
 from embedtrain.submit.slurm_options import SlurmConfig, check_slurm, has_control_characters, read_cluster
 
-HELP = """embedtrain.submit: train, evaluate, mine or export as a job of a cluster
+HELP = """embedtrain submit: train, evaluate, mine or export as a job of a cluster
 
-  python -m embedtrain.submit recipe=NAME slurm.nodes=4 slurm.gpus_per_node=8 [any option of training]
-  python -m embedtrain.submit evaluate|mine|export [any option of the command] [slurm.option=value ...]
-  python -m embedtrain.submit recipe=NAME slurm.dry_run=true       prints the script, submits nothing
-  python -m embedtrain.submit recipe=NAME to=kubernetes kubernetes.image=IMAGE kubernetes.volumes=[CLAIM:PATH]
+  embedtrain submit recipe=NAME slurm.nodes=4 [any option of training]
+  embedtrain submit evaluate|mine|export [options of it] [slurm.X=value ...]
+  embedtrain submit recipe=NAME slurm.dry_run=true     print the script only
+  embedtrain submit recipe=NAME to=kubernetes kubernetes.image=IMAGE ...
 
-A SLURM job saves checkpoints and requeues itself. Its script stays in the run directory; you may edit it and submit it
-again with sbatch. to=kubernetes prints a Job with its Service, to=kubeflow a TrainJob, both for kubectl apply -f -.
+{options: to slurm.nodes slurm.gpus_per_node slurm.time slurm.partition slurm.account slurm.setup
+  slurm.launcher slurm.max_restarts slurm.dry_run kubernetes.image kubernetes.volumes}
 
-Options and their defaults (override with option=value):
-
-{options}
-Each option is explained in embedtrain/submit/slurm_options.py and embedtrain/submit/kubernetes.py. Options that do not
-begin with slurm. or kubernetes. are those of the command: `python -m embedtrain --help` lists those of training."""
+A SLURM job saves checkpoints and requeues itself. Its script stays in the run's
+directory. to=kubernetes and to=kubeflow print manifests for kubectl apply.
+Other options are those of the command: `embedtrain train --help`."""
 
 COMMANDS = ("train", "evaluate", "mine", "export")
 
@@ -172,7 +171,7 @@ def _check_names(**names: str) -> None:
 
 def _is_job_option(argument: str) -> bool:
     option = option_of(argument)
-    return option.split(".")[0] in ("slurm", "kubernetes") or option == "to" or argument in ("--help", "-h")
+    return option.split(".")[0] in ("slurm", "kubernetes") or option == "to" or asks_for_help(argument)
 
 
 _HAS_QUOTES = re.compile(r"""(['"]).*\1""", re.DOTALL)

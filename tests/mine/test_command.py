@@ -266,5 +266,5 @@ def test_help():
     result = subprocess.run(
         [sys.executable, "-m", "embedtrain.mine", "--help"], capture_output=True, text=True, check=True
     )
-    assert "rank_max: 100" in result.stdout
-    assert "MineOptions" in result.stdout
+    assert "rank_max=100" in result.stdout
+    assert "model=... " in result.stdout

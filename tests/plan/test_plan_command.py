@@ -147,5 +147,5 @@ def test_lora_needs_less_memory():
 
 def test_help_lists_the_options():
     output = call("embedtrain.plan", "--help")
-    assert "gpus_per_node: 8" in output
-    assert "python -m embedtrain --help" in output
+    assert "gpus_per_node=8" in output
+    assert "embedtrain train --help" in output

@@ -49,4 +49,4 @@ def test_the_command(tmp_path):
     output = call("embedtrain.report", "nowhere", cwd=tmp_path, code=1)
     assert output.startswith("error: nowhere is not a folder: ")
     assert output.count("\n") == 1
-    assert "python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]" in call("embedtrain.report", "--help")
+    assert "embedtrain report runs/NAME [runs/OTHER ...] [output=FILE]" in call("embedtrain.report", "--help")

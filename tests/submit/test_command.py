@@ -118,8 +118,9 @@ def test_the_message_of_sbatch_is_passed_on(folder):
 
 def test_help_lists_its_options(folder):
     output = submit(folder, "--help")
-    assert "signal_seconds: 300" in output
-    assert "python -m embedtrain --help" in output
+    assert "slurm.gpus_per_node=8" in output
+    assert "embedtrain train --help" in output
+    assert "slurm.signal_seconds=300" in submit(folder, "--help", "slurm")
 
 
 def test_several_ranks_are_rejected(folder):

@@ -1,0 +1,150 @@
+"""What `--help` prints: one screen for a command, and with a topic the options of a group or a single one."""
+
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
+from embedtrain.config.recipe import TrainSource
+from embedtrain.errors import ConfigError
+
+ALL = "all"
+_MAX_WIDTH, _MIN_WIDTH = 100, 40
+_LISTED = re.compile(r"\{options: (.*?)\}", re.DOTALL)
+# Lists that hold these, whose options `--help data.train` explains as well.
+_ITEMS: dict[str, type] = {
+    "data.train": TrainSource,
+    "data": TrainSource,
+    "evaluation.sets": EvaluationSet,
+    "sets": EvaluationSet,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An option under its full name, with its value in this command."""
+
+    name: str
+    option: Option
+    value: str
+
+
+def render_help(help_text: str, kind: type, values: Mapping[str, Any], topic: str = "") -> str:
+    """The page of a command, or that of a topic.
+
+    Args:
+        help_text: the page; `{options: a! b}` stands for lines about the options `a`, which is required, and `b`.
+        kind: the dataclass of the command's options.
+        values: their values, with enums as text.
+        topic: a group, an option, or `all`.
+
+    Raises:
+        ConfigError: there is no such topic.
+    """
+    entries = list(_entries(kind, values, ""))
+    if topic:
+        return _topic(topic, entries, kind)
+    page = _LISTED.sub(lambda match: _listed(match[1].split(), entries), help_text)
+    groups = dict.fromkeys(entry.name.partition(".")[0] for entry in entries if "." in entry.name)
+    of_group = f"one of the groups {', '.join(groups)}, or " if groups else ""
+    footer = f"--help TOPIC explains {of_group}one option, such as {entries[-1].name}; --help all explains all."
+    return f"{page.rstrip()}\n\n{_wrap(footer, '')}\n"
+
+
+def _entries(kind: type, values: Mapping[str, Any], prefix: str) -> Iterator[_Entry]:
+    for option in options_of(kind):
+        value = values.get(option.name)
+        inner = _group(option, value)
+        if inner is not None and isinstance(value, Mapping):
+            yield from _entries(inner, value, f"{prefix}{option.name}.")
+        else:
+            yield _Entry(f"{prefix}{option.name}", option, _as_yaml(value))
+
+
+def _group(option: Option, value: Any) -> type | None:
+    """The dataclass of an option that is a group of options; None for a single value and for a list."""
+    for kind in option.classes:
+        if kind is LossConfig and isinstance(value, Mapping):
+            return LOSSES.get(str(value.get("name")), LossConfig)
+        if is_dataclass(kind) and isinstance(value, Mapping):
+            return kind
+    return None
+
+
+def _topic(topic: str, entries: list[_Entry], kind: type) -> str:
+    if topic == ALL:
+        return "\n".join(_explained(entry) for entry in entries) + "\n"
+    chosen = [entry for entry in entries if entry.name == topic or entry.name.startswith(f"{topic}.")]
+    chosen = chosen or [entry for entry in entries if entry.name.rpartition(".")[2] == topic]
+    if not chosen:
+        names = [entry.name for entry in entries]
+        topics = list(dict.fromkeys(part for name in names for part in (name, name.rpartition(".")[0]) if part))
+        close = difflib.get_close_matches(topic, [*topics, *(name.rpartition(".")[2] for name in names)], n=1)
+        hint = f", did you mean {close[0]}?" if close else "."
+        groups = dict.fromkeys(name.partition(".")[0] for name in names)
+        raise ConfigError(f"--help {topic}: there is no such topic{hint} Topics are all, {', '.join(groups)}")
+    lines = [_explained(entry) for entry in chosen]
+    for entry in chosen:
+        item = _ITEMS.get(entry.name)
+        if item not in (None, kind):
+            lines.append(f"\nOptions of each item of {entry.name}. {docstring_line(item)}\n")
+            lines += [
+                _explained(_Entry(option.name, option, option.default or "(required)")) for option in options_of(item)
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _explained(entry: _Entry) -> str:
+    """An option with its value, and below it its meaning and its type."""
+    text = meaning(entry.option)
+    kinds = type_of(entry.option)
+    described = f"{text.rstrip('.')} ({kinds})" if text else kinds
+    return f"{entry.name}={entry.value}\n{_wrap(described.replace('`', ''), '    ')}"
+
+
+def _listed(words: list[str], entries: list[_Entry]) -> str:
+    """A line for each option: name and value, and the beginning of its meaning."""
+    by_name = {entry.name: entry for entry in entries}
+    heads, texts = [], []
+    for word in words:
+        entry = by_name[word.rstrip("!")]
+        is_required = word.endswith("!")
+        heads.append(f"{entry.name}={'...' if is_required and entry.value in _EMPTY else entry.value}")
+        texts.append(("required: " if is_required else "") + _beginning(entry.option))
+    width = min(34, max(map(len, heads)))
+    lines = []
+    for head, text in zip(heads, texts, strict=True):
+        indent = max(width, len(head)) + 4
+        lines.append(f"  {head:<{width}}  {textwrap.shorten(text, max(20, 80 - indent), placeholder=' ...')}")
+    return "\n".join(lines)
+
+
+_EMPTY = ("", '""', "null", "[]")
+
+
+def _beginning(option: Option) -> str:
+    """The comment; for an enum without one its values."""
+    text = option.comment or " | ".join(
+        str(member.value) for kind in option.classes if issubclass(kind, Enum) for member in kind
+    )
+    return text.replace("`", "")
+
+
+def _as_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    return '""' if text == "''" else text
+
+
+def _wrap(text: str, indent: str) -> str:
+    width = max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size((80, 24)).columns))
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)

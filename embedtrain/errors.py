@@ -16,6 +16,10 @@ class DataError(EmbedtrainError):
     """A file or a row that cannot be read; the message names file and line."""
 
 
+class HubUnavailable(DataError):
+    """A data set of the Hugging Face Hub that is not cached, while the Hub cannot be reached."""
+
+
 class ModelError(EmbedtrainError):
     """A model that cannot be opened, or that embedtrain cannot train."""
 

@@ -42,6 +42,7 @@ ORDER = (
     "data",
     "distributed",
     "config",
+    "hub",
     "checksums",
     "files",
     "limits",
@@ -56,7 +57,7 @@ NARROW = {
     "models": {"data.types", "data.text_format"},
     "losses": {"distributed.collectives"},
 }
-GROUND = ("config", "checksums", "files", "streams", "records", "formatting", "errors")
+GROUND = ("config", "hub", "checksums", "files", "streams", "records", "formatting", "errors")
 FORBIDDEN = [
     ("config", ("torch", "transformers", "datasets")),
     ("submit", ("torch", "transformers", "datasets")),

@@ -1,14 +1,15 @@
 """Loads the sets of `evaluation.sets`: chooses the reader of each, checks its options and content, takes its subset."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NoReturn
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_of
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, DataError
+from embedtrain.errors import ConfigError, DataError, HubUnavailable
 from embedtrain.evaluation.evaluator import check_metrics, has_metric
 from embedtrain.evaluation.readers.reranking import read_run, with_candidates
 from embedtrain.evaluation.readers.retrieval import (
@@ -61,18 +62,49 @@ def load_sets(
     metrics: Sequence[str] | None = None,
     cache: Cache | None = None,
     option: str = "evaluation.sets",
+    optional: Callable[[str], bool] = lambda name: False,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> list[LoadedSet]:
     """Read all sets on every rank; an error on one rank is raised on all.
+
+    A set is left out on all ranks, with a warning, if `optional` is true of its name, it is on the Hub, and some rank
+    cannot reach the Hub.
 
     `subset` and `metrics` are for sets without their own; of `metrics`, those that the kind of the set has. `option`
     names the list in messages; `cache`, for large corpora, defaults to that of data.cache_dir. Raises ConfigError if
     two sets have the same name, an option does not fit a set, or no set has a metric, and DataError if a set cannot be
     read.
     """
+    sets: list[LoadedSet | None] = []
     with world.fail_together("reading evaluation sets"):
         check_names(configs, option)
-        sets = [read_set(config, subset=subset, cache=cache) for config in configs]
-        return sets if metrics is None else _with_metrics(sets, metrics, option.replace("sets", "metrics"))
+        for config in configs:
+            try:
+                sets.append(read_set(config, subset=subset, cache=cache))
+            except HubUnavailable as error:
+                if not optional(set_name(config)):
+                    raise type(error)(f"{option}: {error}; write {option}=[PATH,...] with local files") from None
+                sets.append(None)
+    missing_by_rank = world.gather([index for index, loaded in enumerate(sets) if loaded is None])
+    missing = sorted({index for indices in missing_by_rank for index in indices})
+    for index in missing:
+        warn(
+            f"{option}: {configs[index].path} is not evaluated: it is not cached, and the Hugging Face Hub cannot be "
+            f"reached; write {option}=[PATH,...] with local files, or {option}=[] for none"
+        )
+    present = [loaded for index, loaded in enumerate(sets) if loaded is not None and index not in missing]
+    with world.fail_together("reading evaluation sets"):
+        return present if metrics is None else _with_metrics(present, metrics, option.replace("sets", "metrics"))
+
+
+def check_paths(configs: Sequence[EvaluationSet], option: str) -> None:
+    """Raise the errors about names and files that need no Hub: ConfigError for equal names, DataError for no file."""
+    check_names(configs, option)
+    for config in configs:
+        if not Path(config.path).expanduser().exists() and not may_be_hub_id(config.path, config.revision):
+            _reject_missing(config.path)
+        if config.candidates is not None and not Path(config.candidates).expanduser().is_file():
+            raise DataError(f"{option}, {config.path}: candidates={config.candidates}: no such file")
 
 
 def check_names(configs: Sequence[EvaluationSet], option: str) -> None:
@@ -152,14 +184,17 @@ def _read(config: EvaluationSet, name: str, cache: Cache) -> DataAndNotes:
         return _read_file(path, config, name)
     if path.is_dir():
         return _read_folder(path, config, name, cache)
-    if not may_be_hub_id(config.path):
-        is_mapping = config.path.startswith("{")
-        quoted = " (this is a text: quote the whole list, not the mapping in it)" if is_mapping else ""
-        raise DataError(f"{config.path} does not exist{quoted}")
+    if not may_be_hub_id(config.path, config.revision):
+        _reject_missing(config.path)
     try:
         return _read_repository(config.path, config, name, cache)
     except DataError as error:
-        raise DataError(f"{error} (no file or folder is called {config.path} either)") from error
+        raise type(error)(f"{error} (no file or folder is called {config.path} either)") from error
+
+
+def _reject_missing(path: str) -> NoReturn:
+    quoted = " (this is a text: quote the whole list, not the mapping in it)" if path.startswith("{") else ""
+    raise DataError(f"{path}: no such file or folder{quoted}")
 
 
 def _read_file(path: Path, config: EvaluationSet, name: str) -> DataAndNotes:

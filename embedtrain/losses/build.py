@@ -81,14 +81,21 @@ def build_losses(
     return losses[0] if len(losses) == 1 else LossPerSource(losses, indices)
 
 
+def require_dimensions(config: LossConfig, dimension: int) -> None:
+    """Raise ConfigError if a loss, or a part of it, trains on more dimensions than the model's vectors have."""
+    parts = config.losses if isinstance(config, CombinedConfig) else []
+    for part in (config, *parts):
+        if part.matryoshka_dims is not None and max(part.matryoshka_dims) > dimension:
+            raise ConfigError(
+                f"loss.matryoshka_dims={part.matryoshka_dims}: the model's vectors have only {dimension} dimensions"
+            )
+
+
 def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
     loss = _build_full(config, dimension, guide_dimensions)
     if config.matryoshka_dims is None:
         return loss
-    if max(config.matryoshka_dims) > dimension:
-        raise ConfigError(
-            f"loss.matryoshka_dims={config.matryoshka_dims}: the model's vectors have only {dimension} dimensions"
-        )
+    require_dimensions(config, dimension)
     weights = config.matryoshka_weights or [1.0] * len(config.matryoshka_dims)
     largest_first = sorted(zip(config.matryoshka_dims, weights, strict=True), reverse=True)
     return Matryoshka(loss, [dim for dim, _ in largest_first], [weight for _, weight in largest_first])

@@ -2,14 +2,26 @@
 
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import is_offline_mode, list_repo_files, snapshot_download
 
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.hub import hub_is_reachable, is_local_path
 
 # Files of a Hub repository with the same weights in formats that are never read.
 _IGNORED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]
+# Files that describe a model, without its weights and tokenizer.
+_CONFIGURATION = [
+    "config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "*/config.json",
+    "*/sentence_*_config.json",
+]
 _PINNED = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)@([\w][\w./-]*)")
 
 
@@ -30,8 +42,8 @@ def resolve_directory(
                 "leave it out"
             )
         return local.resolve()
-    if local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelError(f"{option}={path}: there is no such directory")
+    require_hub_id(path, option, revision)
+    hub_is_reachable()
     ignored = list(_IGNORED)
     try:
         try:
@@ -55,6 +67,30 @@ def resolve_directory(
             f"{option}={path}{at} is neither a directory nor a model available from the Hugging Face Hub "
             f"({type(error).__name__}: {one_line(error)})"
         ) from None
+
+
+def download_configuration(model: ModelConfig) -> ModelConfig:
+    """Replace a Hub id by a directory with the configuration files of its repository."""
+    if model.path is None or model.config is not None or Path(model.path).expanduser().is_dir():
+        return model
+    patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
+    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", patterns)
+    return replace(model, path=str(directory), revision=None)
+
+
+def require_hub_id(path: str, option: str, revision: str | None = None) -> None:
+    """Raise ModelError for a path that is no directory and that cannot be the id of a repository either."""
+    local = Path(path).expanduser()
+    if local.exists():
+        raise ModelError(f"{option}={path}: no such folder (it is a file)")
+    if is_local_path(path) and (revision is None or path.count("/") != 1):
+        hint = f" (if it is a Hub id, not a folder in {local.parent}, name its revision)" if is_id(path) else ""
+        raise ModelError(f"{option}={path}: no such folder{hint}")
+
+
+def is_id(path: str) -> bool:
+    """Whether a path has the form `owner/name`."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None
 
 
 def one_line(error: BaseException) -> str:

@@ -1,13 +1,12 @@
 """The plan of a training: the chosen layout and its costs, the largest chunk, and how to make it fit."""
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Recipe, Strategy
+from embedtrain.config.recipe import Attention, ParallelConfig, Recipe, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import add_adapters, frozen_dtype
@@ -15,7 +14,7 @@ from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.hub import resolve_directory
+from embedtrain.models.hub import download_configuration
 from embedtrain.models.packing import check_packing
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.plan.options import PlanOptions
@@ -25,15 +24,6 @@ from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_
 from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
 
 _MAX_RANKS = 4096
-# Files of a Hub repository that describe a model, without weights and tokenizer.
-_CONFIGURATION = [
-    "config.json",
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_*_config.json",
-    "*/config.json",
-    "*/sentence_*_config.json",
-]
 # Length of texts if neither the recipe nor the model directory sets one.
 _DEFAULT_LENGTH = 512
 
@@ -210,7 +200,7 @@ def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
     Read from configuration files alone; with adapters and `requires_grad` as in training.
     """
     model = recipe.model
-    source = open_model_source(_download_configuration(model))
+    source = open_model_source(download_configuration(model))
     settings = model.config if isinstance(model.config, dict) else {}
     if model.config is not None and model.tokenizer is None and "vocab_size" not in settings:
         source.config.get_text_config().vocab_size = model.vocab_size  # of the tokenizer that is trained on the data
@@ -222,15 +212,6 @@ def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
     return encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length
-
-
-def _download_configuration(model: ModelConfig) -> ModelConfig:
-    """Replace a Hub id by a directory with the configuration files of its repository."""
-    if model.path is None or model.config is not None or Path(model.path).expanduser().is_dir():
-        return model
-    patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
-    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", patterns)
-    return replace(model, path=str(directory), revision=None)
 
 
 def _stored_dtype(source: ModelSource) -> torch.dtype:

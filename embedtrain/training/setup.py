@@ -24,6 +24,7 @@ from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import EvaluationFunction
+from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet
 from embedtrain.files import remove_tree
@@ -32,6 +33,7 @@ from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import weights_digest
+from embedtrain.models.hub import download_configuration
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.planning.model_costs import compute_dtype
 from embedtrain.planning.workload import StepWorkload
@@ -39,6 +41,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.backward import Backward
 from embedtrain.training.custom_code import import_code, parse_recipe_metric
+from embedtrain.training.early_checks import check_dimensions, check_local_inputs
 from embedtrain.training.guides import GuideModel, load_guides
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
@@ -134,22 +137,39 @@ class RunInputs:
 def read_inputs(run: Run) -> RunInputs:
     """Read everything that the user may have got wrong, before anything is written."""
     recipe, world = run.recipe, run.world
+    # In the order of what they cost: names and local files, the configuration of the model, data, evaluation sets,
+    # and last the weights, of which a Hub model downloads gigabytes.
     with world.fail_together("importing code"):
         function = import_code(recipe)
-    with world.fail_together("opening the model"):
+    with world.fail_together("checking paths"):
         if world.is_main:
             require_export_support(recipe.export)
-        source = open_model_source(recipe.model)
-        base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
+        check_local_inputs(recipe)
+    with world.fail_together("opening the model"):
+        described = download_configuration(recipe.model)
+        source = open_model_source(described)
+        check_dimensions(recipe, source)
     directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
     with world.fail_together("reading training data"), run.console.progress() as progress:
         cache = Cache.of_world(directory, world, progress=progress)
         data, losses = load_recipe_data(recipe, source.prompts, cache)
         total_steps, total_batches = _run_length(recipe, data)
     require_same_data(data, world)
-    evaluation = recipe.evaluation
-    sets = load_sets(evaluation.sets, world, subset=evaluation.subset, metrics=evaluation.metrics, cache=cache)
+    evaluation, best = recipe.evaluation, recipe.checkpoint.best_metric
+    sets = load_sets(
+        evaluation.sets,
+        world,
+        subset=evaluation.subset,
+        metrics=evaluation.metrics,
+        cache=cache,
+        optional=lambda name: best is None or best.rpartition("/")[0] not in (name, MEAN),
+        warn=run.console.warn,
+    )
     best_metric = parse_recipe_metric(recipe, sets, function)
+    with world.fail_together("opening the model"):
+        if described is not recipe.model:
+            source = open_model_source(recipe.model)
+        base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from embedtrain.data.sources.parts import Part, PartKind, is_saved_dataset
 from embedtrain.data.sources.values import describe_error
-from embedtrain.errors import DataError
+from embedtrain.errors import DataError, HubUnavailable
+from embedtrain.hub import hub_is_reachable
 
 T = TypeVar("T")
 
@@ -19,6 +20,8 @@ def open_dataset(part: Part, subset: str | None, split: str) -> Any:
 
     name, subset, split = part.name, part.subset or subset, part.split or split
     try:
+        if not Path(name).exists():
+            hub_is_reachable()
         if is_saved_dataset(Path(name)):
             data = datasets.load_from_disk(name)
             return data[split] if isinstance(data, datasets.DatasetDict) else data
@@ -26,10 +29,17 @@ def open_dataset(part: Part, subset: str | None, split: str) -> Any:
     except Exception as error:  # anything: network, name, split, the data set's own files
         reason = " ".join(str(error).split())
         revision = "" if part.revision is None else f", revision {part.revision}"
-        raise DataError(
+        raise _kind_of_error(name, error)(
             f"{name}: neither a local file nor a data set that can be opened "
             f"(subset {subset}, split {split}{revision}): {type(error).__name__}: {reason}"
         ) from error
+
+
+def _kind_of_error(path: str, error: Exception) -> type[DataError]:
+    if Path(path).exists():
+        return DataError
+    unreachable = isinstance(error, ConnectionError | TimeoutError) or not hub_is_reachable()
+    return HubUnavailable if unreachable else DataError
 
 
 @contextmanager
@@ -79,10 +89,12 @@ class HubRepository:
 
 def _query_hub(path: str, query: Callable[[], T]) -> T:
     try:
+        if not Path(path).exists():
+            hub_is_reachable()
         with no_progress_bars():
             return query()
     # The library raises dozens of types, of its own, of fsspec, of requests and of pyarrow.
     except Exception as error:
-        raise DataError(
+        raise _kind_of_error(path, error)(
             f"{path}: neither a local file nor a data set that can be opened ({describe_error(error)})"
         ) from error

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from embedtrain.data.sources.files import file_system, is_url, open_binary, unreachable_error
 from embedtrain.data.sources.text_rows import is_json_list
 from embedtrain.errors import DataError
+from embedtrain.hub import is_local_path
 
 
 class PartKind(Enum):
@@ -117,8 +118,10 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def may_be_hub_id(path: str) -> bool:
+def may_be_hub_id(path: str, revision: str | None = None) -> bool:
     """Whether a path that does not exist may be a Hub id: `name` or `owner/name`, without a data file's suffix."""
+    if is_local_path(path) and revision is None:
+        return False
     return suffix_of(Path(path)) is None and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 

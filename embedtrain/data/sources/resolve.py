@@ -265,7 +265,7 @@ def resolve_parts(source: TrainSource) -> list[Part]:
         _reject_beir(source)
         names = files_matching(path) if is_pattern(path) and not is_file else [path]
         return [part_of_file(name) for name in names]
-    if not may_be_hub_id(source.path):
+    if not may_be_hub_id(source.path, source.revision):
         raise DataError(f"{source.path}: no such file or folder")
     if source.format == DataFormat.beir:
         return [_hub_beir_part(path, source)]

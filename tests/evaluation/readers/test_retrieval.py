@@ -7,6 +7,7 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.sources.parts import part_of_file
@@ -246,8 +247,8 @@ def test_a_deleted_file(tmp_path, name):
 
 
 def test_errors_of_paths_and_options(beir, tmp_path):
-    assert error_of(tmp_path / "nothing") == f"{tmp_path}/nothing does not exist"
-    assert error_of("nothing.tsv") == "nothing.tsv does not exist"
+    assert error_of(tmp_path / "nothing") == f"{tmp_path}/nothing: no such file or folder"
+    assert error_of("nothing.tsv") == "nothing.tsv: no such file or folder"
     assert error_of(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts"
     with pytest.raises(
         ConfigError, match=r"^config=en is of Hub data sets, and .*my-set is a BEIR folder: leave it out"
@@ -310,5 +311,27 @@ def test_loading_on_all_ranks(ranks, beir):
         assert "ConfigError: evaluation.sets: " in answer
         assert "are both called 'my-set'; write {path: " in answer
     answers = ranks(2, load, [one], 1)
-    assert answers[1] == "DataError: /nothing here does not exist"
+    assert answers[1] == "DataError: /nothing here: no such file or folder"
     assert answers[0] == "FailedElsewhere: rank 1 failed while reading evaluation sets: " + answers[1]
+
+
+def load_offline(world, configs, optional):
+    constants.HF_HUB_OFFLINE = True
+    warnings: list[str] = []
+    try:
+        sets = load_sets(configs, world, optional=lambda name: name in optional, warn=warnings.append)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return [loaded.data.name for loaded in sets], warnings
+
+
+def test_sets_of_a_hub_that_cannot_be_reached(ranks, beir):
+    configs = [EvaluationSet(path=str(beir)), EvaluationSet(path="owner/on-the-hub")]
+    for names, warnings in ranks(2, load_offline, configs, ["on-the-hub"]):
+        assert names == ["my-set"]
+        assert len(warnings) == 1
+        assert "owner/on-the-hub" in warnings[0]
+        assert "evaluation.sets=[]" in warnings[0]
+    kinds, messages = zip(*ranks(2, load_offline, configs, []), strict=True)  # it decides which checkpoint is best
+    assert "HubUnavailable" in kinds
+    assert all("evaluation.sets: owner/on-the-hub" in message for message in messages)

@@ -1,0 +1,64 @@
+"""Checks of a recipe that need neither the Hub nor weights: a mistake ends the run before anything is downloaded."""
+
+from pathlib import Path
+
+from embedtrain.config.loss_checks import guide_paths
+from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.source_losses import source_loss
+from embedtrain.data.sources.files import is_url
+from embedtrain.data.sources.parts import may_be_hub_id
+from embedtrain.data.sources.resolve import resolve_parts
+from embedtrain.errors import ConfigError
+from embedtrain.evaluation.metrics import MEAN
+from embedtrain.evaluation.sets import check_paths, set_name
+from embedtrain.losses.build import require_dimensions
+from embedtrain.models.encoder import hidden_size
+from embedtrain.models.hub import require_hub_id, split_revision
+from embedtrain.models.source import ModelSource
+
+
+def check_local_inputs(recipe: Recipe) -> None:
+    """Raise the errors about files, folders and names that show without the Hub.
+
+    Raises ModelError for a model, tokenizer, adapter or guide that is no folder and no id of the Hub, DataError for
+    training data or an evaluation set that does not exist, and ConfigError for equal names of sets or a
+    `checkpoint.best_metric` of none of them.
+    """
+    model = recipe.model
+    for option, path, revision in (
+        ("model.path", model.path, model.revision),
+        ("model.tokenizer", model.tokenizer, model.tokenizer_revision),
+        ("model.lora.path", model.lora.path, model.lora.revision),
+        *(("loss.guide", *split_revision(path)) for path in _guides(recipe)),
+    ):
+        if path is not None and not Path(path).expanduser().is_dir():
+            require_hub_id(path, option, revision)
+    for source in recipe.data.train:
+        _check_source(source)
+        if source.documents is not None:
+            _check_source(TrainSource(path=source.documents, revision=source.documents_revision))
+    check_paths(recipe.evaluation.sets, "evaluation.sets")
+    best, names = recipe.checkpoint.best_metric, [set_name(config) for config in recipe.evaluation.sets]
+    has_function = recipe.evaluation.function is not None  # which is a further set
+    if best is not None and not has_function and best.rpartition("/")[0] not in (*names, MEAN):
+        raise ConfigError(
+            f"checkpoint.best_metric={best} must be set/metric with a set of evaluation.sets: {', '.join(names)}"
+        )
+
+
+def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
+    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have."""
+    dimension = source.dense[-1].num_out if source.dense else hidden_size(source.config)
+    for loss in (recipe.loss, *(source_loss(each, recipe.loss) for each in recipe.data.train)):
+        require_dimensions(loss, dimension)
+
+
+def _check_source(source: TrainSource) -> None:
+    is_on_hub = may_be_hub_id(source.path, source.revision) and not Path(source.path).expanduser().exists()
+    if not is_url(source.path) and not is_on_hub:
+        resolve_parts(source)
+
+
+def _guides(recipe: Recipe) -> list[str]:
+    losses = (recipe.loss, *(source_loss(source, recipe.loss) for source in recipe.data.train))
+    return list(dict.fromkeys(path for loss in losses for path in guide_paths(loss)))

@@ -149,7 +149,8 @@ class Console:
             self._row = row
         if self._is_live:
             metrics = step_metrics(row, self._total_steps, None, verbose=self._verbose)
-            metrics = fit(metrics, self._rich.width - 1, 2, self._column_width)
+            if not self._verbose:  # otherwise the terminal breaks long lines
+                metrics = fit(metrics, self._rich.width - 1, 2, self._column_width)
         else:
             self._columns |= dict.fromkeys((*row, *WAIT_METRICS))
             metrics = step_metrics(row, self._total_steps, remaining, columns=self._columns, verbose=self._verbose)

@@ -122,6 +122,9 @@ def fit(metrics: Iterable[MetricText], width: int, gap: int, size: Callable[[Met
         if used > width:  # a narrower metric of a higher rank would come and go from line to line
             break
         chosen.add(metric.key)
+    of_sources = {metric.key for metric in metrics if metric.key.startswith("loss/")}
+    if not of_sources <= chosen:  # the losses of some sources only would mislead
+        chosen -= of_sources
     return [metric for metric in metrics if metric.key in chosen]
 
 

@@ -183,19 +183,20 @@ def test_diagnostics_are_shown_on_request(capsys):
         assert "312" not in line, "shown as mfu"
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_a_narrow_terminal_keeps_the_loss_and_the_accuracy(verbose):
+def test_a_narrow_terminal_keeps_the_loss_and_the_accuracy():
     shown = {}
-    for width in (40, 80, 150):
+    row = {**ROW, **DIAGNOSTICS, "loss/news/train": 0.5}
+    for width, verbose in ((40, False), (80, False), (150, False), (180, False), (80, True)):
         rich, out = terminal(width)
-        Console(terminal=rich, verbose=verbose).step({**ROW, **DIAGNOSTICS})
-        shown[width] = ESCAPES.sub("", out.getvalue()).strip()
-    assert shown[40] == "step 100  loss 1.2345  accuracy 0.5000"
-    assert shown[80] == "step 100  loss 1.2345  accuracy 0.5000  lr 4.9e-04  samples/s 812"
-    assert shown[150].startswith(
-        "step 100  loss 1.2345  accuracy 0.5000  loss/web/train 1.5000  grad_norm 0.87  lr 4.9e-04  samples/s 812  tok"
-    )
-    assert ("mfu" in shown[150]) == verbose
+        Console(terminal=rich, verbose=verbose).step(row)
+        shown[width, verbose] = " ".join(ESCAPES.sub("", out.getvalue()).split())
+    assert shown[40, False] == "step 100 loss 1.2345 accuracy 0.5000"
+    assert shown[80, False] == "step 100 loss 1.2345 accuracy 0.5000 lr 4.9e-04 samples/s 812"
+    rest = "grad_norm 0.87 lr 4.9e-04 samples/s 812 tokens/s 71,344 memory 0.9 GiB"
+    assert shown[150, False] == f"step 100 loss 1.2345 accuracy 0.5000 {rest}", "all sources or none"
+    sources = "loss/web/train 1.5000 loss/news/train 0.5000"
+    assert shown[180, False] == f"step 100 loss 1.2345 accuracy 0.5000 {sources} {rest}"
+    assert f"{sources} {rest} mfu 43.2% padding 3.1%" in shown[80, True], "on several lines"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])

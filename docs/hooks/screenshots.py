@@ -220,7 +220,7 @@ def write_reports(folder: Path) -> None:
     pages = {"report": folder / "report.html", "comparison": folder / "comparison.html"}
     write_report([run], pages["report"])
     write_report([run, other], pages["comparison"])
-    widths = {"": (1280, 900), "-phone": (390, 844)}
+    widths = {"": (1280, 1560), "-phone": (390, 844)}
     with Browser() as browser:
         for (name, page), (device, (width, height)), scheme in product(pages.items(), widths.items(), THEMES):
             browser.open(page, width=width, height=height, dark=bool(scheme), scale=1.5)

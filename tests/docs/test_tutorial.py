@@ -55,7 +55,7 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     assert re.search(r"packages/train\.jsonl:13201", output("a query without an answer"))
     assert "exit code 1" in output("a query without an answer")
     assert "exit code 1" in output("loss.tempature")
-    assert "fits on every rank" in output("embedtrain.plan")
+    assert "fits on every rank" in output("embedtrain plan")
     assert (clone / "packages/mined/train.jsonl").stat().st_size > 1_000_000
 
     rows = [
@@ -65,7 +65,7 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     first, second = ([row["ndcg@10"] for row in run if "ndcg@10" in row][-1] for run in rows)
     assert first > 0.6
     assert second > first, "hard negatives of its own make the model better"
-    assert f"{first:.4f}" in output("embedtrain.evaluate")
+    assert f"{first:.4f}" in output("embedtrain evaluate")
 
     served = output("curl")
     answer = json.loads(served[served.index("{") :])  # behind the server's own line
@@ -74,7 +74,7 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     scores = [hit["score"] for hit in answer["results"]]
     assert scores == sorted(scores, reverse=True)
     assert "chess" in " ".join(hit["text"] for hit in answer["results"]).lower()
-    shown = re.findall(r"^(\d\.\d{3})  d\d+", output("embedtrain.search"), re.MULTILINE)
+    shown = re.findall(r"^(\d\.\d{3})  d\d+", output("embedtrain search"), re.MULTILINE)
     assert [float(score) for score in shown] == pytest.approx(scores[:3], abs=2e-3), (
         "the server finds what search finds"
     )

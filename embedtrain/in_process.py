@@ -5,6 +5,7 @@ import gc
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -25,13 +26,14 @@ from embedtrain.loading.load import QUIET_LOGGERS
 def own_process_state(*, quiet: bool) -> Iterator[None]:
     """Run a block as a command, and leave the process as it was.
 
-    The environment, the random state of torch, warnings, the verbosity of libraries, Hydra's state and the CUDA device
-    are restored, and process groups that the block has left are freed. A `quiet` block prints nothing on standard
-    output.
+    The environment, the hook for errors, the random state of torch, warnings, the verbosity of libraries, Hydra's state
+    and the CUDA device are restored, and process groups that the block has left are freed. A `quiet` block prints
+    nothing on standard output.
     """
     environment = dict(os.environ)
     levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    excepthook = sys.excepthook  # which torch replaces with each process group
     device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[] if device is None else [device]))
@@ -48,6 +50,7 @@ def own_process_state(*, quiet: bool) -> Iterator[None]:
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
             os.environ.update(environment)
+            sys.excepthook = excepthook
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
             transformers_logging.set_verbosity(verbosity)

@@ -85,6 +85,7 @@ def process_state() -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "gradients": torch.is_grad_enabled(),
         "ranks": dist.is_initialized(),
+        "errors": sys.excepthook,
         "python threads": {thread.name for thread in threading.enumerate() if thread.daemon} - {"Thread-1", "Thread-2"},
     }
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sets
+from embedtrain.config.prompts import prompt_warnings
 from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
 from embedtrain.loading.command_model import command_model_config
 
@@ -45,6 +46,7 @@ def main(options: EvaluateOptions) -> Metrics:
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
+        console.warn(*prompt_warnings(options))
         sets = _read_sets(options, world, console)
         with world.fail_together("looking up the tasks of mteb"):
             set_names = [loaded.data.name for loaded in sets]

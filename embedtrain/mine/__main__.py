@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import ParallelConfig, Precision
 from embedtrain.loading.command_model import command_model_config
 from embedtrain.mine.options import MineOptions, compose_mine
@@ -99,6 +100,7 @@ def _load_models(
     from embedtrain.loading.load import load_model
     from embedtrain.mine.teacher import load_teacher
 
+    console.warn(*prompt_warnings(options))
     config, parallel = command_model_config(options), ParallelConfig(precision=precision)
     with command_option_names(MODEL_OPTION_NAMES):
         model = load_model(config, parallel, world, seed=0, work=None)

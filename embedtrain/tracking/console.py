@@ -73,9 +73,10 @@ class Console:
         """Print a message."""
         self._print(Text(printable(mask_passwords(text))))
 
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), printable(mask_passwords(text))))
+    def warn(self, *texts: str) -> None:
+        """Print warnings."""
+        for text in texts:
+            self._print(Text.assemble(("warning: ", "bold yellow"), printable(mask_passwords(text))))
 
     @contextlib.contextmanager
     def phase(self, text: str) -> Iterator[None]:

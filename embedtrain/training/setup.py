@@ -18,6 +18,7 @@ from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
+from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
@@ -145,6 +146,7 @@ def read_inputs(run: Run) -> RunInputs:
         if world.is_main:
             require_export_support(recipe.export)
         check_local_inputs(recipe)
+    run.console.warn(*prompt_warnings(recipe))
     with world.fail_together("opening the model"):
         described = download_configuration(recipe.model)
         source = open_model_source(described)

@@ -25,7 +25,7 @@ def main(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
     from embedtrain.config.recipe import ModelConfig, ParallelConfig
     from embedtrain.distributed.world import joined_world
-    from embedtrain.evaluation.readers.retrieval import read_corpus
+    from embedtrain.evaluation.readers.any_corpus import read_any_corpus
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.index import ShardedIndex, trec_order
@@ -33,7 +33,7 @@ def main(options: SearchOptions) -> None:
     from embedtrain.loading.load import load_model
     from embedtrain.tracking.console import Console
 
-    corpus = read_corpus(Path(options.corpus))
+    corpus = read_any_corpus(Path(options.corpus).expanduser())
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:

@@ -8,7 +8,7 @@ from embedtrain.config.validation import OptionChecks, require_single_process
 
 HELP = """embedtrain search: find texts with a model
 
-  embedtrain search model=DIR corpus=DIR query="what you look for"
+  embedtrain search model=DIR corpus=PATH query="what you look for"
 
 {options: model! corpus! query top_k precision trust_remote_code}"""
 
@@ -18,7 +18,7 @@ class SearchOptions:
     """Options of `python -m embedtrain.search`."""
 
     model: str = ""  # model directory or Hub id
-    corpus: str = ""  # BEIR folder, or a corpus.jsonl
+    corpus: str = ""  # BEIR folder, file of documents, or training rows, whose documents are searched
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     top_k: int = 5  # results per query
@@ -34,7 +34,9 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     options = compose_command("search", SearchOptions, [quote_value(argument, "query") for argument in arguments], HELP)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
-    check.require(bool(options.corpus), "corpus", "is missing; write a BEIR directory or a corpus.jsonl")
+    check.require(
+        bool(options.corpus), "corpus", "is missing; write a BEIR directory, or a file of documents or training rows"
+    )
     check.at_least(1, "chunk_tokens")
     check.at_least(1, "top_k")
     return options

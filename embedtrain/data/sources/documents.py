@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.data.sources import values
+from embedtrain.data.sources.column_roles import is_id, normalized
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import BadRow, list_names
 
 _ID_KEYS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
-_TEXT_KEYS = ("text", "document_text", "contents", "passage")
+_TEXT_KEYS = ("text", "document_text", "contents", "passage", "content", "document", "body", "abstract", "chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,18 @@ class Document:
 
 def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document:
     """The document of a row with an id, a text and perhaps a title. Raises BadRow if it lacks one."""
-    id_key = next((key for key in _ID_KEYS if key in row), None)
+    id_key = next((key for key in _ID_KEYS if key in row), None) or next(filter(is_id, row), None)
     if id_key is None and id_required:
         raise BadRow(f'a document needs an id ("docid" or "_id"), and this one has: {list_names(row)}')
     name = "" if id_key is None else values.identifier(row[id_key], f'"{id_key}"')
     if not name and id_required:
         raise BadRow(f'"{id_key}" is empty, and a document needs an id')
     text_key = next((key for key in _TEXT_KEYS if key in row), None)
-    if text_key is None and "title" not in row:
+    text_key = text_key or next((key for key in row if normalized(key) in _TEXT_KEYS), None)
+    title_key = next((key for key in row if key.lower() == "title"), "title")
+    if text_key is None and title_key not in row:
         raise BadRow(f'a document needs a "text", and this one has: {list_names(row)}')
-    title = values.optional_string(row.get("title"), '"title"')
+    title = values.optional_string(row.get(title_key), f'"{title_key}"')
     return Document(name, title, values.optional_string(row.get(text_key or "text"), f'"{text_key}"'))
 
 

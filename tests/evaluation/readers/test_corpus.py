@@ -15,6 +15,7 @@ from embedtrain.data.cache.documents import MappedTexts, select_texts
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.readers import retrieval
+from embedtrain.evaluation.readers.any_corpus import read_any_corpus
 from embedtrain.evaluation.readers.retrieval import read_corpus
 from embedtrain.evaluation.sets import load_sets, read_set
 from embedtrain.inference.index import trec_order
@@ -162,3 +163,36 @@ def test_metrics_of_mapped_and_held_corpora_are_equal(ranks, tmp_path):
     assert (held[0], mapped[0]) == ("list", "MappedTexts")
     assert held[1] == mapped[1]
     assert held[1]["ndcg@10"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("faq.csv", "id,answer,question\n7,a,q\n8,b,r\n9,a,s\n", {"2": "a", "3": "b"}),
+        ("docs.csv", "title,body\nt,a\n,b\n", {"2": "t a", "3": "b"}),
+        ("docs.tsv", "doc_key_id\tTitle\tBody\nx\tt\ta\ny\tu\tb\n", {"x": "t a", "y": "u b"}),
+        ("lines.csv", "sentence\na\nb\n", {"2": "a", "3": "b"}),
+        (
+            "rows.jsonl",
+            '{"query": "q", "pos": ["a"], "neg": ["b", "c"]}\n{"query": "r", "pos": ["c"], "neg": ["d"]}\n',
+            {"1": "a", "1-2": "b", "1-3": "c", "2-2": "d"},
+        ),
+        (
+            "ids.jsonl",
+            '{"query": "q", "pos": ["a"], "pos_id": ["x"], "neg": ["b"], "neg_id": ["y"]}\n',
+            {"x": "a", "y": "b"},
+        ),
+    ],
+)
+def test_any_file_is_a_corpus_to_search(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    corpus = read_any_corpus(tmp_path / name)
+    assert dict(zip(corpus.ids, corpus.texts, strict=True)) == expected
+
+
+def test_a_beir_folder_and_unclear_columns_as_a_corpus(tmp_path):
+    jsonl(tmp_path / "beir" / "corpus.jsonl", [{"_id": "d", "title": "t", "text": "a"}])
+    assert list(read_any_corpus(tmp_path / "beir").texts) == ["t a"]
+    jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "a", "context": "c"}])
+    with pytest.raises(DataError, match=r"answer and context .*columns: \[question,answer\]"):
+        read_any_corpus(tmp_path / "x.jsonl")

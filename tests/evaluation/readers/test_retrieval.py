@@ -107,7 +107,7 @@ def test_splits(beir):
 BROKEN = [
     ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d2"', "corpus.jsonl:2", "broken JSON"),
     ("corpus.jsonl", '["d1", "a"]\n', "corpus.jsonl:1", "a list"),
-    ("corpus.jsonl", '\n{"_id": "d1", "body": "a"}\n', "corpus.jsonl:2", "_id, body"),
+    ("corpus.jsonl", '\n{"_id": "d1", "words": "a"}\n', "corpus.jsonl:2", "_id, words"),
     ("corpus.jsonl", '{"id": "d1", "text": 7}\n', "corpus.jsonl:1", '"text" must be a text, not a number (7)'),
     ("corpus.jsonl", '{"_id": 1.5, "text": "a"}\n', "corpus.jsonl:1", '"_id" must be an id'),
     ("corpus.jsonl", '{"text": "a"}\n', "corpus.jsonl:1", "needs an id"),

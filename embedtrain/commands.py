@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from embedtrain import __version__
 from embedtrain.cli import run_command
+from embedtrain.completion import SHELLS, completion_script
 from embedtrain.errors import ConfigError
 
 
@@ -57,6 +58,7 @@ usage: embedtrain COMMAND [option=value ...]
 
 First run:   embedtrain train recipe=quickstart
 Options:     embedtrain COMMAND --help
+Completion:  embedtrain completion bash|zsh|fish
 """
 
 
@@ -93,6 +95,14 @@ def _answer(arguments: Sequence[str]) -> None:
         return
     if arguments[0] in ("--version", "-V", "version"):
         print(f"embedtrain {__version__}")
+        return
+    if arguments[0] == "completion":
+        shell = arguments[1] if len(arguments) > 1 else ""
+        if shell not in SHELLS:
+            raise ConfigError(f"completion {shell}: write `embedtrain completion SHELL`, one of {', '.join(SHELLS)}")
+        print(
+            completion_script(shell, {each.name: (each.module, each.has_ranks) for each in COMMANDS.values()}), end=""
+        )
         return
     raise ConfigError(_suggestion(arguments))
 

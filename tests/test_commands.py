@@ -161,6 +161,46 @@ print(*sorted(command.module for command in COMMANDS.values()), sep="\\n")
     assert done.stdout.split() == [".".join(path.relative_to(ROOT).parts) for path in packages]
 
 
+@pytest.fixture(scope="module")
+def completion_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("completion") / "embedtrain"
+    path.write_text(call("embedtrain.commands", "completion", "bash"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "replies"),
+    [
+        ("embedtrain tr", ["train"]),
+        ("embedtrain train recipe=qu", ["quickstart"]),
+        ("embedtrain train --gpus 8 optim.l", ["optim.lr=", "optim.loss_lr="]),
+        ("embedtrain train parallel.precision=", ["bf16", "fp32"]),
+        ("embedtrain train --nod", ["--nodes", "--node-rank"]),
+        ("embedtrain search --nod", []),
+        ("embedtrain evaluate save_runs=t", ["true"]),
+        ("embedtrain submit slurm.launcher=s", ["srun"]),
+    ],
+)
+def test_bash_completes(completion_file, line, replies):
+    """As bash calls the function; it replaces what follows the last equals sign."""
+    program = (
+        'source "$0"; compopt() { :; }; COMP_LINE=$1 COMP_POINT=${#1}; _embedtrain; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", program, completion_file, line], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    answered = [reply for reply in done.stdout.splitlines() if reply]
+    assert sorted(set(replies) & set(answered)) == sorted(replies)
+    assert bool(answered) == bool(replies)
+
+
+def test_other_shells_have_the_same_words():
+    for shell in ("zsh", "fish"):
+        script = call("embedtrain.commands", "completion", shell)
+        for word in ("recipe=quickstart", "optim.lr=", "parallel.precision=bf16", "slurm.nodes=", *COMMANDS):
+            assert word in script
+    assert "bash, zsh, fish" in call("embedtrain.commands", "completion", "tcsh", code=1)
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_trains_outside_the_checkout(workshop, tmp_path):
     """A wheel is built, installed into a fresh environment, and trains from another directory."""

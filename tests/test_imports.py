@@ -26,6 +26,7 @@ COMMANDS = (
 ORDER = (
     "__init__",
     "commands",
+    "completion",
     ("api", "testing"),
     COMMANDS,
     "in_process",

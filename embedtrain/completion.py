@@ -1,0 +1,111 @@
+"""Completion scripts for bash, zsh and fish, which `embedtrain completion SHELL` prints.
+
+A script contains every word, so that a TAB starts no process.
+"""
+
+import importlib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+
+from embedtrain.config.compose import choices
+from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.recipe import Recipe
+
+SHELLS = ("bash", "zsh", "fish")
+_FLAGS = ["--help", "--cfg", "--config-dir"]
+_LAUNCH_FLAGS = ["--gpus", "--nproc-per-node", "--nodes", "--node-rank", "--master", "--max-restarts"]
+_WITH_RECIPE = ("train", "inspect", "plan", "submit")  # commands that take the options of a training
+_GROUPS = ("recipe", "model", "loss", "parallel")
+
+_BASH = """_embedtrain() {{
+  local line=${{COMP_LINE:0:COMP_POINT}} list
+  local current=${{line##* }}
+  local -a words
+  read -ra words <<< "$line"
+  if (( ${{#words[@]}} < 2 )) || {{ (( ${{#words[@]}} == 2 )) && [[ -n $current ]]; }}; then
+    list="{names}"
+  else
+    case ${{words[1]}} in
+{cases}
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$list" -- "$current"))
+  [[ ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace
+  # bash has split the word at the equals sign
+  [[ $current == *=* ]] && COMPREPLY=("${{COMPREPLY[@]#"${{current%=*}}="}}")
+  return 0
+}}
+complete -o default -F _embedtrain embedtrain
+"""
+_ZSH = """#compdef embedtrain
+_embedtrain() {{
+  local -a list
+  if (( CURRENT == 2 )); then
+    list=({names})
+  else
+    case $words[2] in
+{cases}
+    esac
+  fi
+  compadd -S '' -- $list
+}}
+compdef _embedtrain embedtrain
+"""
+
+
+def completion_script(shell: str, commands: Mapping[str, tuple[str, bool]]) -> str:
+    """The completion script of `bash`, `zsh` or `fish`.
+
+    Args:
+        shell: its name.
+        commands: module and whether there are ranks, by the name of the command.
+    """
+    words = {name: sorted(set(_words(name, *command))) for name, command in commands.items()}
+    names = " ".join(words)
+    if shell == "fish":
+        lines = [f"complete -c embedtrain -f -n __fish_use_subcommand -a '{names}'"]
+        for name, listed in words.items():
+            lines.append(f"complete -c embedtrain -n '__fish_seen_subcommand_from {name}' -a '{' '.join(listed)}'")
+        return "\n".join(lines) + "\n"
+    assignment = "      {}) list=({}) ;;" if shell == "zsh" else '      {}) list="{}" ;;'
+    cases = "\n".join(assignment.format(name, " ".join(listed)) for name, listed in words.items())
+    return (_ZSH if shell == "zsh" else _BASH).format(names=names, cases=cases)
+
+
+def _words(name: str, module: str, has_ranks: bool) -> Iterator[str]:
+    yield from _FLAGS
+    if has_ranks:
+        yield from _LAUNCH_FLAGS
+    if name in _WITH_RECIPE:
+        yield from _options(Recipe, "")
+        for group in _GROUPS:
+            yield from (f"{group}={choice}" for choice in choices(group))
+        for kind in LOSSES.values():
+            yield from _options(kind, "loss.")
+    if name != "train":
+        options = importlib.import_module(f"{module}.options")
+        yield from _options(getattr(options, f"{name.title()}Options"), "")
+
+
+def _options(kind: type, prefix: str) -> Iterator[str]:
+    hints = typing.get_type_hints(kind)
+    for field in fields(kind):
+        inner = _classes(hints[field.name])
+        groups = [each for each in inner if is_dataclass(each) and each is not LossConfig]
+        values = [str(member.value) for each in inner if issubclass(each, Enum) for member in each]
+        if bool in inner:
+            values = ["true", "false"]
+        if groups:
+            for group in groups:
+                yield from _options(group, f"{prefix}{field.name}.")
+        elif LossConfig not in inner:
+            yield from (f"{prefix}{field.name}={value}" for value in values or [""])
+
+
+def _classes(hint: object) -> list[type]:
+    if isinstance(hint, types.UnionType):
+        return [kind for part in typing.get_args(hint) for kind in _classes(part)]
+    return [hint] if isinstance(hint, type) else []

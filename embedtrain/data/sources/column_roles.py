@@ -26,7 +26,7 @@ POSITIVE_NAMES = (
             *("answer", "answers", "response", "responses", "reply", "output", "completion", "target", "tgt"),
             *("document", "documents", "doc", "docs", "passage", "passages", "context", "contexts", "text", "texts"),
             *("body", "abstract", "content", "contents", "article", "paragraph", "chunk", "hypothesis", "evidence"),
-            *("documenttext", "passagetext", "code"),
+            "code",
         )
     ),
 )
@@ -91,9 +91,8 @@ def is_negative(name: str) -> bool:
 
 def has_role(name: str) -> bool:
     """Whether the table knows this name."""
-    key = normalized(name)
     groups = (*QUERY_NAMES, *POSITIVE_NAMES, *PAIR_NAMES)
-    return is_id(name) or is_score(name) or is_negative(name) or any(key in group for group in groups)
+    return is_id(name) or is_score(name) or is_negative(name) or any(_is_in(name, group) for group in groups)
 
 
 def content_of(name: str, rows: Iterable[Mapping[str, Any]], *, is_cells: bool) -> Content:
@@ -127,7 +126,7 @@ def choose_text_columns(
     negatives = [name for name, content in contents.items() if is_negative(name) and content is not Content.other]
     texts = [name for name, content in contents.items() if content is Content.text and name not in negatives]
     queries, positives = _named(texts, QUERY_NAMES), _named(texts, POSITIVE_NAMES)
-    is_specific = any(normalized(name) in (QUERY_NAMES[0] | POSITIVE_NAMES[0]) for name in texts)
+    is_specific = bool(_named(texts, (QUERY_NAMES[0] | POSITIVE_NAMES[0],)))
     pairs = [] if is_specific else _pairs(texts)
     if len(pairs) == 1:
         return TextColumns([*pairs[0], *negatives], by_name=True)
@@ -172,9 +171,15 @@ def _by_order(texts: list[str], negatives: list[str]) -> TextColumns:
 def _named(names: Sequence[str], groups: Sequence[frozenset[str]]) -> list[str]:
     """The columns with a name of the first group that has any."""
     for group in groups:
-        if found := [name for name in names if normalized(name) in group]:
+        if found := [name for name in names if _is_in(name, group)]:
             return found
     return []
+
+
+def _is_in(name: str, group: Iterable[str]) -> bool:
+    """Whether a group has a name, or the name without `text` at its end: question_text, Answer Text."""
+    key = normalized(name)
+    return key in group or key.removesuffix("text") in group
 
 
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ CLEAR = [
     {"answer": "p", "question": "q"},
     {"id": 0, "question": "q", "answer": "p"},
     {"Answer": "p", "Question_Id": "17", "Question": "q"},
+    {"Answer Text": "p", "question_text": "q"},
     {"text": "p", "title": "q", "_id": "d1"},
     {"abstract": "p", "title": "q"},
     {"hypothesis": "p", "premise": "q"},

@@ -308,6 +308,8 @@ def _require_text(name: str, first_line: bytes) -> None:
     """Reject a file that is named as text and holds something else; its first line tells."""
     if first_line.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{name}: this file is UTF-16: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 FILE > OTHER)")
+    if first_line.count(b"\0") > len(first_line) // 4:
+        raise DataError(f"{name}: every other byte is 0, as in UTF-16 without a byte order mark: save it as UTF-8")
     for magic, (content, advice) in _OTHER_CONTENT.items():
         if first_line.startswith(magic):
             raise DataError(f"{name}: is named as a file of text and holds {content}: {advice}")

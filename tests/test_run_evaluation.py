@@ -2,12 +2,20 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
+from sentence_transformers import SentenceTransformer
 
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.recipe import ModelConfig
+from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.sets import load_sets
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.loading.load import load_model
 from tests.runs import evaluation_metrics, losses, metric_rows, options, run
-from tests.small import save_small, small_model, text, write_beir
+from tests.small import parallel, save_small, small_model, text, write_beir
 
 # Any model finds the document of each query among twenty, so recall@100 never exceeds 1.
 EARLY_STOPPING = (
@@ -110,3 +118,32 @@ def test_the_best_by_the_mean_of_several_sets(ranks, run_inputs, tmp_path):
     ranks(2, run, *options(run_inputs, tmp_path / "run", *common))
     rows = {row["set"]: row for row in metric_rows(tmp_path / "run") if row.get("set") and row["step"] == 2}
     assert rows["mean"]["ndcg@10"] == pytest.approx((rows["dev"]["ndcg@10"] + rows["other"]["ndcg@10"]) / 2)
+
+
+def test_a_model_with_matryoshka_dims_is_evaluated_and_exported_at_them(ranks, run_inputs, tmp_path):
+    """At those of its loss by default, and in another run at none."""
+    common = ("train.steps=1", "loss.matryoshka_dims=[12,4]", "checkpoint.best_metric=dev@4/ndcg@10")
+    ranks(2, run, *options(run_inputs, tmp_path / "run", *common, "export.truncate_dim=4", "export.check=true"))
+    rows = {row["set"]: row for row in metric_rows(tmp_path / "run") if "set" in row}
+    assert list(rows) == ["dev", "dev@12", "dev@4"]
+    assert rows["dev@4"]["dataset"]["dimension"] == 4
+    texts = ["alpha beta", "gamma"]
+    model = SentenceTransformer(str(tmp_path / "run" / "model"))
+    assert model.encode(texts).shape == (2, 4)
+    (evaluated,) = ranks(1, evaluated_export, tmp_path / "run" / "model", run_inputs / "dev", texts)
+    assert evaluated[0] == pytest.approx(rows["dev@4"]["ndcg@10"], abs=1e-6)
+    assert evaluated[1] == pytest.approx(model.encode(texts), abs=1e-5)
+
+    ranks(2, run, *options(run_inputs, tmp_path / "none", *common[:2], "evaluation.truncate_dims=[]"))
+    assert [row["set"] for row in metric_rows(tmp_path / "none") if "set" in row] == ["dev"]
+    for option, value in (("evaluation.truncate_dims", "[4000]"), ("export.truncate_dim", "4000")):
+        with pytest.raises(AssertionError, match=rf"ConfigError: {re.escape(option)}: 4000 is more than the"):
+            ranks(1, run, *options(run_inputs, tmp_path / "no", "train.steps=1", f"{option}={value}"))
+
+
+def evaluated_export(world, directory, dev, texts):
+    """nDCG of a model directory, and its vectors, as commands load it."""
+    model = load_model(ModelConfig(path=str(directory)), parallel(), world, seed=0, work=None)
+    encoder = SentenceEncoder.from_model(model, world, chunk_tokens=100)
+    sets = load_sets([EvaluationSet(path=str(dev))], world)
+    return Evaluator(sets, encoder, world).evaluate()["dev"]["ndcg@10"], encoder.encode_all(texts).tolist()

@@ -143,12 +143,22 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
         check.require(evaluation.every > 0, "patience", "counts evaluations during training; set evaluation.every")
     check.require(evaluation.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
+    check_truncate_dims(evaluation.truncate_dims, "evaluation.truncate_dims")
     check_sets(evaluation.sets, "evaluation.sets")
     check.require(
         evaluation.function is None or is_code_path(evaluation.function),
         "function",
         "must be module:function, such as my_metrics:measure",
     )
+
+
+def check_truncate_dims(dims: Sequence[int] | None, option: str) -> None:
+    """Raise a ConfigError for dimensions that no vector can be truncated to."""
+    if dims is not None and (min(dims, default=1) < 1 or len(set(dims)) < len(dims)):
+        raise ConfigError(
+            f"{option}={written(dims)}: must be different numbers of dimensions above 0, such as [256,64], or [] for "
+            "none"
+        )
 
 
 def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
@@ -197,6 +207,7 @@ def check_export(export: ExportConfig, prefix: str = "") -> None:
     check = OptionChecks(export, prefix)
     are_known = all(item in EXPORT_FORMATS for item in export.formats)
     check.require(are_known, "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
+    check.at_least(1, "truncate_dim", "null keeps all dimensions")
     size = _SIZE.fullmatch(export.max_file_size.strip().upper())
     check.require(
         size is not None and 0 < float(size[1]) < math.inf,

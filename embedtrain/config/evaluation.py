@@ -94,6 +94,8 @@ class EvaluationConfig:
     subset: int | None = None  # at most so many queries or rows of each set
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = None
+    # Also measure the first so many dimensions of the vectors, as SET@256. Default: those of loss.matryoshka_dims.
+    truncate_dims: list[int] | None = None
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer

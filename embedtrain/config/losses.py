@@ -250,6 +250,14 @@ class CombinedConfig(LossConfig):
     losses: list[Any] = field(default_factory=list)  # mappings with `name`, `weight` and that loss's options
 
 
+def matryoshka_dims_of(loss: LossConfig) -> set[int]:
+    """The dimensions on which a loss, or a part of it, also trains."""
+    if isinstance(loss, CombinedConfig):
+        return set(loss.matryoshka_dims or ()).union(*(matryoshka_dims_of(part) for part in loss.losses))
+    of_class = loss.arguments if isinstance(loss, SentenceTransformersConfig) else None
+    return set(loss.matryoshka_dims or (of_class or {}).get("matryoshka_dims") or ())
+
+
 @dataclass(kw_only=True)
 class SentenceTransformersConfig(LossConfig):
     """A loss class of sentence-transformers, computed over the whole global batch on every rank."""

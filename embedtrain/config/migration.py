@@ -158,7 +158,11 @@ SENTENCE_TRANSFORMERS = (
         in_list,
         also="train_data train_file train_files dataset data_path data train",
     ),
-    Row("truncate_dim", "`loss.matryoshka_dims`, a list: the first dimensions are trained as well"),
+    Row(
+        "truncate_dim",
+        "`loss.matryoshka_dims`, a list: the first dimensions are trained and evaluated as well; `export.truncate_dim` "
+        "exports them",
+    ),
     Row("prompts", "`model.query_prompt`, `model.document_prompt`, or those of a source"),
     Row(
         "multi_dataset_batch_sampler",

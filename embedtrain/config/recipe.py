@@ -313,6 +313,7 @@ class ExportConfig:
     # same directory. adapter: the LoRA adapter alone, in a directory inside it, for PEFT.
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
+    truncate_dim: int | None = None  # vectors have only the first so many dimensions; needs loss.matryoshka_dims
     max_file_size: str = "5GB"  # larger weights are split into files of at most this size
     check: bool = True  # reopen and compare; false for models that do not fit into one process
     push_to_hub: str | None = None  # Hub id of a repository to upload to; created if missing

@@ -71,7 +71,13 @@ def main(options: EvaluateOptions) -> Metrics:
         with console.progress() as progress:
             if sets:
                 evaluator = Evaluator(
-                    sets, encoder, world, run_depth=options.run_depth, index=options.index, vector_cache=vector_cache
+                    sets,
+                    encoder,
+                    world,
+                    truncate_dims=options.truncate_dims,
+                    run_depth=options.run_depth,
+                    index=options.index,
+                    vector_cache=vector_cache,
                 )
                 with console.phase("evaluating"):
                     metrics = evaluator.evaluate(
@@ -139,6 +145,7 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     config, parallel = command_model_config(options), ParallelConfig(precision=options.precision)
     with command_option_names(MODEL_OPTION_NAMES):
         model = load_model(config, parallel, world, seed=0, work=None)
+    model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     for note in model.notes:
         console.note(note)
     return model

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.checks import check_sets
+from embedtrain.config.checks import check_sets, check_truncate_dims
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -21,8 +21,8 @@ PATH: a BEIR folder, a table (scored or labelled pairs, ...), the id of a Hub
 data set, or a mapping: sets='[{{path: DIR, kind: reranking, metrics: [map]}}]'.
 TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
 
-{{options: model! sets mteb subset metrics query_prompt max_length precision output_dir
-  save_runs vectors_dir}}
+{{options: model! sets mteb subset metrics truncate_dims query_prompt max_length precision
+  output_dir save_runs vectors_dir}}
 
 {LAUNCH_HELP}
 
@@ -40,6 +40,7 @@ class EvaluateOptions:
     subset: int | None = None  # maximum number of queries or rows of each set
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = None
+    truncate_dims: list[int] = field(default_factory=list)  # also measure the first so many dimensions, as SET@256
     output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
@@ -68,6 +69,7 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
         "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), or mteb=[TASK,...]",
     )
     check_sets(options.sets, "sets")
+    check_truncate_dims(options.truncate_dims, "truncate_dims")
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "chunk_tokens")
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, EvaluationInterrupted
 from embedtrain.evaluation.dataset_info import dataset_info
 from embedtrain.evaluation.metrics import MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
-from embedtrain.evaluation.tasks.context import EvaluationContext
+from embedtrain.evaluation.tasks.context import EncodedSet, EvaluationContext
 from embedtrain.evaluation.tasks.labels import (
     CLUSTERING_METRICS,
     classification_metrics,
@@ -80,6 +81,8 @@ class Evaluator:
 
     Args:
         encoder: of the live model; its prompts are used for sets without their own.
+        truncate_dims: the sets are also measured with the first so many dimensions of the vectors, which are encoded
+            once; the name of a set is then followed by `@` and the number.
         run_depth: documents per query in run files; does not affect metrics. None: as many as the metrics need, at
             least 1000.
         vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.
@@ -92,6 +95,7 @@ class Evaluator:
         encoder: SentenceEncoder,
         world: World,
         *,
+        truncate_dims: Sequence[int] = (),
         run_depth: int | None = None,
         index: IndexConfig | None = None,
         vector_cache: VectorCache | None = None,
@@ -99,7 +103,8 @@ class Evaluator:
     ) -> None:
         self.sets = list(sets)
         self.seconds: dict[str, float] = {}  # that each set took in the last evaluation
-        self.datasets = _datasets(self.sets)  # by set, with `mean` if it is reported
+        self.truncate_dims = tuple(truncate_dims)
+        self.datasets = _datasets(self.sets, self.truncate_dims)  # by set, with `mean` if it is reported
         if function is not None:
             self.datasets[function_name(function)] = DatasetInfo("function", {}, subset=False)
         self.encoder = encoder
@@ -120,7 +125,8 @@ class Evaluator:
     ) -> dict[str, dict[str, float]]:
         """Metrics by set and name, identical on every rank. A collective.
 
-        The set `mean` holds the means of the metrics that several sets have, over these sets.
+        The set `mean` holds the means of the metrics that several sets have, over these sets. With `truncate_dims`,
+        `SET@256` and `mean@256` are those of vectors with 256 dimensions.
 
         Raises TrainingError on every rank if a vector is not finite, and DataError for a set that cannot be measured.
 
@@ -137,15 +143,25 @@ class Evaluator:
             if stop is not None and stop():
                 raise EvaluationInterrupted
             name, started = loaded.data.name, time.monotonic()
+            encoded = EncodedSet()
+            measured: dict[str, dict[str, float]] = {}
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
-                results[name] = self._measure(loaded, save_runs, on_queries)
+                for dimension in (None, *self.truncate_dims):
+                    row = _named_at(loaded, dimension)
+                    measured[row.data.name] = self._measure(row, dimension, encoded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
-            self._report_result(name, results[name], on_result)
+            results |= measured
+            for row, metrics in measured.items():
+                self._report_result(row, metrics, on_result)
         shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets})
-        if shared:
-            values = {m: [metrics[m] for metrics in results.values() if m in metrics] for m in shared}
-            results[MEAN] = {metric: math.fsum(of_sets) / len(of_sets) for metric, of_sets in values.items()}
-            self._report_result(MEAN, results[MEAN], on_result)
+        for dimension in (None, *self.truncate_dims) if shared else ():
+            of_sets = [results[_name_at(loaded.data.name, dimension)] for loaded in self.sets]
+            mean = _name_at(MEAN, dimension)
+            results[mean] = {}
+            for metric in shared:
+                values = [metrics[metric] for metrics in of_sets if metric in metrics]
+                results[mean][metric] = math.fsum(values) / len(values)
+            self._report_result(mean, results[mean], on_result)
         if self.function is not None:
             name = function_name(self.function)
             results[name] = self._call(self.function, name)
@@ -179,7 +195,14 @@ class Evaluator:
             return contextlib.nullcontext()
         return self.encoder.report_progress(lambda text, done, total: progress(f"{name}: {text}", done, total))
 
-    def _measure(self, loaded: LoadedSet, save_runs: Path | None, on_queries: QueryCallback | None) -> dict[str, float]:
+    def _measure(
+        self,
+        loaded: LoadedSet,
+        dimension: int | None,
+        encoded: EncodedSet,
+        save_runs: Path | None,
+        on_queries: QueryCallback | None,
+    ) -> dict[str, float]:
         context = EvaluationContext(
             self.encoder,
             self.world,
@@ -188,6 +211,8 @@ class Evaluator:
             self.index,
             self.vector_cache,
             save_runs,
+            dimension,
+            encoded,
             self.run_depth,
             None if on_queries is None else functools.partial(on_queries, loaded.data.name),
         )
@@ -214,18 +239,37 @@ def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
     return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
 
 
-def metric_names(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
-    """The metrics of an evaluation by the name of the set; `mean` has those that several sets have."""
+def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int] = ()) -> dict[str, tuple[str, ...]]:
+    """The metrics of an evaluation by the name of the set; `mean` has those that several sets have.
+
+    With `truncate_dims` also those of truncated vectors, such as `SET@256`.
+    """
     by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
     shared = _shared_metrics(by_set)
-    return by_set | {MEAN: shared} if shared else by_set
+    names = by_set | {MEAN: shared} if shared else by_set
+    return {_name_at(name, dimension): of_set for name, of_set in names.items() for dimension in (None, *truncate_dims)}
 
 
-def _datasets(sets: Sequence[LoadedSet]) -> dict[str, DatasetInfo]:
+def _named_at(loaded: LoadedSet, dimension: int | None) -> LoadedSet:
+    """The set with the name that its row has, which is also that of its files."""
+    return replace(loaded, data=replace(loaded.data, name=_name_at(loaded.data.name, dimension)))
+
+
+def _name_at(name: str, dimension: int | None) -> str:
+    """The name of a set whose vectors have so many dimensions."""
+    return name if dimension is None else f"{name}@{dimension}"
+
+
+def _datasets(sets: Sequence[LoadedSet], truncate_dims: Sequence[int]) -> dict[str, DatasetInfo]:
     infos = {loaded.data.name: dataset_info(loaded) for loaded in sets}
     shared = set(metric_names(sets).get(MEAN, ())) if MEAN not in infos else set()
     of_mean = [infos[loaded.data.name] for loaded in sets if shared & set(metric_names_of_set(loaded))]
-    return infos | {MEAN: DatasetInfo.of_mean(of_mean)} if of_mean else infos
+    infos |= {MEAN: DatasetInfo.of_mean(of_mean)} if of_mean else {}
+    return {
+        _name_at(name, dimension): replace(info, dimension=dimension)
+        for name, info in infos.items()
+        for dimension in (None, *truncate_dims)
+    }
 
 
 def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:

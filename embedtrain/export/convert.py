@@ -21,7 +21,6 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ExportConfig, ModelConfig, Recipe
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.adapters import without_adapters
-from embedtrain.models.build import build_encoder
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from embedtrain.tracking.console import Console
@@ -45,6 +44,7 @@ def export_checkpoint(
     ConfigError if another export to the directory is running.
     """
     source = open_model_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
+    source.require_dimensions([config.truncate_dim], "truncate_dim")
     loaded = load_tokenizer(source)
     tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
     dtype = export_dtype(config.dtype, source)
@@ -71,7 +71,7 @@ def export_checkpoint(
             to_plain(recipe),
             run_dir.path,
             step=checkpoint.step,
-            dimension=build_encoder(source).dimension,
+            dimension=config.truncate_dim or source.dimension,
             max_length=tokenizer.max_length,
             prompts=source.prompts,
             formats=config.formats,

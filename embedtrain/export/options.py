@@ -23,6 +23,7 @@ class ExportOptions:
     output_dir: str | None = None  # default: model/ in the run's directory
     formats: list[str] | None = None  # default: the recipe's export.formats
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
+    truncate_dim: int | None = None  # vectors have only the first so many dimensions; default: the recipe's
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
     push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
@@ -35,7 +36,9 @@ def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConf
 
     The command line alone decides about an upload: the recipe's `push_to_hub` is for the last step of the run.
     """
-    overrides = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
+    overrides = {
+        name: getattr(options, name) for name in ("formats", "dtype", "truncate_dim", "max_file_size", "check")
+    }
     return replace(
         recipe,
         **{name: value for name, value in overrides.items() if value is not None},

@@ -85,6 +85,8 @@ class SentenceEncoder:
             directly, never its `forward`.
         chunk_tokens: maximum number of tokens, including padding, of one forward pass.
         query_prompt, document_prompt: defaults for callers that have no others.
+        truncate_dim: only the first so many dimensions of a vector are returned, without normalising it again, as with
+            sentence-transformers' option of this name.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class SentenceEncoder:
         query_prompt: str = "",
         document_prompt: str = "",
         unshard: Unshard = Unshard.layer,
+        truncate_dim: int | None = None,
     ) -> None:
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -105,13 +108,20 @@ class SentenceEncoder:
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
         self.unshard = unshard
+        self.truncate_dim = truncate_dim
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
     def from_model(
-        cls, model: LoadedModel, world: World, *, chunk_tokens: int, unshard: Unshard = Unshard.layer
+        cls,
+        model: LoadedModel,
+        world: World,
+        *,
+        chunk_tokens: int,
+        unshard: Unshard = Unshard.layer,
+        truncate: bool = True,
     ) -> Self:
-        """The encoder of a loaded model, with the model's prompts."""
+        """The encoder of a loaded model, with the model's prompts; `truncate` obeys the `truncate_dim` of its files."""
         prompts = model.source.prompts
         return cls(
             model.encoder,
@@ -121,6 +131,7 @@ class SentenceEncoder:
             query_prompt=prompts.get("query", ""),
             document_prompt=prompts.get("document", ""),
             unshard=unshard,
+            truncate_dim=model.source.truncate_dim if truncate else None,
         )
 
     @contextlib.contextmanager
@@ -311,7 +322,7 @@ class SentenceEncoder:
 
     def _forward(self, tokens: Tokens) -> Tensor:
         vectors: Tensor = self.encoder(*tokens.to(self.world.device).inputs)
-        return vectors.float()
+        return vectors[:, : self.truncate_dim].float()
 
 
 def _repeat(vectors: Tensor, counts: Tensor, total: int) -> Tensor:

@@ -170,6 +170,14 @@ class ShardedIndex:
         if len(vectors):
             self._max_norm = torch.maximum(self._max_norm, norms(vectors).max())
 
+    def truncated(self, dimension: int) -> "ShardedIndex":
+        """An index of the first dimensions of the same vectors, normalised again, so that scores are cosines."""
+        index = ShardedIndex(self._priorities, self.world, self.config)
+        rows = self._document_numbers()
+        for start, vectors in self._vectors.tiles():
+            index.add(EncodedShard(unit_vectors(vectors[:, :dimension]), rows[start : start + len(vectors)]))
+        return index
+
     def add_texts(
         self,
         encoder: SentenceEncoder,

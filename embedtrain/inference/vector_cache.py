@@ -176,8 +176,10 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
                 for path in sorted(directory.iterdir()):
                     if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES:
                         files[f"{number}/{path.name}"] = file_digest(str(path))
-    pooling_options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
-    return pooling_options | {
+    options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
+    if source.truncate_dim is not None:
+        options["truncate_dim"] = source.truncate_dim
+    return options | {
         "files": world.broadcast(files),
         "pooling": source.pooling.value,
         "normalize": source.normalize,

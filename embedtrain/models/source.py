@@ -5,6 +5,7 @@ without weights all become a `ModelSource`.
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
-from embedtrain.models.encoder import ACTIVATIONS, disable_unused
+from embedtrain.models.encoder import ACTIVATIONS, disable_unused, hidden_size
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
@@ -31,6 +32,7 @@ _POOLING_FLAGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
+_SETTINGS = "config_sentence_transformers.json"
 _POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
 
 
@@ -66,9 +68,22 @@ class ModelSource:
     dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
     normalize: bool
     tokenization: Tokenization
+    truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
     prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
     trust_remote_code: bool = False  # whether Python in `directory` may run
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of the vectors, before `truncate_dim`."""
+        return self.dense[-1].num_out if self.dense else hidden_size(self.config)
+
+    def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
+        """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions."""
+        available = min(self.dimension, self.truncate_dim or self.dimension) if truncated else self.dimension
+        for dim in dims:
+            if dim is not None and dim > available:
+                raise ConfigError(f"{option}: {dim} is more than the {available} dimensions of the model's vectors")
 
 
 def open_model_source(model: ModelConfig) -> ModelSource:
@@ -212,7 +227,8 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             lowercase=bool(settings.get("do_lower_case")),
             is_sentence_transformers=True,
         ),
-        prompts=_prompts(directory / "config_sentence_transformers.json"),
+        prompts=_prompts(directory / _SETTINGS),
+        truncate_dim=_truncate_dim(directory / _SETTINGS),
         dense=tuple(dense),
         trust_remote_code=model.trust_remote_code,
     )
@@ -226,6 +242,14 @@ def _transformer_settings(directory: Path) -> dict[str, Any]:
     if length is not None and (not isinstance(length, int) or length < 1):
         raise ModelError(f"{names[0]}: max_seq_length={length!r} is not a number of tokens")
     return settings
+
+
+def _truncate_dim(path: Path) -> int | None:
+    """The option of this name that sentence-transformers reads from its settings."""
+    value = read_json(path).get("truncate_dim") if path.is_file() else None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ModelError(f"{path}: truncate_dim={value!r} is not a number of dimensions")
+    return value
 
 
 def _prompts(path: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from embedtrain.records import is_count, is_number
 
 METRICS_FILE = "metrics.jsonl"
 DATASET = "dataset"  # key of an evaluation's row
+_DIMENSION = "dimension"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,12 @@ class DatasetInfo:
     kind: str  # a value of `SetKind`; `mean` for the means over sets, `function` for evaluation.function
     counts: Mapping[str, int]  # what was measured: numbers of queries, documents, pairs, texts, ... by unit
     subset: bool  # whether a part of the set was measured, so that its metrics are not those of the whole set
+    dimension: int | None = None  # of truncated vectors
 
     def as_row(self) -> dict[str, Any]:
         """The object in the row."""
-        return {"kind": self.kind, **self.counts, "subset": self.subset}
+        dimension = {} if self.dimension is None else {_DIMENSION: self.dimension}
+        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension}
 
     @property
     def label(self) -> str:
@@ -49,8 +52,9 @@ class DatasetInfo:
         values = row.get(DATASET)
         if not isinstance(values, Mapping) or not isinstance(values.get("kind"), str):
             return None
-        counts = {str(unit): count for unit, count in values.items() if is_count(count)}
-        return cls(values["kind"], counts, values.get("subset") is True)
+        counts = {str(unit): count for unit, count in values.items() if is_count(count) and unit != _DIMENSION}
+        dimension = values.get(_DIMENSION)
+        return cls(values["kind"], counts, values.get("subset") is True, dimension if is_count(dimension) else None)
 
 
 class MetricsFile:

@@ -25,11 +25,11 @@ def import_code(recipe: Recipe) -> EvaluationFunction | None:
 
 
 def parse_recipe_metric(
-    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None
+    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, truncate_dims: Sequence[int]
 ) -> tuple[str, str] | None:
     """Set and metric of `checkpoint.best_metric`. The metrics of a function are known when it has been called."""
     best, name = recipe.checkpoint.best_metric, None if function is None else function_name(function)
-    metrics = metric_names(sets)
+    metrics = metric_names(sets, truncate_dims)
     if name in metrics:
         raise ConfigError(f"evaluation.function={recipe.evaluation.function}: a set of evaluation.sets has its name")
     if best is None:

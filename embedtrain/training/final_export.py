@@ -81,7 +81,7 @@ def export_run(
                     to_plain(recipe),
                     run_dir.path,
                     step=step,
-                    dimension=model.encoder.dimension,
+                    dimension=config.truncate_dim or model.encoder.dimension,
                     max_length=model.tokenizer.max_length,
                     prompts=model.source.prompts,
                     formats=config.formats,

@@ -17,7 +17,7 @@ from embedtrain.checksums import write_checksums
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.losses import LossConfig, matryoshka_dims_of
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
@@ -158,22 +158,38 @@ def read_inputs(run: Run) -> RunInputs:
         total_steps, total_batches = _run_length(recipe, data)
     require_same_data(data, world)
     evaluation, best = recipe.evaluation, recipe.checkpoint.best_metric
+    dims = truncate_dims(recipe, losses, source)
     sets = load_sets(
         evaluation.sets,
         world,
         subset=evaluation.subset,
         metrics=evaluation.metrics,
         cache=cache,
-        optional=lambda name: best is None or best.rpartition("/")[0] not in (name, MEAN),
+        optional=lambda name: best is None or best.rpartition("/")[0].partition("@")[0] not in (name, MEAN),
         warn=run.console.warn,
     )
-    best_metric = parse_recipe_metric(recipe, sets, function)
+    best_metric = parse_recipe_metric(recipe, sets, function, dims)
     with world.fail_together("opening the model"):
         if described is not recipe.model:
             source = open_model_source(recipe.model)
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
+    if source.truncate_dim is not None:
+        run.console.note(
+            f"model.path truncates its vectors to {source.truncate_dim} dimensions (truncate_dim): training, "
+            f"evaluation and export use all {source.dimension}"
+        )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
+
+
+def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSource) -> list[int]:
+    """Dimensions of truncated vectors that are evaluated, the largest first; ConfigError if the model has fewer."""
+    dims = recipe.evaluation.truncate_dims
+    source.require_dimensions(dims or (), "evaluation.truncate_dims")
+    source.require_dimensions([recipe.export.truncate_dim], "export.truncate_dim")
+    if dims is None:
+        dims = list(set().union(*map(matryoshka_dims_of, losses)))
+    return sorted((dim for dim in dims if dim < source.dimension), reverse=True)
 
 
 def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from embedtrain.training.setup import (
     open_checkpoints,
     open_tracker,
     read_inputs,
+    truncate_dims,
 )
 from embedtrain.training.step import StepContext
 
@@ -92,7 +93,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         model = verify_packing(model, recipe.model, recipe.parallel, world, progress=run.console.note)
     prompts = model.source.prompts
     encoder = SentenceEncoder.from_model(
-        model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard
+        model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard, truncate=False
     )
     with (
         open_tracker(run, model, start) as tracker,
@@ -129,7 +130,12 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             ),
             evaluation=PeriodicEvaluation(
                 evaluator=Evaluator(
-                    inputs.sets, encoder, world, index=recipe.evaluation.index, function=inputs.function
+                    inputs.sets,
+                    encoder,
+                    world,
+                    truncate_dims=truncate_dims(recipe, inputs.losses, inputs.source),
+                    index=recipe.evaluation.index,
+                    function=inputs.function,
                 ),
                 best_metric=inputs.best_metric,
                 state=state,

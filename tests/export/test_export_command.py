@@ -72,6 +72,18 @@ def test_every_step_of_both_layouts_is_exported(workshop, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+def test_truncated_vectors(workshop, tmp_path):
+    """sentence-transformers returns the first dimensions of the same vectors."""
+    for more in ([], ["truncate_dim=6"]):
+        export(f"run={workshop / 'full'}", f"output_dir={tmp_path / str(len(more))}", *more)
+    truncated = vectors(tmp_path / "1")
+    assert truncated.shape == (2, 6)
+    assert np.allclose(truncated, vectors(tmp_path / "0")[:, :6], atol=1e-6)
+    assert "with 6 dimensions" in (tmp_path / "1" / "README.md").read_text()
+    with pytest.raises(ConfigError, match=r"truncate_dim: 6000 is more than the \d+ dimensions"):
+        export(f"run={workshop / 'full'}", f"output_dir={tmp_path / 'no'}", "truncate_dim=6000")
+
+
 def test_the_final_export_obeys_the_recipe(workshop):
     """On three ranks: an ONNX graph; files of limited size, and no check."""
     assert (workshop / "sharded" / "model" / "onnx" / "model.onnx").is_file()

@@ -39,6 +39,7 @@ _POOLING_FLAGS = {
     Pooling.mean: "pooling_mode_mean_tokens",
     Pooling.last: "pooling_mode_lasttoken",
 }
+_SETTINGS = "config_sentence_transformers.json"
 _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."
 # Beside the architecture in a run directory, because checkpoints do not hold the pooler.
@@ -105,7 +106,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     settings = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
     _write_json(directory / "sentence_bert_config.json", settings)
     _write_json(
-        directory / "config_sentence_transformers.json",
+        directory / _SETTINGS,
         {
             "__version__": {},
             "prompts": {"query": "", "document": ""} | source.prompts,
@@ -163,10 +164,18 @@ def plan_weights(
     return WeightPlan({file: file_layout(tensors) for file, tensors in members.items()}, locations)
 
 
-def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
-    """Copy the architecture, and write the index if the weights are split into several files."""
+def create_model_directory(
+    directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype, truncate_dim: int | None = None
+) -> None:
+    """Copy the architecture, and write the index if the weights are split into several files.
+
+    With `truncate_dim`, sentence-transformers returns the first so many dimensions of each vector.
+    """
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE, CHECKSUMS))
     _write_dtype(directory, dtype)
+    if truncate_dim is not None:
+        settings = json.loads((directory / _SETTINGS).read_text(encoding="utf-8"))
+        _write_json(directory / _SETTINGS, settings | {"truncate_dim": truncate_dim})
     weights = {name: file for key, (file, name) in plan.locations.items() if key.startswith(_BACKBONE)}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())

@@ -73,10 +73,11 @@ class ModelExport:
     dtype: torch.dtype
     formats: tuple[str, ...] = ()
     adapter: AdapterBase | None = None
+    truncate_dim: int | None = None
 
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
-        create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype)
+        create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype, self.truncate_dim)
         if self.adapter is not None:
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
 
@@ -151,7 +152,8 @@ def plan_export(
     formats = tuple(config.formats)
     adapter_specs = weights.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
-    return ModelExport(output_dir, unfinished, architecture, plan, dtype, formats, adapter if adapter_specs else None)
+    adapter = adapter if adapter_specs else None
+    return ModelExport(output_dir, unfinished, architecture, plan, dtype, formats, adapter, config.truncate_dim)
 
 
 def live_weights(encoder: Encoder) -> WeightStream:

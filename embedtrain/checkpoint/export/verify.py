@@ -51,6 +51,11 @@ class ExportReference:
     max_length: int  # tokens
     base_vectors: Tensor | None = None  # of PROBES with the adapters disabled
 
+    def truncated(self, dimension: int | None) -> "ExportReference":
+        """The same for the first dimensions of the vectors; None: all."""
+        base = None if self.base_vectors is None else self.base_vectors[:, :dimension]
+        return replace(self, vectors=self.vectors[:, :dimension], base_vectors=base)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
@@ -189,6 +194,7 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
         raise CheckpointError(
             f"sentence-transformers opens {directory} for texts of {length} tokens, not {reference.max_length}"
         )
+    reference = reference.truncated(source.truncate_dim)
     return require_match(torch.as_tensor(vectors).float().cpu(), reference, f"sentence-transformers opens {directory}")
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from threadpoolctl import threadpool_limits
@@ -22,6 +22,14 @@ from embedtrain.tracking.query_metrics import QueryMetrics
 SEED = 42
 
 
+@dataclass
+class EncodedSet:
+    """The vectors of a set, encoded once and measured with all and with fewer dimensions."""
+
+    vectors: dict[str, Tensor] = field(default_factory=dict)  # by label, on every rank
+    documents: ShardedIndex | None = None
+
+
 @dataclass(frozen=True)
 class EvaluationContext:
     """One set on one model."""
@@ -33,6 +41,8 @@ class EvaluationContext:
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
     save_runs: Path | None  # directory for TREC files
+    dimension: int | None  # of the vectors that are measured, the first of all; None: all
+    encoded: EncodedSet  # filled by the first measurement
     run_depth: int | None  # documents per query in a run file; None: as many as the metrics need, at least 1000
     on_queries: Callable[[QueryMetrics], None] | None = None  # called on every rank with the metrics of each query
 
@@ -53,17 +63,27 @@ class EvaluationContext:
         return vectors[: len(first)], vectors[len(first) :]
 
     def _encode(self, texts: Sequence[str], label: str) -> Tensor:
-        prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
-        return self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length, label=label)
+        if label not in self.encoded.vectors:
+            prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
+            self.encoded.vectors[label] = self.encoder.encode_all(
+                texts, prompt, max_length=self.loaded.query_max_length, label=label
+            )
+        return self.encoded.vectors[label][:, : self.dimension]
 
     def index_documents(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
         """An index of documents for search by cosine, with ties in the order of trec_eval. A collective."""
-        prompt = self.encoder.document_prompt if self.loaded.document_prompt is None else self.loaded.document_prompt
-        index = ShardedIndex(trec_order(ids), self.world, self.index)
-        index.add_texts(
-            self.encoder, texts, prompt, max_length=self.loaded.document_max_length, vector_cache=self.vector_cache
-        )
-        return index
+        index = self.encoded.documents
+        if index is None:
+            given = self.loaded.document_prompt
+            index = self.encoded.documents = ShardedIndex(trec_order(ids), self.world, self.index)
+            index.add_texts(
+                self.encoder,
+                texts,
+                self.encoder.document_prompt if given is None else given,
+                max_length=self.loaded.document_max_length,
+                vector_cache=self.vector_cache,
+            )
+        return index if self.dimension is None else index.truncated(self.dimension)
 
 
 @contextlib.contextmanager

@@ -246,3 +246,33 @@ def test_metrics_for_all_sets(ranks, tmp_path):
     assert answer == [("mrr",), None]
     with pytest.raises(AssertionError, match=r"ConfigError: evaluation\.metrics: 'ndgc@10' is not a metric"):
         ranks(1, metrics_of_sets, tmp_path, ["pearson", "ndgc@10"], None)
+
+
+def truncated(world, sets):
+    """Metrics at all, 12 and 4 dimensions; those of encoders of 12 and 4; forward passes with and without them."""
+    encoder = sentence_encoder(world)
+    evaluator = Evaluator(sets, encoder, world, truncate_dims=[12, 4])
+    assert {name: tuple(metrics) for name, metrics in evaluator.evaluate().items()} == metric_names(sets, [12, 4])
+    together, passes = evaluator.evaluate(), encoder.encoder.forwards
+    expected = Evaluator(sets, encoder, world).evaluate()
+    passes = passes, encoder.encoder.forwards - passes
+    for dimension in (12, 4):
+        encoder.truncate_dim = dimension
+        alone = Evaluator(sets, encoder, world).evaluate()
+        expected |= {f"{name}@{dimension}": metrics for name, metrics in alone.items()}
+    return together, expected, passes, {name: info.as_row() for name, info in evaluator.datasets.items()}
+
+
+def test_truncated_vectors_are_measured_without_encoding_again(ranks):
+    """Every kind of set: the metrics of an encoder that returns fewer dimensions."""
+    sets = [LoadedSet(data) for data in one_of_each()]
+    answers = [ranks(size, truncated, sets)[0] for size in (1, 2)]
+    together, expected, passes, datasets = answers[0]
+    assert together.keys() == expected.keys()
+    for name, metrics in expected.items():
+        assert together[name] == pytest.approx(metrics, abs=1e-6), name
+    assert together["sts"] != together["sts@4"]
+    assert together == answers[1][0], "on any number of ranks"
+    assert passes[0] == 2 * passes[1], "two evaluations"
+    assert datasets["retrieval@4"] == {**datasets["retrieval"], "dimension": 4}
+    assert datasets["mean@4"]["dimension"] == 4

@@ -167,6 +167,12 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
         check = OptionChecks(evaluation_set, f"{option}[{index}].")
         kind = evaluation_set.kind
         check.require(bool(evaluation_set.path), "path", "is empty; write a BEIR folder, a table or a Hub id")
+        columns = evaluation_set.columns
+        check.require(
+            columns is None or (len(columns) > 1 and kind in (SetKind.auto, SetKind.retrieval, SetKind.bitext)),
+            "columns",
+            "names at least two columns of a table with kind=retrieval or kind=bitext, such as [question,answer]",
+        )
         check.at_least(1, "subset", "null takes all queries or rows")
         check.at_least(1, "subset_documents", "null takes all documents")
         check.length("query_max_length")

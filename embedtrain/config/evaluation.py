@@ -64,6 +64,8 @@ class EvaluationSet:
 
     path: str  # BEIR directory, table, directory of tables, or Hub id
     kind: SetKind = SetKind.auto
+    # Of a table: those of the query and its documents, or of the two languages; default: chosen by their names.
+    columns: list[str] | None = None
     name: str | None = None  # default: the end of the path
     config: str | None = None  # configuration of a Hub data set, such as a language
     split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...

@@ -151,8 +151,8 @@ class Evaluator:
                     measured[row.data.name] = self._measure(row, dimension, encoded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
             results |= measured
-            for row, metrics in measured.items():
-                self._report_result(row, metrics, on_result)
+            for row_name, metrics in measured.items():
+                self._report_result(row_name, metrics, on_result)
         shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets})
         for dimension in (None, *self.truncate_dims) if shared else ():
             of_sets = [results[_name_at(loaded.data.name, dimension)] for loaded in self.sets]

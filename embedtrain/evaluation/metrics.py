@@ -130,6 +130,13 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
     return {name: value if math.isfinite(value) else 0.0 for name, value in metrics.items()}
 
 
+def set_of_metric(best: str) -> str:
+    """The set of `checkpoint.best_metric`, without the dimension of truncated vectors: `dev` of `dev@256/ndcg@10`."""
+    name = best.rpartition("/")[0]
+    base, _, dimension = name.rpartition("@")
+    return base if base and dimension.isdigit() else name
+
+
 def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """Cut `checkpoint.best_metric`, `set/metric`, into the name of a set and a metric.
 

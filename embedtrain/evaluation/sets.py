@@ -43,6 +43,7 @@ _KINDS: dict[type[EvaluationData], str] = {
 }
 # Options of some kinds of sets.
 _KINDS_OF_OPTION: dict[str, tuple[type[EvaluationData], ...]] = {
+    "columns": (RetrievalSet, Bitext),
     "candidates": (RetrievalSet,),
     "subset_documents": (RetrievalSet,),
     "ignore_identical_ids": (RetrievalSet,),
@@ -202,8 +203,8 @@ def _read_file(path: Path, config: EvaluationSet, name: str) -> DataAndNotes:
     if data_and_notes is not None:
         _require_kind(config, path, "one file with corpus, queries and relevant_docs")
         return data_and_notes
-    if config.kind is SetKind.retrieval:
-        raise DataError(f"{path} is one file; a retrieval set is a folder with corpus, queries and qrels")
+    if stem_of(path) in ("corpus", "queries") and is_beir_folder(path.parent):
+        raise DataError(f"{path} is one file of a retrieval set: write its folder, {path.parent}")
     return read_tables(name, config, tables_of_file(path, config))
 
 
@@ -216,10 +217,10 @@ def _read_folder(path: Path, config: EvaluationSet, name: str, cache: Cache) -> 
     if not is_saved_dataset(path) and ((path / "README.md").is_file() or (path / "data").is_dir()):
         return _read_repository(str(path), config, name, cache)
     tables = tables_of_folder(path, config)
-    if tables is None or config.kind is SetKind.retrieval:
+    if tables is None:
         raise DataError(
-            f"{path} is not {'an evaluation' if tables is None else 'a retrieval'} set: expected corpus.jsonl, "
-            "queries.jsonl and qrels/test.tsv (BEIR), or the README.md or data/ of a Hub repository"
+            f"{path} is not an evaluation set: expected corpus.jsonl, queries.jsonl and qrels/test.tsv (BEIR), a "
+            "table, or the README.md or data/ of a Hub repository"
         )
     return read_tables(name, config, tables)
 
@@ -228,6 +229,7 @@ def _read_repository(path: str, config: EvaluationSet, name: str, cache: Cache) 
     if config.kind in (SetKind.auto, SetKind.retrieval, SetKind.reranking):
         data_and_notes = read_hub_retrieval(path, config, name, cache)
         if data_and_notes is not None:
+            _require_kind(config, path, "corpus, queries and judgements on the Hub")
             return data_and_notes
     return read_tables(name, config, tables_of_repository(path, config))
 
@@ -252,7 +254,9 @@ def _apply_ranking_options(
     return replace(data, ignore_identical_ids=config.ignore_identical_ids), notes
 
 
-def _require_kind(config: EvaluationSet, path: Path, layout: str) -> None:
+def _require_kind(config: EvaluationSet, path: Path | str, layout: str) -> None:
+    if config.columns is not None:
+        raise ConfigError(f"columns={config.columns} are of tables, and {path} is no table ({layout}): leave it out")
     if config.kind not in (SetKind.auto, SetKind.retrieval, SetKind.reranking):
         raise DataError(f"{path} is a retrieval set ({layout}), but kind={config.kind.value}")
 

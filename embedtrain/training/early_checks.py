@@ -1,18 +1,19 @@
 """Checks of a recipe that need neither the Hub nor weights: a mistake ends the run before anything is downloaded."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.loss_checks import guide_paths
+from embedtrain.config.losses import LossConfig, matryoshka_dims_of
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.data.sources.files import is_url
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.metrics import MEAN
+from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
 from embedtrain.losses.build import require_dimensions
-from embedtrain.models.encoder import hidden_size
 from embedtrain.models.hub import require_hub_id, split_revision
 from embedtrain.models.source import ModelSource
 
@@ -40,7 +41,7 @@ def check_local_inputs(recipe: Recipe) -> None:
     check_paths(recipe.evaluation.sets, "evaluation.sets")
     best, names = recipe.checkpoint.best_metric, [set_name(config) for config in recipe.evaluation.sets]
     has_function = recipe.evaluation.function is not None  # which is a further set
-    if best is not None and not has_function and best.rpartition("/")[0] not in (*names, MEAN):
+    if best is not None and not has_function and set_of_metric(best) not in (*names, MEAN):
         raise ConfigError(
             f"checkpoint.best_metric={best} must be set/metric with a set of evaluation.sets: {', '.join(names)}"
         )
@@ -48,9 +49,18 @@ def check_local_inputs(recipe: Recipe) -> None:
 
 def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
     """Raise ConfigError if a loss trains on more dimensions than the model's vectors have."""
-    dimension = source.dense[-1].num_out if source.dense else hidden_size(source.config)
     for loss in (recipe.loss, *(source_loss(each, recipe.loss) for each in recipe.data.train)):
-        require_dimensions(loss, dimension)
+        require_dimensions(loss, source.dimension)
+
+
+def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSource) -> list[int]:
+    """Dimensions of truncated vectors that are evaluated, the largest first; ConfigError if the model has fewer."""
+    dims = recipe.evaluation.truncate_dims
+    source.require_dimensions(dims or (), "evaluation.truncate_dims")
+    source.require_dimensions([recipe.export.truncate_dim], "export.truncate_dim")
+    if dims is None:
+        dims = list(set().union(*map(matryoshka_dims_of, losses)))
+    return sorted((dim for dim in dims if dim < source.dimension), reverse=True)
 
 
 def _check_source(source: TrainSource) -> None:

@@ -17,7 +17,7 @@ from embedtrain.checksums import write_checksums
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.losses import LossConfig, matryoshka_dims_of
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
@@ -25,7 +25,7 @@ from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import EvaluationFunction
-from embedtrain.evaluation.metrics import MEAN
+from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet
 from embedtrain.files import remove_tree
@@ -42,7 +42,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.backward import Backward
 from embedtrain.training.custom_code import import_code, parse_recipe_metric
-from embedtrain.training.early_checks import check_dimensions, check_local_inputs
+from embedtrain.training.early_checks import check_dimensions, check_local_inputs, truncate_dims
 from embedtrain.training.guides import GuideModel, load_guides
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
@@ -165,7 +165,7 @@ def read_inputs(run: Run) -> RunInputs:
         subset=evaluation.subset,
         metrics=evaluation.metrics,
         cache=cache,
-        optional=lambda name: best is None or best.rpartition("/")[0].partition("@")[0] not in (name, MEAN),
+        optional=lambda name: best is None or set_of_metric(best) not in (name, MEAN),
         warn=run.console.warn,
     )
     best_metric = parse_recipe_metric(recipe, sets, function, dims)
@@ -180,16 +180,6 @@ def read_inputs(run: Run) -> RunInputs:
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
-
-
-def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSource) -> list[int]:
-    """Dimensions of truncated vectors that are evaluated, the largest first; ConfigError if the model has fewer."""
-    dims = recipe.evaluation.truncate_dims
-    source.require_dimensions(dims or (), "evaluation.truncate_dims")
-    source.require_dimensions([recipe.export.truncate_dim], "export.truncate_dim")
-    if dims is None:
-        dims = list(set().union(*map(matryoshka_dims_of, losses)))
-    return sorted((dim for dim in dims if dim < source.dimension), reverse=True)
 
 
 def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from embedtrain.loading.load import quiet_libraries, verify_packing
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import metric_changes, metrics_at
+from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
@@ -34,7 +35,6 @@ from embedtrain.training.setup import (
     open_checkpoints,
     open_tracker,
     read_inputs,
-    truncate_dims,
 )
 from embedtrain.training.step import StepContext
 

@@ -124,6 +124,7 @@ CASES = [
     option("evaluation.subset", 0),
     option("evaluation.metrics", []),
     option("evaluation.truncate_dims", [8, 0]),
+    option("evaluation.function", "measure"),
     option("export.truncate_dim", 0),
     option("export.license", "Apache 2"),
     option("export.language", ["English"]),
@@ -169,6 +170,7 @@ SOURCES = [
 ]  # fmt: skip
 SETS = [
     {"path": ""}, {"subset": 0}, {"subset_documents": 0}, {"query_max_length": 2}, {"document_max_length": 2},
+    {"columns": ["only"]},
     {"metrics": []}, {"candidates": "bm25.run", "kind": SetKind.retrieval}, {"train": "t.tsv", "kind": SetKind.sts},
     {"samples_per_label": 0}, {"experiments": 0},
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> t
     left_out: list[str] = []
     for row in rows:
         text = row.text("query")
-        positives, negatives = _texts(row, "positive"), _texts(row, "negative")
+        positives, negatives = texts_of(row, "positive"), texts_of(row, "negative")
         if not positives or not negatives:
             left_out.append(row.location)
             continue
@@ -54,7 +54,8 @@ def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> t
     return RetrievalSet(name, queries, Corpus(ids, texts), judgements, candidates), notes
 
 
-def _texts(row: Row, key: str) -> list[str]:
+def texts_of(row: Row, key: str) -> list[str]:
+    """The texts of a column that holds a text, a list of texts, or nothing."""
     value = row.fields[row.key(key)]
     if value is None or value == "":  # an empty cell of a CSV file
         return []

@@ -117,10 +117,6 @@ def read_hub_retrieval(
         qrels_revision=config.qrels_revision,
     )
     if tables is None:
-        if config.kind is SetKind.retrieval:
-            splits = f"{repository.configs[0]}: {', '.join(repository.splits_of(repository.configs[0]))}"
-            present = f"the configurations {', '.join(repository.configs)} ({splits})"
-            raise DataError(f"{path} holds no corpus and queries, only {present}")
         return None
     sources = (f"{path}, corpus", f"{path}, queries", f"{tables.judgements.name}, judgements")
     queries = _read_queries(tables.queries, tables.instructions)

@@ -1,6 +1,7 @@
 """Rows of tables with their locations and the checks of their values."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -88,9 +89,14 @@ def read_rows(part: Part) -> Iterator[Row]:
         yield Row(location, {key: cell or "" for key, cell in fields.items()} if has_cells else fields)
 
 
+def first_rows(part: Part, count: int) -> list[Row]:
+    """The first rows of a table. Raises DataError if the table cannot be read, or is empty."""
+    rows = list(itertools.islice(read_rows(part), count))
+    if not rows:
+        raise DataError(f"{table_name(part)} is empty")
+    return rows
+
+
 def first_row(part: Part) -> Row:
     """The first row of a table. Raises DataError if the table cannot be read, or is empty."""
-    row = next(read_rows(part), None)
-    if row is None:
-        raise DataError(f"{table_name(part)} is empty")
-    return row
+    return first_rows(part, 1)[0]

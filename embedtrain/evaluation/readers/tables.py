@@ -1,11 +1,23 @@
 """Evaluation sets of one table: the table to measure, the kind of set its columns make, and sets of sentence pairs."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.cache.cache import read_metadata
+from embedtrain.data.sources.column_roles import (
+    PAIR_NAMES,
+    UnclearColumns,
+    choose_text_columns,
+    has_role,
+    is_id,
+    is_negative,
+    is_score,
+    normalized,
+    written_columns,
+)
 from embedtrain.data.sources.hub import HubRepository
 from embedtrain.data.sources.parts import (
     FOLDER_SUFFIXES,
@@ -20,14 +32,18 @@ from embedtrain.data.sources.retrieval import SPLITS, choose_split
 from embedtrain.data.sources.values import describe_error, list_names, shorten
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.classes import CLUSTER_LABELS, CLUSTER_TEXTS, read_classification, read_clustering
+from embedtrain.evaluation.readers.questions import read_questions
 from embedtrain.evaluation.readers.reranking import read_reranking
-from embedtrain.evaluation.readers.rows import Row, first_row, read_rows, table_name
+from embedtrain.evaluation.readers.rows import Row, first_row, first_rows, read_rows, table_name
 from embedtrain.evaluation.types import Bitext, EvaluationData, LabelledPairs, ScoredPairs
 
 FIRST = ("sentence1", "sent1")
 SECOND = ("sentence2", "sent2")
 SCORE = ("score",)
 LABEL = ("label", "labels")
+# en, zh-CN, zho_Hans, cmn
+_LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,4})?")
+_EXAMINED_ROWS = 20  # to see which columns hold texts
 
 
 def read_scored(name: str, rows: Iterable[Row]) -> ScoredPairs:
@@ -177,9 +193,9 @@ def _language_columns(repository: HubRepository, pair: str) -> tuple[str, str] |
 def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[EvaluationData, list[str]]:
     """The set that the columns of a table, or the options, make, and notes. Raises DataError if they make none."""
     table, rows, notes = tables.measured, read_rows(tables.measured), list[str]()
-    kind = config.kind
+    kind, columns = config.kind, config.columns or tables.languages
     if kind is SetKind.auto:
-        kind = SetKind.bitext if tables.languages is not None else detect_kind(table)
+        kind = SetKind.bitext if tables.languages is not None else detect_kind(table, config.columns)
     data: EvaluationData
     match kind:
         case SetKind.sts:
@@ -187,7 +203,11 @@ def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[Evalu
         case SetKind.pair_classification:
             data = read_labelled(name, rows)
         case SetKind.bitext:
-            data = read_bitext(name, rows, tables.languages)
+            data = read_bitext(name, rows, columns)
+            if config.kind is SetKind.auto:
+                notes = [
+                    f"{name}: the rows are translations (bitext mining); for queries and documents set kind: retrieval"
+                ]
         case SetKind.reranking:
             data, notes = read_reranking(name, rows, table_name(table), tables.split)
         case SetKind.clustering:
@@ -195,10 +215,19 @@ def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[Evalu
         case SetKind.classification:
             data, notes = read_classification(name, config, _train_table(config, tables), table)
         case _:
-            raise DataError(
-                f"{table_name(table)} is one table; a retrieval set has three: corpus, queries and judgements"
-            )
+            columns = config.columns or _question_columns(table)
+            data, notes = read_questions(name, rows, columns, table_name(table))
+            if config.kind is SetKind.auto:
+                notes = [_describe_columns(name, columns), *notes]
     return data, notes
+
+
+def _describe_columns(name: str, columns: Sequence[str]) -> str:
+    query, positive, *others = columns
+    roles = (
+        f"{query} = query, {positive} = relevant document{''.join(f', {other} = other documents' for other in others)}"
+    )
+    return f"{name}: retrieval, {roles}; for other columns set columns: [QUERY,DOCUMENT], for translations kind: bitext"
 
 
 def _train_table(config: EvaluationSet, tables: Tables) -> Part:
@@ -220,9 +249,14 @@ def _train_table(config: EvaluationSet, tables: Tables) -> Part:
     return train
 
 
-def detect_kind(table: Part) -> SetKind:
-    """The kind of set that the columns of the first row make. Raises DataError if they match no kind or several."""
+def detect_kind(table: Part, chosen: Sequence[str] | None = None) -> SetKind:
+    """The kind of set that the columns of the first row make, or those that are `chosen`.
+
+    Raises DataError if they match no kind or several.
+    """
     row = first_row(table)
+    if chosen is not None:
+        row = Row(row.location, {row.key(column): row.fields[column] for column in chosen})
     columns = list_names(row.fields)
     if has_pair(row):
         if row.has(*SCORE):
@@ -240,9 +274,50 @@ def detect_kind(table: Part) -> SetKind:
             f"{table_name(table)}: the columns {columns} may be those of kind=classification or of kind=clustering: "
             "choose one"
         )
-    if len(row.fields) == 2 and all(isinstance(value, str) for value in row.fields.values()):
+    names = list(row.fields)
+    if _are_translations(names):
         return SetKind.bitext
+    if not any(map(is_score, names)):
+        if _knows_a_role(names):
+            return SetKind.retrieval
+        if len(names) == 2 and all(isinstance(value, str) for value in row.fields.values()):
+            raise DataError(
+                f"{table_name(table)}: the columns {columns} may be those of kind=retrieval (a query and its document) "
+                f"or of kind=bitext (translations): choose one, such as {{path: {table.name}, kind: retrieval}}"
+            )
     raise DataError(
         f"{table_name(table)}: the columns {columns} make no set: expected sentence1, sentence2 (and score or label), "
-        "query, positive, negative, text and label, sentences and labels, or two columns of translations"
+        "query, positive, negative, text and label, sentences and labels, a query and its documents (question, "
+        "answer), or two columns of translations (en, de)"
+    )
+
+
+def _are_translations(names: Sequence[str]) -> bool:
+    """Whether columns have the names of two languages, or those of sources and targets."""
+    pair = [normalized(name) for name in names]
+    if set(pair) in ({"source", "target"}, {"src", "tgt"}, {"src", "trg"}) or tuple(pair) in PAIR_NAMES:
+        return True
+    return len(names) == 2 and all(_LANGUAGE.fullmatch(name) and not has_role(name) for name in names)
+
+
+def _knows_a_role(names: Sequence[str]) -> bool:
+    """Whether a column has the name of a query or a document, and is no score or id."""
+    return len(names) > 1 and any(has_role(name) and not is_id(name) and not is_negative(name) for name in names)
+
+
+def _question_columns(table: Part) -> list[str]:
+    """The columns of queries, relevant documents and other documents, as those of training rows."""
+    rows = [row.fields for row in first_rows(table, _EXAMINED_ROWS)]
+    is_cells = table.kind in (PartKind.csv, PartKind.tsv)
+    scores = [name for name in rows[0] if is_score(name)]
+    reason = f"the column {scores[0]} would be ignored" if scores else "there are no two columns of texts"
+    try:
+        columns = [] if scores else choose_text_columns(list(rows[0]), rows, is_cells=is_cells).names
+        if len(columns) > 1:
+            return columns
+    except UnclearColumns as unclear:
+        reason = f"{unclear}; an example is columns: {written_columns(unclear.example)}"
+    raise DataError(
+        f"{table_name(table)}: {reason}: name those of the query and the documents, "
+        f"{{path: {table.name}, kind: retrieval, columns: [QUERY,DOCUMENT]}}"
     )

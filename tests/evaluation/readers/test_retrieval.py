@@ -265,7 +265,7 @@ def test_errors_of_paths_and_options(beir, tmp_path):
     assert "is not an evaluation set: expected corpus.jsonl" in error_of(tmp_path / "empty")
     (tmp_path / "empty" / "test.tsv.gz").write_bytes(gzip.compress(b""))
     assert error_of(tmp_path / "empty") == f"{tmp_path}/empty/test.tsv.gz is empty"
-    assert "is not a retrieval set: expected corpus.jsonl" in error_of(tmp_path / "empty", kind=SetKind.retrieval)
+    assert error_of(tmp_path / "empty", kind=SetKind.retrieval) == f"{tmp_path}/empty/test.tsv.gz is empty"
     for name in ("one.csv", "two.csv"):
         (tmp_path / "empty" / name).write_text("a,b\n1,2\n")
     (tmp_path / "empty" / "test.tsv.gz").unlink()

@@ -7,7 +7,15 @@ import re
 import pytest
 
 from embedtrain.config.evaluation import Classifier, SetKind
-from embedtrain.evaluation.types import Bitext, ClassificationSet, ClusteringSet, LabelledPairs, ScoredPairs
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    Corpus,
+    LabelledPairs,
+    RetrievalSet,
+    ScoredPairs,
+)
 from tests.evaluation.files import error_of, jsonl, parquet, read
 
 
@@ -46,9 +54,66 @@ def test_a_score_takes_precedence_over_a_label(tmp_path):
     assert isinstance(data, LabelledPairs)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        ([{"question": "a", "answer": "x"}, {"question": "b", "answer": "y"}], "question = query, answer = relevant"),
+        ([{"answer": "x", "id": 7, "question": "a"}, {"answer": "y", "id": 8, "question": "b"}], "question = query"),
+        ([{"query": "a", "pos": ["x"], "neg": []}, {"query": "b", "pos": ["y"]}], "neg = other documents"),
+        ([{"title": "a", "text": "x"}, {"title": "b", "text": "y"}], "title = query"),
+    ],
+)
+def test_questions_and_answers_are_retrieval(tmp_path, rows, columns):
+    """Whatever the order of the columns; the decision is printed with the options that override it."""
+    loaded = read(jsonl(tmp_path / "qa.jsonl", rows))
+    assert loaded.data == RetrievalSet(
+        "qa", {"q0": "a", "q1": "b"}, Corpus(["d0", "d1"], ["x", "y"]), {"q0": {"d0": 1}, "q1": {"d1": 1}}
+    )
+    (note,) = loaded.notes
+    assert note.startswith("qa: retrieval, ") and columns in note
+    assert "columns: [QUERY,DOCUMENT]" in note and "kind: bitext" in note
+
+
+def test_queries_and_documents_that_are_repeated(tmp_path):
+    rows = [
+        {"query": "a", "positive": ["x", "y"], "negative": ["n"]},
+        {"query": "a", "positive": "z", "negative": ""},
+        {"query": "b", "positive": ["x"], "negative": ["z", ""]},
+        {"query": "", "positive": ["w"], "negative": []},
+        {"query": "c", "positive": [], "negative": ["v"]},
+    ]
+    loaded = read(jsonl(tmp_path / "t.jsonl", rows), kind=SetKind.retrieval)
+    assert loaded.data.queries == {"q0": "a", "q1": "b"}
+    assert list(loaded.data.documents.texts) == ["x", "y", "n", "z", "w", "v"]
+    assert loaded.data.judgements == {"q0": {"d0": 1, "d1": 1, "d3": 1}, "q1": {"d0": 1}}
+    (note,) = loaded.notes
+    assert f"2 rows without query or positive are left out (the first: {tmp_path}/t.jsonl:4)" in note
+
+
+def test_columns_whose_roles_are_not_known_need_a_decision(tmp_path):
+    path = jsonl(tmp_path / "t.jsonl", [{"left": "a", "right": "x"}])
+    assert re.search(r"the columns left, right .*kind=retrieval.*kind=bitext", error_of(path))
+    assert read(path, kind=SetKind.bitext).data == Bitext("t", ["a"], ["x"])
+    assert dict(read(path, kind=SetKind.retrieval).data.queries) == {"q0": "a"}
+    assert dict(read(path, kind=SetKind.retrieval, columns=["right", "left"]).data.queries) == {"q0": "x"}
+    assert read(path, kind=SetKind.bitext, columns=["right", "left"]).data == Bitext("t", ["x"], ["a"])
+    more = jsonl(tmp_path / "more.jsonl", [{"question": "a", "answer": "x", "context": "y"}])
+    assert re.search(r"answer and context .*columns: \[question,answer\]", error_of(more))
+    assert list(read(more, columns=["question", "context"]).data.documents.texts) == ["y"]
+    assert "no odd, only question, answer, context" in error_of(more, columns=["odd", "answer"])
+    assert re.search(
+        r"columns=.*no use with .*labelled pairs",
+        error_of(jsonl(tmp_path / "l.jsonl", labelled()), columns=["sentence1", "label", "sentence2"]),
+    )
+
+
 def test_translations(tmp_path, shared_data):
     (tmp_path / "t.tsv").write_text("cmn\teng\n一\tone\n二\ttwo\n")
     assert read(tmp_path / "t.tsv").data == Bitext("t", ["一", "二"], ["one", "two"])
+    for names in (("source", "target"), ("zh-CN", "de"), ("text1", "text2"), ("eng_Latn", "zho_Hans")):
+        loaded = read(jsonl(tmp_path / "names.jsonl", [dict(zip(names, ("eins", "one"), strict=True))]))
+        assert loaded.data == Bitext("names", ["eins"], ["one"])
+        assert "kind: retrieval" in loaded.notes[0]
     pairs = [{"sentence1": "eins", "sentence2": "one", "lang": "de"}]
     assert read(jsonl(tmp_path / "p.jsonl", pairs)).data == Bitext("p", ["eins"], ["one"])
     data = read(shared_data / "tatoeba" / "cmn-eng.tsv").data

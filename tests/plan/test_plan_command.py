@@ -8,7 +8,6 @@ import pytest
 
 from embedtrain.config.recipe import Strategy
 from embedtrain.errors import ConfigError
-from embedtrain.plan import compute as plan_compute
 from embedtrain.plan.compute import plan
 from embedtrain.plan.options import PlanOptions, compose_plan
 from tests.commands import call, call_separately
@@ -100,7 +99,7 @@ def test_only_the_configuration_of_a_hub_repository_is_downloaded(tmp_path, monk
         asked.append((path, revision, only))
         return directory
 
-    monkeypatch.setattr(plan_compute, "resolve_directory", fetched)
+    monkeypatch.setattr("embedtrain.models.hub.resolve_directory", fetched)
     planned("model.path=someone/model", "model.revision=v1", "model.pooling=mean", "gpus=1")
     ((path, revision, only),) = asked
     assert (path, revision) == ("someone/model", "v1")

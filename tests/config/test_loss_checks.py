@@ -10,6 +10,7 @@ from embedtrain.config.losses import (
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
+    CustomConfig,
     DistillEmbeddingsConfig,
     DistillScoresConfig,
     Hardness,
@@ -45,6 +46,9 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(temperature_bounds=[0.5, 0.1]), r"loss\.temperature_bounds=\[0\.5,0\.1\]: "),
     (InfoNCEConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]"),
     (SigLIPConfig(temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1: .*\[0\.2,0\.5\]"),
+    (CustomConfig(path="my_losses"), r"loss\.path=my_losses"),
+    (CustomConfig(path="a:B", kwargs=[1]), r"loss\.kwargs=\[1\]"),
+    (CustomConfig(path="a:B", label=True, scores=True), r"loss\.label=true"),
     (SigLIPConfig(bias=float("inf")), r"loss\.bias=inf"),
     (InfoNCEConfig(directions=[]), r"loss\.directions=\[\]: .*query_document"),
     (InfoNCEConfig(directions=[LossDirection.query_query]), r"loss\.directions=\[query_query\]"),
@@ -114,7 +118,11 @@ def test_a_rejected_option_is_named_with_its_value(loss, pattern):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_defaults_pass(name):
-    wanted = {"combined": {"losses": [InfoNCEConfig()]}, "sentence_transformers": {"class_name": "CoSENTLoss"}}
+    wanted = {
+        "combined": {"losses": [InfoNCEConfig()]},
+        "custom": {"path": "my_losses:MyLoss"},
+        "sentence_transformers": {"class_name": "CoSENTLoss"},
+    }
     check_loss(LOSSES[name](**wanted.get(name, {})))
 
 

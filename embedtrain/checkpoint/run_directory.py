@@ -17,6 +17,7 @@ from embedtrain import __version__
 from embedtrain.checkpoint.step_directory import list_steps
 from embedtrain.checksums import CHECKSUMS, damaged_files
 from embedtrain.config.compose import to_plain
+from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, TrainingError
@@ -95,6 +96,16 @@ class RunDirectory:
                 raise CheckpointError(
                     f"{folder / damaged[0]} is damaged: start the training command again, which writes it again"
                 )
+
+    def saved_precision(self) -> str | None:
+        """`parallel.precision` of a run with checkpoints; None if there are none, or recipe.yaml does not say it."""
+        if not list_steps(self.checkpoints):
+            return None
+        try:
+            precision = load_yaml(self.recipe, yaml.SafeLoader)["parallel"]["precision"]
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, LookupError, TypeError):
+            return None  # the file is damaged: the checkpoint says what is resumed
+        return precision if precision in ("bf16", "fp32") else None
 
     def resume_hint(self) -> str:
         """From where the same command resumes, for the end of a message."""

@@ -91,6 +91,7 @@ class GradientReduction(str, Enum):
 class Precision(str, Enum):
     """The type of the forward and backward pass. Master weights, gradient reduction and the loss are always fp32."""
 
+    auto = "auto"  # bf16 where all GPUs or CPUs have instructions for it, otherwise fp32
     bf16 = "bf16"
     fp32 = "fp32"
 
@@ -276,7 +277,7 @@ class ParallelConfig:
     strategy: Strategy = Strategy.auto
     shard_size: int | None = None  # hsdp: ranks per replica of the weights; default: those of one node
     block_class: str | None = None  # the layer class to shard; default: detected
-    precision: Precision = Precision.bf16
+    precision: Precision = Precision.auto  # a resumed run keeps its own
     gradient_reduction: GradientReduction = GradientReduction.auto
     # Free a block's unsharded weights after its forward pass; null: if memory requires it.
     reshard_after_forward: bool | None = None

@@ -41,6 +41,18 @@ def free_memory(device: torch.device, local_size: int = 1) -> int:
     return int(psutil.virtual_memory().available) // local_size
 
 
+# Names in torch: AMX and AVX512 on x86, and those of ARM. Other CPUs convert bf16 to fp32 and back for every product.
+_BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in bf16; of CPUs torch reports that from 2.12 on, before it is false."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in _BF16_INSTRUCTIONS)
+
+
 def thread_initializer() -> Callable[[], None]:
     """A function that new threads call first if they use the GPU of the calling thread; it does nothing on a CPU.
 

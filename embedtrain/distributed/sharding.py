@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from embedtrain.config.recipe import ParallelConfig, Precision
+from embedtrain.distributed.device import has_bf16
 from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError, TrainingError
 
 # Number of elements from which a token embedding is an FSDP group: as part of the root it would stay unsharded for the
@@ -36,6 +38,13 @@ LARGE_EMBEDDING = 2**24
 _KEEP_UNSHARDED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Hooks of `_guard_direct_calls`, by encoder.
 _GUARDS: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
+
+
+def resolve_precision(precision: Precision, world: World) -> Precision:
+    """The precision that `auto` stands for on these ranks. A collective."""
+    if precision is not Precision.auto:
+        return precision
+    return Precision.bf16 if all(world.gather(has_bf16(world.device))) else Precision.fp32
 
 
 def shard_(
@@ -127,6 +136,7 @@ def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def _precision(precision: Precision) -> MixedPrecisionPolicy:
+    assert precision is not Precision.auto, "resolve_precision comes first"
     # reduce_dtype is explicit: its default is param_dtype up to torch 2.13 and fp32 from 2.15 on.
     match precision:
         case Precision.bf16:

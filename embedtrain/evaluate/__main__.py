@@ -34,6 +34,7 @@ def main(options: EvaluateOptions) -> Metrics:
 
     Returns the metrics of each set and task, on every rank.
     """
+    from embedtrain.distributed.sharding import resolve_precision
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
@@ -63,7 +64,8 @@ def main(options: EvaluateOptions) -> Metrics:
 
         model = _load_model(options, world, console)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
-        identity = {**model_identity(model.source, options.precision, world), "index": options.index.dtype.value}
+        precision = resolve_precision(options.precision, world)
+        identity = {**model_identity(model.source, precision, world), "index": options.index.dtype.value}
         vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity) if options.vectors_dir else None
 
         metrics: Metrics = {}

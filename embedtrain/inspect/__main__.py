@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
-from embedtrain.config.recipe import Attention, Pooling, Recipe
+from embedtrain.config.recipe import Attention, Pooling, Precision, Recipe
 from embedtrain.inspect.options import InspectOptions, compose_inspect
 
 if TYPE_CHECKING:
@@ -223,12 +223,15 @@ def _packing(recipe: Recipe) -> set[bool]:
 
     if recipe.model.attention is Attention.padded:
         return set()
+    precision = recipe.parallel.precision
+    if precision is Precision.auto:  # of GPUs, and of most CPUs with instructions for it
+        precision = Precision.bf16
     source = open_model_source(replace(recipe.model, pooling=recipe.model.pooling or Pooling.mean))
     encoder = build_encoder(source)
     return {
         gpu
         for gpu, capability in ((True, KERNEL_CAPABILITY), (False, CPU))
-        if check_packing(encoder, precision=recipe.parallel.precision, capability=capability).padding_reason is None
+        if check_packing(encoder, precision=precision, capability=capability).padding_reason is None
     }
 
 

@@ -14,7 +14,7 @@ from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Str
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.distributed.sharding import reshard, shard_, warm_up
+from embedtrain.distributed.sharding import reshard, resolve_precision, shard_, warm_up
 from embedtrain.distributed.weights import (
     UnshardedWeight,
     broadcast_weights,
@@ -171,6 +171,7 @@ def load_model(
         work: of a training step; None for a model that only encodes, which needs less memory.
     """
     quiet_libraries()
+    parallel = replace(parallel, precision=resolve_precision(parallel.precision, world))
     memory, free, capability = _limits_of_every_rank(world)
     with world.fail_together("opening the model"):
         source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
@@ -212,8 +213,7 @@ def load_model(
         f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}, {max_length} tokens",
         _layout_note(layout, blocks),
     ]
-    if adapted is not None:
-        notes.append(describe_adapters(adapted, encoder))
+    notes += [] if adapted is None else [describe_adapters(adapted, encoder)]
     shard_(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, locations, world, seed))

@@ -48,7 +48,7 @@ def main(options: MineOptions) -> list[Path]:
     quiet_libraries()
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
-        precision = options.precision or (Precision.bf16 if world.device.type == "cuda" else Precision.fp32)
+        precision = _precision(options, world)
 
         # User errors are reported first: in the models, the rows, the output directory.
         with world.fail_together("opening the models"):
@@ -89,6 +89,13 @@ def main(options: MineOptions) -> list[Path]:
         if world.is_main:
             print_summary(Page(), summary, options)
         return mined_files
+
+
+def _precision(options: MineOptions, world: "World") -> Precision:
+    from embedtrain.distributed.sharding import resolve_precision
+
+    default = Precision.auto if world.device.type == "cuda" else Precision.fp32
+    return resolve_precision(options.precision or default, world)
 
 
 def _load_models(

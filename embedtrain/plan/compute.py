@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embedtrain.config.recipe import Attention, ParallelConfig, Recipe, Strategy
+from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import add_adapters, frozen_dtype
@@ -101,6 +101,8 @@ def _candidate_json(candidate: LayoutCandidate) -> dict[str, Any]:
 
 def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
+    if recipe.parallel.precision is Precision.auto:  # of GPUs that are not here
+        recipe = replace(recipe, parallel=replace(recipe.parallel, precision=Precision.bf16))
     encoder, blocks, max_length = build_meta_encoder(recipe)
     length = options.tokens_per_text or max_length
     precision, parallel = recipe.parallel.precision, recipe.parallel

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
-from embedtrain.distributed.device import advise_when_exhausted
+from embedtrain.distributed.device import advise_when_exhausted, has_bf16
+from embedtrain.distributed.sharding import resolve_precision
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import EvaluationFunction
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
@@ -48,7 +49,7 @@ from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.resume import RunStart, require_same_data, run_identity
 from embedtrain.training.state import EncoderWithLoss
-from embedtrain.training.timing import MatmulRate, bf16_notes, matmul_rate
+from embedtrain.training.timing import MatmulRate, matmul_rate
 from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
 
 
@@ -224,16 +225,37 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
     return checkpointer, start
 
 
+def choose_precision(run: Run) -> Run:
+    """The run with the precision that it resumes with, or else that of its ranks, if the recipe chooses none.
+
+    A collective; all ranks raise the same errors.
+    """
+    parallel, world, device = run.recipe.parallel, run.world, run.world.device
+    saved: str | None = None
+    with world.fail_together("reading the precision of the run"):
+        if world.is_main and parallel.precision is Precision.auto:
+            saved = run.run_dir.saved_precision()
+    saved = world.broadcast(saved)
+    precision = resolve_precision(parallel.precision if saved is None else Precision(saved), world)
+    slow = precision is Precision.bf16 and device.type == "cpu" and not has_bf16(device)
+    if slow:
+        run.note(["this CPU has no bf16 instructions (AMX, AVX512-BF16): parallel.precision=fp32 is faster"])
+    elif parallel.precision is Precision.auto:
+        reason = "as before" if saved else f"all {device.type.upper()}s have instructions for it"
+        if not saved and precision is Precision.fp32:
+            reason = f"not every {device.type.upper()} has bf16 instructions"
+        run.note([f"precision: {precision.value}, {reason} (parallel.precision)"])
+    return replace(run, recipe=replace(run.recipe, parallel=replace(parallel, precision=precision)))
+
+
 def measure_matmul_rate(run: Run) -> MatmulRate | None:
     """The reference of `mfu` on GPUs, measured before the model is loaded, because that needs memory as well.
 
     None on CPUs, whose rate in one product is no limit: clocks and threads differ between products and training.
     """
-    precision = run.recipe.parallel.precision
-    run.note(bf16_notes(precision, run.world.device))
     if run.world.device.type != "cuda":
         return None
-    rate = matmul_rate(run.world, compute_dtype(precision))
+    rate = matmul_rate(run.world, compute_dtype(run.recipe.parallel.precision))
     run.note([f"mfu is relative to {rate}"])
     return rate
 

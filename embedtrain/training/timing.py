@@ -13,7 +13,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from embedtrain.config.recipe import Precision
 from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.world import World
 
@@ -257,23 +256,3 @@ def time_product(left: Tensor, right: Tensor, out: Tensor) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-# Names in torch: AMX and AVX512 on x86, and those of ARM. Other CPUs convert bf16 to fp32 and back for every product.
-_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
-
-
-def bf16_notes(
-    precision: Precision, device: torch.device, capabilities: Mapping[str, object] | None = None
-) -> tuple[str, ...]:
-    """A note for a run that would be faster in fp32; torch reports the capabilities of the CPU from 2.12 on."""
-    if precision is not Precision.bf16 or device.type != "cpu":
-        return ()
-    if capabilities is None:
-        get_capabilities = getattr(torch.cpu, "get_capabilities", None)
-        capabilities = None if get_capabilities is None else get_capabilities()
-    if not capabilities or any(capabilities.get(name) for name in _INSTRUCTIONS):
-        return ()
-    return (
-        "this CPU has no bf16 instructions (AMX, AVX512-BF16): parallel.precision=fp32 is faster and more accurate",
-    )

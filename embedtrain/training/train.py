@@ -29,6 +29,7 @@ from embedtrain.training.setup import (
     RunInputs,
     build_backward,
     build_parts,
+    choose_precision,
     chunk_options,
     claim_output_dir,
     measure_matmul_rate,
@@ -70,6 +71,7 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
     )
     ranks = f"{format_count(world.size, 'rank')} ({world.device.type})"
     run.console.note(f"{recipe.name} on {ranks}, in {run.run_dir.path}")
+    run = choose_precision(run)
     # The user's mistakes come first: before a model is loaded or anything is written.
     inputs = read_inputs(run)
     with claim_output_dir(run):

@@ -1,4 +1,4 @@
-"""What bf16 runs round and what they do not, and the word to those whose processor has none of it."""
+"""What bf16 runs round and what they do not, and where bf16 is the default."""
 
 from pathlib import Path
 
@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embedtrain.config.recipe import ModelConfig, Precision
-from embedtrain.distributed.world import World
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Recipe
+from embedtrain.distributed.device import has_bf16
+from embedtrain.distributed.sharding import resolve_precision
+from embedtrain.distributed.world import World, joined_world
 from embedtrain.loading.load import load_model
+from embedtrain.tracking.console import Console
 from embedtrain.training.backward import Backward
-from embedtrain.training.timing import bf16_notes
+from embedtrain.training.setup import Run, choose_precision
 from tests.small import parallel, small_model, small_tokenizer
 from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
 
@@ -92,25 +96,25 @@ def test_a_loss_widens_what_it_is_given(ranks):
         assert others == pytest.approx([exact, exact], rel=1e-6), name
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("precision", "device", "capabilities", "said"),
+    ("capabilities", "has"),
     [
-        (Precision.bf16, CPU, {"avx2": True, "amx_bf16": False, "avx512_bf16": False}, True),
-        (Precision.bf16, CPU, {"avx2": True, "amx_bf16": True}, False),
-        (Precision.bf16, CPU, {"avx512_f": True, "avx512_bf16": True}, False),
-        (Precision.bf16, CPU, {"neon": True, "bf16": True}, False),
-        (Precision.bf16, CPU, {}, False),
-        (Precision.fp32, CPU, {"avx2": True}, False),
-        (Precision.bf16, GPU, {"avx2": True}, False),
+        ({"avx2": True, "amx_bf16": False, "avx512_bf16": False}, False),
+        ({"avx2": True, "amx_bf16": True}, True),
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"neon": True, "bf16": True}, True),
+        ({}, False),
     ],
 )
-def test_a_processor_without_bf16_is_told_of(precision, device, capabilities, said):
-    notes = bf16_notes(precision, device, capabilities)
-    assert len(notes) == said
-    assert all("parallel.precision=fp32" in note for note in notes)
+def test_processors_with_bf16_instructions(monkeypatch, capabilities, has):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert has_bf16(CPU) is has
+    with joined_world() as world:
+        assert resolve_precision(Precision.auto, world) is (Precision.bf16 if has else Precision.fp32)
+        assert resolve_precision(Precision.bf16, world) is Precision.bf16, "an explicit choice stays"
 
 
 @pytest.mark.skipif(
@@ -120,4 +124,27 @@ def test_a_processor_without_bf16_is_told_of(precision, device, capabilities, sa
 def test_this_processor_is_known(monkeypatch):
     words = set(Path("/proc/cpuinfo").read_text().split())
     has = bool(words & {"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
-    assert bool(bf16_notes(Precision.bf16, CPU)) is (not has and hasattr(torch.cpu, "get_capabilities"))
+    assert has_bf16(CPU) is (has and hasattr(torch.cpu, "get_capabilities"))
+
+
+def chosen(run_dir: Path, precision: Precision = Precision.auto) -> Precision:
+    recipe = Recipe(name="a", parallel=ParallelConfig(precision=precision))
+    with joined_world() as world:
+        run = choose_precision(Run(recipe, world, Console(), RunDirectory(run_dir)))
+    return run.recipe.parallel.precision
+
+
+def test_a_resumed_run_keeps_its_precision(monkeypatch, tmp_path, capsys):
+    """Also on other processors, unless the user chooses another one."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True}, raising=False)
+    assert chosen(tmp_path) is Precision.fp32
+    assert "precision: fp32, not every CPU has bf16 instructions" in capsys.readouterr().out
+    (tmp_path / "recipe.yaml").write_text("parallel: {precision: bf16}\n")
+    assert chosen(tmp_path) is Precision.fp32, "without a checkpoint nothing is resumed"
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    capsys.readouterr()
+    assert chosen(tmp_path) is Precision.bf16
+    assert "parallel.precision=fp32 is faster" in capsys.readouterr().out
+    assert chosen(tmp_path, Precision.fp32) is Precision.fp32
+    (tmp_path / "recipe.yaml").write_text("parallel: [")
+    assert chosen(tmp_path) is Precision.fp32

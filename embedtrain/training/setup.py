@@ -2,10 +2,9 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
@@ -19,11 +18,10 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.prompts import prompt_warnings
-from embedtrain.config.recipe import Precision, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
-from embedtrain.distributed.device import advise_when_exhausted, has_bf16
-from embedtrain.distributed.sharding import resolve_precision
+from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import EvaluationFunction
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
@@ -37,7 +35,6 @@ from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import weights_digest
 from embedtrain.models.hub import download_configuration
 from embedtrain.models.source import ModelSource, open_model_source
-from embedtrain.planning.model_costs import compute_dtype
 from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker
@@ -46,36 +43,11 @@ from embedtrain.training.custom_code import import_code, parse_recipe_metric
 from embedtrain.training.early_checks import check_dimensions, check_local_inputs, truncate_dims
 from embedtrain.training.guides import GuideModel, load_guides
 from embedtrain.training.optimizer import build_optimizer
+from embedtrain.training.precision import use_tf32_products
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.resume import RunStart, require_same_data, run_identity
 from embedtrain.training.state import EncoderWithLoss
-from embedtrain.training.timing import MatmulRate, matmul_rate
 from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
-
-
-def use_tf32_products(loss: nn.Module, precision: Precision) -> None:
-    """Use TF32 for the matrix products of the loss in bf16 runs: 10-bit mantissas, fp32 sums, several times faster.
-
-    Embeddings computed in bf16 have 8 significant bits, so nothing is lost. TF32 is limited to the loss, because rotary
-    position embeddings are fp32 products as well, and angles of position 3000 rounded to 11 bits are other positions.
-
-    The forward pass of a loss contains its large products and their gradients. The previous setting is restored after
-    each pass. This setting of torch 2.9 and later must not be mixed with the earlier ones: torch and torch.compile
-    raise while it is in force.
-    """
-    if precision is not Precision.bf16:
-        return
-    previous: list[str] = []
-
-    def enable(*_: object) -> None:
-        previous.append(torch.backends.cuda.matmul.fp32_precision)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-    def restore(*_: object) -> None:
-        torch.backends.cuda.matmul.fp32_precision = previous.pop()
-
-    loss.register_forward_pre_hook(enable)
-    loss.register_forward_hook(restore, always_call=True)
 
 
 def build_loss(
@@ -223,41 +195,6 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
     start = RunStart(checkpointer.newest())
     start.check(identity, run.recipe, run.console)
     return checkpointer, start
-
-
-def choose_precision(run: Run) -> Run:
-    """The run with the precision that it resumes with, or else that of its ranks, if the recipe chooses none.
-
-    A collective; all ranks raise the same errors.
-    """
-    parallel, world, device = run.recipe.parallel, run.world, run.world.device
-    saved: str | None = None
-    with world.fail_together("reading the precision of the run"):
-        if world.is_main and parallel.precision is Precision.auto:
-            saved = run.run_dir.saved_precision()
-    saved = world.broadcast(saved)
-    precision = resolve_precision(parallel.precision if saved is None else Precision(saved), world)
-    slow = precision is Precision.bf16 and device.type == "cpu" and not has_bf16(device)
-    if slow:
-        run.note(["this CPU has no bf16 instructions (AMX, AVX512-BF16): parallel.precision=fp32 is faster"])
-    elif parallel.precision is Precision.auto:
-        reason = "as before" if saved else f"all {device.type.upper()}s have instructions for it"
-        if not saved and precision is Precision.fp32:
-            reason = f"not every {device.type.upper()} has bf16 instructions"
-        run.note([f"precision: {precision.value}, {reason} (parallel.precision)"])
-    return replace(run, recipe=replace(run.recipe, parallel=replace(parallel, precision=precision)))
-
-
-def measure_matmul_rate(run: Run) -> MatmulRate | None:
-    """The reference of `mfu` on GPUs, measured before the model is loaded, because that needs memory as well.
-
-    None on CPUs, whose rate in one product is no limit: clocks and threads differ between products and training.
-    """
-    if run.world.device.type != "cuda":
-        return None
-    rate = matmul_rate(run.world, compute_dtype(run.recipe.parallel.precision))
-    run.note([f"mfu is relative to {rate}"])
-    return rate
 
 
 @dataclass(kw_only=True)

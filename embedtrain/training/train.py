@@ -22,6 +22,7 @@ from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
+from embedtrain.training.precision import choose_precision, measure_matmul_rate
 from embedtrain.training.report_sample import choose_sample
 from embedtrain.training.run_reporter import RunLength, RunReporter
 from embedtrain.training.setup import (
@@ -29,10 +30,8 @@ from embedtrain.training.setup import (
     RunInputs,
     build_backward,
     build_parts,
-    choose_precision,
     chunk_options,
     claim_output_dir,
-    measure_matmul_rate,
     open_checkpoints,
     open_tracker,
     read_inputs,
@@ -63,15 +62,11 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
     Every rank calls it. All ranks raise the same EmbedtrainError, or Stopped after a signal.
     """
     quiet_libraries()
-    run = Run(
-        recipe,
-        world,
-        Console(enabled=world.is_main, verbose=recipe.tracking.verbose),
-        RunDirectory(Path(recipe.output_dir)),
-    )
+    console = Console(enabled=world.is_main, verbose=recipe.tracking.verbose)
+    run_dir = RunDirectory(Path(recipe.output_dir))
     ranks = f"{format_count(world.size, 'rank')} ({world.device.type})"
-    run.console.note(f"{recipe.name} on {ranks}, in {run.run_dir.path}")
-    run = choose_precision(run)
+    console.note(f"{recipe.name} on {ranks}, in {run_dir.path}")
+    run = Run(choose_precision(recipe, run_dir, world, console), world, console, run_dir)
     # The user's mistakes come first: before a model is loaded or anything is written.
     inputs = read_inputs(run)
     with claim_output_dir(run):
@@ -86,7 +81,7 @@ def _run_length(recipe: Recipe, inputs: RunInputs) -> RunLength:
 def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedModel:
     recipe, world, run_dir = run.recipe, run.world, run.run_dir
     checkpointer, start = open_checkpoints(run, inputs)
-    matmul_rate = measure_matmul_rate(run)
+    matmul_rate = measure_matmul_rate(recipe, world, run.console)
     parts = build_parts(run, inputs, start)
     checkpointer.require_disk_space(parts.module, inputs.total_steps)
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)

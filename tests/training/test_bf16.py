@@ -15,7 +15,7 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.loading.load import load_model
 from embedtrain.tracking.console import Console
 from embedtrain.training.backward import Backward
-from embedtrain.training.setup import Run, choose_precision
+from embedtrain.training.precision import choose_precision
 from tests.small import parallel, small_model, small_tokenizer
 from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
 
@@ -130,8 +130,7 @@ def test_this_processor_is_known(monkeypatch):
 def chosen(run_dir: Path, precision: Precision = Precision.auto) -> Precision:
     recipe = Recipe(name="a", parallel=ParallelConfig(precision=precision))
     with joined_world() as world:
-        run = choose_precision(Run(recipe, world, Console(), RunDirectory(run_dir)))
-    return run.recipe.parallel.precision
+        return choose_precision(recipe, RunDirectory(run_dir), world, Console()).parallel.precision
 
 
 def test_a_resumed_run_keeps_its_precision(monkeypatch, tmp_path, capsys):

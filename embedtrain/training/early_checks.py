@@ -7,9 +7,9 @@ from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig, matryoshka_dims_of
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
-from embedtrain.data.sources.files import is_url
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
+from embedtrain.data.sources.urls import is_url
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name

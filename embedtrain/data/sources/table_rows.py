@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embedtrain.data.sources.files import MAX_LINE_BYTES, is_url, open_url, require_regular_file, unreachable_error
+from embedtrain.data.sources.files import MAX_LINE_BYTES, require_regular_file
 from embedtrain.data.sources.text_rows import RawRow
+from embedtrain.data.sources.urls import is_url, open_url, unreachable_error
 from embedtrain.data.sources.values import MAX_COLUMNS, BadRow, describe_error, list_names, not_utf8
 from embedtrain.errors import DataError
 from embedtrain.formatting import format_bytes

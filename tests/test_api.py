@@ -210,7 +210,15 @@ def test_data_in_memory_is_written_once_and_repaired(tmp_path):
         memory.sources({"train": Dataset.from_list(rows(1)), "test": []}, "data")
 
 
-def test_signals_are_deferred_while_training_and_restored(tmp_path):
+@pytest.fixture
+def interruptible():
+    """A process in the background of a shell ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_signals_are_deferred_while_training_and_restored(interruptible):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     signals = StopSignals()
     with signals.listening(), signals.deferred():

@@ -251,7 +251,7 @@ def _single_rank(device: torch.device, backend: str) -> Iterator[World]:
 
 def _world_of_caller(local_rank: int, local_size: int, device: torch.device, backend: str) -> World:
     """The world of a process group that the program has created."""
-    if backend not in ("gloo", config := dist.get_backend_config()):
+    if "cpu:gloo" not in (config := dist.get_backend_config()):
         raise ConfigError(
             f"torch.distributed is initialised with the backend {config}: tensors on the CPU need gloo as well; write "
             f'init_process_group("{backend}"), or leave it out'

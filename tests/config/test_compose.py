@@ -73,6 +73,7 @@ def test_every_recipe_composes(name):
 REQUIRED = {
     "combined": ["loss.losses=[{name: infonce}, {name: margin_mse, weight: 0.5}]"],
     "sentence_transformers": ["loss.class_name=CoSENTLoss"],
+    "custom": ["loss.path=tests.losses.test_custom:LocalMean"],
 }
 
 
@@ -297,7 +298,7 @@ def test_multirun(monkeypatch):
         assert option in message and "W&B sweep" in message
     monkeypatch.setenv("WORLD_SIZE", "2")
     for flag in ("-m", "--multirun"):
-        assert "torchrun" in error_of([flag, *sweep, "output_dir='runs/${optim.lr}'"])
+        assert "multirun (-m) on several ranks" in error_of([flag, *sweep, "output_dir='runs/${optim.lr}'"])
 
 
 def test_a_saved_recipe_is_loaded(tmp_path):

@@ -58,7 +58,7 @@ def test_links_and_the_search_work_from_the_disk(site):
         for link in local:
             assert (page.parent / unquote(link)).is_file(), f"{page.relative_to(site)} links to {link}"
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
-    assert "offline-search" in (site / "index.html").read_text(encoding="utf-8")
+    assert "iframe-worker" in (site / "index.html").read_text(encoding="utf-8")
     assert index.startswith("var __index = {")
 
 

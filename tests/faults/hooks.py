@@ -173,10 +173,11 @@ class SignalInEvaluation:
 
         real = Evaluator._measure
 
-        def measure(evaluator, loaded, save_runs):
-            if (current_activity().step or 0) >= self.step and loaded is evaluator.sets[0]:
+        def measure(evaluator, loaded, *options):
+            is_first = loaded.data.name == evaluator.sets[0].data.name
+            if (current_activity().step or 0) >= self.step and is_first:
                 os.kill(os.getpid(), self.which)
                 time.sleep(0.5)  # for the listening thread, on a busy machine
-            return real(evaluator, loaded, save_runs)
+            return real(evaluator, loaded, *options)
 
         Evaluator._measure = measure

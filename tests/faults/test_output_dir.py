@@ -31,7 +31,7 @@ def small_disk(folder):
     mount_point = folder / "disk"
     mount_point.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=900k", "none", mount_point], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=920k", "none", mount_point], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting is not permitted")

@@ -9,6 +9,7 @@ from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.build import assemble_encoder
+from embedtrain.models.export_record import RECORD
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model, small_tokenizer
@@ -140,6 +141,7 @@ def test_cls_pooling_needs_bidirectional_attention(tmp_path):
     settings = settings.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     settings = settings.replace('"pooling_mode_lasttoken": true', '"pooling_mode_lasttoken": false')
     (tmp_path / "out" / "1_Pooling" / "config.json").write_text(settings)
+    (tmp_path / "out" / RECORD).unlink()  # the checksums
     assert open_model_source(ModelConfig(path=str(tmp_path / "out"))).pooling is Pooling.cls
     with pytest.raises(ConfigError, match=pattern):
         open_model_source(ModelConfig(path=str(tmp_path / "out"), pooling=Pooling.cls))

@@ -27,6 +27,7 @@ TRUSTS = ("trust_remote_code", "allow_all_kernels")
 ALLOWED = {
     "config/code.py": ["importlib.import_module(module)"],
     "commands.py": ["runpy.run_module(command.module, run_name='__main__', alter_sys=True)"],
+    "completion.py": ["importlib.import_module(f'{module}.options')"],
     "submit/options.py": [
         "importlib.import_module(f'embedtrain.{command}.options')",
         "importlib.import_module(f'embedtrain.{submission.command}.__main__')",

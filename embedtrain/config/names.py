@@ -50,9 +50,11 @@ def suggest(option: str, kind: type, value: str | None = None) -> str | None:
         return _suggest_for_command(option, name, [field.name for field in fields(kind)], value)
     # `eval.steps`, `lora.r`, `train.batch_size`: the group is a part of their names.
     row = _row_of(f"{group}_{name}", _RECIPE_ROWS) or _row_of(name, _RECIPE_ROWS)
-    if row is not None and (kind is not EvaluationSet or row.ours.startswith("`evaluation.")):
+    if row is not None and _holds_for(row, kind):
         return _sentence(row, value)
     elsewhere = [full for full in _recipe_options() if full.rpartition(".")[2] == name and full != option]
+    if issubclass(kind, LossConfig):  # the options of the default loss are not those of this one
+        elsewhere = [full for full in elsewhere if not full.startswith("loss.")]
     if not elsewhere:
         return None
     return f"write {' or '.join(full if value is None else f'{full}={value}' for full in elsewhere)}"
@@ -94,6 +96,15 @@ def misplaced_option(option: str, kind: type, value: str) -> str | None:
         return None
     listed = ", ".join(f"{option}.{field.name}" for field in fields(node))
     return f"{option}={value}: {suggest(option, kind, value) or f'{option} has the options {listed}'}"
+
+
+def _holds_for(row: Row, kind: type) -> bool:
+    """Whether the option that a row names is one of the dataclass `kind`, if it is an evaluation set or a loss."""
+    if kind is EvaluationSet:
+        return row.ours.startswith("`evaluation.")
+    if issubclass(kind, LossConfig) and row.ours.startswith("`loss."):
+        return _CODE.findall(row.ours)[0].removeprefix("loss.").partition("=")[0] in {f.name for f in fields(kind)}
+    return True
 
 
 def _suggest_for_command(option: str, name: str, allowed: Sequence[str], value: str | None) -> str | None:

@@ -117,7 +117,7 @@ def explain_composition(error: Exception, values: Mapping[str, str], kind: type)
     if match and match[1] not in values:
         return (
             f"the recipe sets {match[1]}, which the chosen loss does not have (a recipe chooses its loss with "
-            f"`defaults: [override /loss: NAME]`): {message}"
+            f"`defaults: [override /loss: NAME]`): {message}; remove it from the recipe"
         )
     return message
 

@@ -61,6 +61,30 @@ def test_in_a_file_as_well(tmp_path):
         compose_recipes(["--config-dir", str(tmp_path), "recipe=own", *GOOD[1:]])
 
 
+@pytest.mark.parametrize("argument", ["loss.temperature=0.05", "loss.scale=20", "loss.bias=1"])
+def test_an_option_that_the_chosen_loss_does_not_have_is_not_suggested(argument):
+    with pytest.raises(ConfigError) as caught:
+        compose_recipes([*GOOD, "loss=triplet", argument])
+    assert "write" not in str(caught.value)
+    assert "Allowed are" in str(caught.value)
+    assert "margin" in str(caught.value)
+
+
+def test_nor_in_a_part_of_a_combined_loss():
+    with pytest.raises(ConfigError, match=r"unknown option temperature\. Allowed are .*margin"):
+        compose_recipes([*GOOD, "loss=combined", "loss.losses=[{name: triplet, temperature: 0.05}]"])
+
+
+def test_nor_in_a_file(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    text = "# @package _global_\nname: own\nloss: {temperature: 0.05}\n"
+    (tmp_path / "recipe" / "own.yaml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"the recipe sets loss\.temperature, .* Allowed are .*remove it from the rec"
+    ):
+        compose_recipes(["--config-dir", str(tmp_path), "recipe=own", *GOOD[1:], "loss=triplet"])
+
+
 @pytest.mark.parametrize(
     ("compose", "good", "argument", "ours"),
     [

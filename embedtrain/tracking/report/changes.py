@@ -8,12 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, read_query_metrics
-from embedtrain.tracking.report.axes import format_value
+from embedtrain.tracking.report.axes import NumberFormat, format_value
 from embedtrain.tracking.report.bootstrap import interval
 from embedtrain.tracking.report.runs import MEAN, Run, Series
 
 # A mean of values per query differs from the logged one by rounding only.
 _TOLERANCE = 1e-6
+_TINY = 1e-3  # values below it are shown with an exponent
+_ROUNDING = 1e-12  # a difference below it is 0 but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,18 @@ class Change:
     num_queries: int  # over which the interval was estimated; 0 without one
 
     @classmethod
-    def of(cls, difference: float, differences: list[NDArray[np.float64]] | None) -> "Change":
+    def of(cls, before: float, after: float, differences: list[NDArray[np.float64]] | None) -> "Change":
         """`differences` are those of each set's queries."""
-        text = _signed(difference)
+        # Differences of usual values have four digits, however small; those of tiny values would be all zeros.
+        form = NumberFormat.small if max(abs(before), abs(after)) < _TINY else NumberFormat.plain
+        text = _signed(after - before, form)
         if differences is None:
             return cls(text, "", "", 0)
-        low, high = interval(differences)
+        if not any(of_set.any() for of_set in differences):
+            return cls("0", "", "noise", 0)
+        low, high = (0.0 if abs(end) < _ROUNDING else end for end in interval(differences))
         direction = "up" if low > 0 else "down" if high < 0 else "noise"
-        return cls(text, f"{_signed(low)} to {_signed(high)}", direction, sum(map(len, differences)))
+        return cls(text, f"{_signed(low, form)} to {_signed(high, form)}", direction, sum(map(len, differences)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Comparisons:
         values = [_value(of, name, metric) for of in (before, after)]
         if values[0] is None or values[1] is None:
             return None
-        return Change.of(values[1] - values[0], self._differences(name, metric, before, after))
+        return Change.of(values[0], values[1], self._differences(name, metric, before, after))
 
     def _differences(
         self, name: str, metric: str, before: Evaluated, after: Evaluated
@@ -108,5 +114,10 @@ def _value(of: Evaluated, name: str, metric: str) -> float | None:
     return None if series is None else value_at(series, of.step)
 
 
-def _signed(value: float) -> str:
-    return f"{'−' if value < 0 else '+'}{format_value(abs(value))}"
+def _signed(value: float, form: NumberFormat) -> str:
+    """With a sign, which stays visible where all digits shown are 0: `−0.0000`; 0 itself has none."""
+    if abs(value) < _ROUNDING and form is NumberFormat.plain:
+        return "0"
+    size = abs(value)
+    digits = f"{size:.4f}" if form is NumberFormat.plain and size < _TINY else format_value(size, form)
+    return digits if value == 0 else f"{'−' if value < 0 else '+'}{digits}"

@@ -19,7 +19,7 @@ class Cell:
 
     first: str
     best: str
-    last: str
+    last: str | None  # None: not evaluated after step 0
     change: Change | None
 
 
@@ -41,7 +41,7 @@ class MainMetric:
 
     name: str
     before: str | None
-    after: str
+    after: str | None  # None: not evaluated after step 0
     change: Change | None
     dataset: str
     subset: bool
@@ -82,14 +82,16 @@ def main_metric(run: Run, comparisons: Comparisons) -> MainMetric | None:
     series = run.evaluations.get(name, {}).get(metric)
     if series is None or not len(series.finite):
         return None
-    step = _final_step(run, series)
-    before, after = _value_before_training(series), value_at(series, step)
+    step, before = _final_step(run, series), value_at(series, 0)
+    change = None
+    if before is not None and step is not None and len(series.finite) > 1:
+        change = comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step))
     dataset = run.datasets.get(name)
     return MainMetric(
         f"{name} {metric}",
-        None if before is None else format_value(before),
-        format_value(after),
-        None if before is None else comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step)),
+        None if before is None or (step is not None and len(series.finite) == 1) else format_value(before),
+        None if step is None else format_value(value_at(series, step)),
+        change,
         "" if dataset is None else _describe(dataset.kind, dataset.size),
         dataset is not None and dataset.subset,
     )
@@ -118,17 +120,18 @@ def _cell(run: Run, name: str, metric: str, runs: Sequence[Run], comparisons: Co
         return None
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
-    best, step = int(values.argmax()), _final_step(run, series)
-    after, change = Evaluated(run, step), None
+    best, step, change = int(values.argmax()), _final_step(run, series), None
     reference = runs[0].evaluations.get(name, {}).get(metric)
-    if len(runs) == 1 and _value_before_training(series) is not None:
-        change = comparisons.change(name, metric, Evaluated(run, 0), after)
-    elif run is not runs[0] and reference is not None and len(reference.finite):
-        change = comparisons.change(name, metric, Evaluated(runs[0], _final_step(runs[0], reference)), after)
+    if step is not None and len(runs) == 1 and len(values) > 1:
+        change = comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step))
+    elif step is not None and run is not runs[0] and reference is not None and len(reference.finite):
+        of_reference = _final_step(runs[0], reference)
+        if of_reference is not None:
+            change = comparisons.change(name, metric, Evaluated(runs[0], of_reference), Evaluated(run, step))
     return Cell(
         _at_step(float(values[0]), int(steps[0])),
         _at_step(float(values[best]), int(steps[best])),
-        _at_step(value_at(series, step), step),
+        None if step is None else _at_step(value_at(series, step), step),
         change,
     )
 
@@ -137,14 +140,9 @@ def _at_step(value: float | None, step: int) -> str:
     return f"{format_value(value)} @ {step:,}"
 
 
-def _final_step(run: Run, series: Series) -> int:
-    """The exported step if it was evaluated, else the last one with a finite value."""
+def _final_step(run: Run, series: Series) -> int | None:
+    """The exported step if it was evaluated, else the last one with a finite value; None if that is step 0."""
     exported = run.history.exported_step
     if exported is not None and value_at(series, exported) is not None:
         return exported
-    return int(series.steps[np.isfinite(series.values)][-1])
-
-
-def _value_before_training(series: Series) -> float | None:
-    """The value at step 0; None if training has not been evaluated since, or only later steps were evaluated."""
-    return value_at(series, 0) if len(series.finite) > 1 else None
+    return int(series.steps[np.isfinite(series.values)][-1]) or None

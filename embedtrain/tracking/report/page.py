@@ -49,6 +49,7 @@ class RunSummary:
     status: str
     error: str
     model: str
+    base: str  # a short name of the model, which tells apart the models before training of several runs
     steps: str
     ranks: str
     duration: str
@@ -160,6 +161,7 @@ def _summarize(run: Run, comparisons: Comparisons) -> RunSummary:
         status=status.value,
         error=shorten(error, 400) if error else "",
         model=_model(run),
+        base=_base(run),
         steps=steps,
         ranks=f"{', then '.join(ranks)}{f' ({devices})' if devices else ''}",
         duration=_duration(run.history.seconds),
@@ -177,6 +179,12 @@ def _model(run: Run) -> str:
         return shorten(str(path), 120)
     model_type = run.option("model", "config", "model_type")
     return f"{model_type}, from random weights" if model_type else "—"
+
+
+def _base(run: Run) -> str:
+    """The id on the Hub, or the last two parts of a path."""
+    path = run.option("model", "path")
+    return shorten("/".join(Path(str(path)).parts[-2:]), 60) if path else _model(run)
 
 
 def _exported(run: Run, directory: Path) -> str:

@@ -15,7 +15,7 @@ import yaml
 
 from embedtrain.errors import DataError
 from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
-from embedtrain.tracking.report.changes import Comparisons
+from embedtrain.tracking.report.changes import Change, Comparisons
 from embedtrain.tracking.report.evaluation_sections import main_metric
 from embedtrain.tracking.report.page import write_report
 from embedtrain.tracking.report.runs import read_runs
@@ -110,6 +110,40 @@ def test_a_later_step_is_not_the_value_before_training(tmp_path):
     (metric,) = (main_metric(run, Comparisons()) for run in read_runs([run]))
     assert metric is not None
     assert (metric.before, metric.change) == (None, None)
+
+
+def test_a_run_that_was_not_evaluated_after_step_0_has_no_value_after_training(tmp_path):
+    run = make_run(tmp_path / "run", name="stopped", sets=("dev-en",), metrics=("ndcg@10",), model={"path": "/m/a/b"})
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "set" not in row or row["step"] == 0]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_page(tmp_path, run)
+    assert "dev-en ndcg@10 before training 0.3000 , not evaluated since Loss" in page.text
+    assert "ndcg@10 0.3000 @ 0 0.3000 @ 0 — In parentheses" in page.text
+    other = make_run(tmp_path / "other", name="other", sets=("dev-en",), metrics=("ndcg@10",), model={"path": "o/c"})
+    for runs in ((run, other), (other, run)):
+        page = write_page(tmp_path, *runs)
+        assert "0.3000 a/b → not evaluated since" in page.text
+        assert "0.3000 o/c → 0.7000 +0.4000" in page.text
+        assert "0.3000 @ 0" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "differences", "expected"),
+    [
+        (0.5, 0.50044, None, ("+0.0004", "", "")),
+        (0.5, 0.49999, None, ("−0.0000", "", "")),
+        (0.5, 0.5, [0.0, 0.0], ("0", "", "noise")),
+        (0.5, 0.5, None, ("0", "", "")),
+        (0.5, 0.75, [0.0, 0.5], ("+0.2500", "0 to +0.5000", "noise")),
+        (0.5, 0.49999, [-0.00001] * 9, ("−0.0000", "−0.0000 to −0.0000", "down")),
+        (1e-5, 2e-5, None, ("+1.0e-05", "", "")),
+        (50.0, 62.5, None, ("+12.50", "", "")),
+    ],
+)
+def test_the_sign_of_a_difference_is_visible(before, after, differences, expected):
+    change = Change.of(before, after, None if differences is None else [np.array(differences)])
+    assert (change.text, change.interval, change.direction) == expected
 
 
 def add_query_metrics(run: Path, values: dict[int, list[float]]) -> None:

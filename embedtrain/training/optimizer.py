@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.recipe import OptimConfig, ScheduleKind
+from embedtrain.formatting import format_count
 
 # Marks parameter groups of the loss. A number, because checkpoints keep no other values of a group.
 OF_LOSS = "of_loss"
@@ -33,6 +34,22 @@ def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | No
     )
 
 
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """The number of steps of `optim.warmup`."""
+    return round(optim.warmup if optim.warmup >= 1 else optim.warmup * total_steps)
+
+
+def warmup_warning(optim: OptimConfig, total_steps: int) -> str | None:
+    """A warning if the warm-up takes half of the steps or more; a single step has the peak learning rate."""
+    warmup = warmup_steps(optim, total_steps)
+    if warmup <= 1 or 2 * warmup < total_steps:
+        return None
+    return (
+        f"the warm-up takes {warmup:,} steps and the run has {format_count(total_steps, 'step')}: the model may learn "
+        f"little; write optim.warmup=0.05 for 5% of the steps"
+    )
+
+
 class Schedule:
     """The learning rate as a function of the step, so there is nothing to save or restore."""
 
@@ -42,7 +59,7 @@ class Schedule:
         self.loss_peak = optim.lr if optim.loss_lr is None else optim.loss_lr
         self.kind = optim.schedule
         self.total_steps = total_steps
-        self.warmup_steps = round(optim.warmup if optim.warmup >= 1 else optim.warmup * total_steps)
+        self.warmup_steps = warmup_steps(optim, total_steps)
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""

@@ -21,7 +21,7 @@ from embedtrain.tracking.metrics import metric_changes, metrics_at
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
-from embedtrain.training.optimizer import Schedule
+from embedtrain.training.optimizer import Schedule, warmup_warning
 from embedtrain.training.precision import choose_precision, measure_matmul_rate
 from embedtrain.training.report_sample import choose_sample
 from embedtrain.training.run_reporter import RunLength, RunReporter
@@ -80,6 +80,9 @@ def _run_length(recipe: Recipe, inputs: RunInputs) -> RunLength:
 
 def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedModel:
     recipe, world, run_dir = run.recipe, run.world, run.run_dir
+    warning = warmup_warning(recipe.optim, inputs.total_steps)
+    if warning is not None:
+        run.console.warn(warning)
     checkpointer, start = open_checkpoints(run, inputs)
     matmul_rate = measure_matmul_rate(recipe, world, run.console)
     parts = build_parts(run, inputs, start)

@@ -14,7 +14,7 @@ from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
-from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
+from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm, warmup_warning
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer, tokenised
 
@@ -38,6 +38,20 @@ def test_schedules():
     for kind in ("linear", "cosine"):
         assert schedule(kind, 0.1, 10).rate(25) == 0.0  # zero after the end
         assert all(schedule(kind, 8, 5).rate(step) > 0 for step in range(5))  # warm-up longer than the run
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "numbers"),
+    [(500, 3, "500 steps and the run has 3 steps"), (5, 10, "5 steps and the run has 10 steps"), (0.5, 10, "5 steps")],
+)
+def test_a_warmup_of_half_of_the_steps_causes_a_warning(warmup: float, steps: int, numbers: str):
+    warning = warmup_warning(OptimConfig(warmup=warmup), steps)
+    assert warning is not None and numbers in warning and "optim.warmup=0.05" in warning
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(500, 1001), (0.05, 3), (0, 1), (1, 2), (0.49, 100)])
+def test_a_shorter_warmup_causes_none(warmup: float, steps: int):
+    assert warmup_warning(OptimConfig(warmup=warmup), steps) is None
 
 
 def test_every_group_gets_the_learning_rate():

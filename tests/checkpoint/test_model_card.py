@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 from huggingface_hub import ModelCard
 
@@ -71,3 +72,20 @@ def test_nothing_of_the_machine_is_published(tmp_path):
         assert private not in text, private
     assert [source["path"] for source in recipe["data"]["train"]] == ["owner/rows", "my.jsonl", "*.parquet"]
     assert recipe["model"]["query_prompt"] == "a/b: ", "a text with a slash is no path"
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/me/runs/mine/model", "mine/model"),
+        ("runs/mine/model", "mine/model"),
+        ("../model", "model"),
+        ("/model", "model"),
+        ("/home/me/model", "model"),
+    ],
+)
+def test_a_local_base_model_has_the_last_two_parts_of_its_path(tmp_path, path, shown):
+    text = card(tmp_path, f"model.path={path}")
+    assert f"tokens, fine-tuned from a local model, `{shown}`, with embedtrain" in text
+    assert "/home/me" not in text
+    assert "fine-tuned from `BAAI/bge-m3` with embedtrain" in card(tmp_path)

@@ -28,6 +28,7 @@ _TASKS = {
 # Groups of a recipe that describe where it ran, not what it trained.
 _LEFT_OUT = ("output_dir", "tracking")
 _IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
+_HOMES = ("home", "Users")  # folders of home directories
 _MAX_PROMPT = 60  # characters in the table of prompts
 
 
@@ -49,7 +50,6 @@ def model_card(
     """
     path = recipe["model"].get("path")
     base = _hub_id(path)
-    origin = f"fine-tuned from `{base or Path(path).name}`" if path else "trained from random weights"
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
     return "\n".join(
         [
@@ -58,8 +58,8 @@ def model_card(
             "---",
             f"# {recipe['name']}",
             "",
-            f"A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens, {origin} with "
-            f"embedtrain {__version__}; weights of step {step}.",
+            f"A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens, "
+            f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
             *_usage(name or "path/of/this/directory", prompts, onnx=ONNX in formats),
             *_evaluation(metrics, datasets, metrics_at(run_dir, 0) if step else {}),
@@ -73,6 +73,19 @@ def model_card(
             "",
         ]
     )
+
+
+def _origin(path: str | None, base: str | None) -> str:
+    """What was trained; of a local model the last two parts of its path, because the last is often `model`."""
+    if path is None:
+        return "trained from random weights"
+    if base is not None:
+        return f"fine-tuned from `{base}`"
+    local = Path(path)
+    names = [part for part in local.parts if part not in (local.anchor, "..", "~")][-2:]
+    if local.parent == Path.home() or local.parent.parent.name in _HOMES:
+        names = names[-1:]  # the other is the name of a user
+    return f"fine-tuned from a local model, `{'/'.join(names)}`," if names else "fine-tuned from a local model"
 
 
 def _metadata(

@@ -78,7 +78,14 @@ def print_split(
     facts = [(f"held out: {output_dir / 'dev'}", held_out)]
     facts.append((f"training: {', '.join(str(output_dir / name) for name in names)}", training))
     page.facts(facts)
-    if split.largest_group > 1:
+    total = dev_queries + train_queries
+    if 2 * split.largest_group >= total and split.largest_group > dev_queries:
+        page.note(
+            f"{split.largest_group:,} of {format_count(total, 'query', 'queries')} are linked by equal texts: all of "
+            f"them stay in training, and the held-out queries come from the other {total - split.largest_group:,}",
+            "yellow",
+        )
+    elif split.largest_group > 1:
         page.note(f"{split.largest_group:,} queries are linked by equal texts at most; linked rows are never separated")
     if counts.num_dropped:
         page.note(f"{format_count(counts.num_dropped, 'negative')} of training rows left out that are held-out texts")

@@ -153,3 +153,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert f"{tmp_path}/out/train.jsonl exists" in call(*options, code=1)
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == before
     assert "data=[]" in call("embedtrain.split", f"output_dir={tmp_path}/x", code=1)
+
+
+def test_a_group_of_half_of_the_queries_is_said_to_stay_in_training(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"query": f"q{i}", "pos": ["p" if i < 8 else f"p{i}"]} for i in range(12)))
+    output = call("embedtrain.split", f"data=[{path}]", "dev=2", f"output_dir={tmp_path}/out")
+    assert "8 of 12 queries are linked by equal texts: all of them stay in training" in output
+    assert "the held-out queries come from the other 4" in output

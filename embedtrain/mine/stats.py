@@ -18,6 +18,7 @@ from embedtrain.tracking.pages import Page
 
 MAX_SUSPECTS = 20  # of each kind
 _MAX_PRINTED = 3  # of each kind
+_TEXT_WIDTH = 100  # columns of a printed text; summary.json has the whole texts
 QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
 
 
@@ -159,7 +160,7 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: MineOptions) 
         f"positives that are not among the {summary['rank_max']} best: perhaps they do not answer the query",
         [suspect for suspect in summary["suspected_wrong_labels"] if texts(suspect) not in printed],
     )
-    page.subheading(f"{output_dir}/summary.json has all of this, and more suspects")
+    page.subheading(f"{output_dir}/summary.json has all of this, whole texts, and more suspects")
 
 
 def _has_margin(options: MineOptions) -> bool:
@@ -225,7 +226,8 @@ def _print_suspects(page: Page, title: str, suspects: Sequence[Mapping[str, Any]
                 ("query", "", suspect["query"]),
                 ("positive", f"{suspect['positive_score']:.4f}", suspect["positive"]),
                 ("candidate", f"{suspect['score']:.4f}", suspect["document"]),
-            ]
+            ],
+            plain_width=_TEXT_WIDTH,
         )
 
 

@@ -92,15 +92,19 @@ class Page:
             table.add_row(*(Text(cell, style="" if index else "bold") for index, cell in enumerate(line)))
         self._rich.print(Padding(table, (0, 0, 0, len(_INDENT))))
 
-    def texts(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Print lines of a label, a number and a text. A terminal shows the beginning and the end of long texts."""
+    def texts(self, rows: Sequence[tuple[str, str, str]], plain_width: int | None = None) -> None:
+        """Print lines of a label, a number and a text.
+
+        A terminal shows the beginning and the end of long texts. Elsewhere they are whole, or of at most
+        `plain_width` columns.
+        """
         rows = [(escape_control(label), number, escape_control(text)) for label, number, text in rows]
         widths = [max((cell_len(row[column]) for row in rows), default=0) for column in (0, 1)]
         for label, number, text in rows:
             left = f"{_INDENT}{pad(label, widths[0])}  "
             middle = f"{' ' * (widths[1] - cell_len(number))}{number}  "
             if not self._rich.is_terminal:
-                self._plain(left + middle + text)
+                self._plain(left + middle + (text if plain_width is None else shorten_middle(text, plain_width)))
                 continue
             available = self._rich.width - cell_len(left + middle)
             line = Text.assemble((left, "cyan"), (middle, "dim"), _styled(shorten_middle(text, available)))

@@ -16,6 +16,8 @@ import pytest
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mine.folder import MiningFolder
+from embedtrain.mine.stats import _print_suspects
+from embedtrain.tracking.pages import Page
 from tests.commands import TORCHRUN, call, start
 from tests.mine.models import save_cross_encoder
 from tests.mine.runs import more_documents, read_jsonl, rows_alone, save_model, try_mining, write_jsonl
@@ -242,6 +244,14 @@ def test_suspects_have_a_field_whether_they_were_written(workshop, mined):
     triples = [line for line in printed.splitlines() if line.startswith(("  query", "  positive  ", "  candidate  "))]
     triples = [tuple(triples[i : i + 3]) for i in range(0, len(triples), 3)]
     assert len(set(triples)) == len(triples) > 2
+
+
+def test_long_texts_of_suspects_are_shortened_to_a_line(capsys):
+    suspect = {"query": "q " * 300, "positive": "p\n" * 300, "document": "d", "positive_score": 0.5, "score": 0.75}
+    _print_suspects(Page(), "suspects", [suspect])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line] == ["suspects", "query", "positive", "candidate"]
+    assert max(map(len, lines)) < 130
 
 
 def test_advice_for_rows_without_negatives(mined):

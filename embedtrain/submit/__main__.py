@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embedtrain.cli import run_command
 from embedtrain.errors import ConfigError
-from embedtrain.submit.kubernetes import check_results_are_kept, render_job, render_train_job
+from embedtrain.submit.kubernetes import check_results_are_kept, check_train_job, render_job, render_train_job
 from embedtrain.submit.options import Submission, Target, compose_submit, has_paths_of_this_machine, require_paths
 from embedtrain.submit.sbatch import (
     PartitionLimits,
@@ -37,6 +37,8 @@ def main(options: tuple[Submission, Command]) -> None:
     if submission.job.to is Target.slurm:
         _submit_to_slurm(submission, command_line)
         return
+    if submission.job.to is Target.kubeflow:
+        check_train_job(submission.job.kubernetes)
     for output_dir in submission.output_dirs:
         check_results_are_kept(submission.job.kubernetes, output_dir)
     render = render_job if submission.job.to is Target.kubernetes else render_train_job

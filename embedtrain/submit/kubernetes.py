@@ -17,6 +17,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?([EPTGMk]|[EPTGMK]i|m)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _LABEL_VALUE = re.compile(r"[\w./-]+=[\w.-]*", re.ASCII)
 _TOLERATION = re.compile(r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?", re.ASCII)
+_SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?(:[A-Za-z_][A-Za-z0-9_]*)?")
 _VOLUME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/[^:]*(:ro)?")
 _MAX_NAME = 52  # of 63 characters, which are those of a pod's host name, NAME-INDEX
 
@@ -41,7 +42,7 @@ class KubernetesConfig:
     name: str | None = None  # of the Job and the Service; default: the recipe's
     namespace: str | None = None  # default: that of kubectl
     env: list[str] = field(default_factory=list)  # NAME=VALUE
-    secrets: list[str] = field(default_factory=list)  # whose keys become environment variables, such as HF_TOKEN
+    secrets: list[str] = field(default_factory=list)  # NAME: all keys become environment variables; NAME:KEY: one
     node_selector: list[str] = field(default_factory=list)  # LABEL=VALUE
     tolerations: list[str] = field(default_factory=list)  # KEY, KEY=VALUE or KEY=VALUE:EFFECT
     image_pull_secret: str | None = None  # of a private registry
@@ -79,7 +80,7 @@ def check_kubernetes(config: KubernetesConfig, *, is_used: bool) -> None:
     for name, pattern, example in (
         ("volumes", _VOLUME, "CLAIM:/PATH or CLAIM:/PATH:ro"),
         ("env", _VARIABLE, "NAME=VALUE"),
-        ("secrets", _LABEL, "names of secrets"),
+        ("secrets", _SECRET, "NAME or NAME:KEY"),
         ("node_selector", _LABEL_VALUE, "LABEL=VALUE"),
         ("tolerations", _TOLERATION, "KEY, KEY=VALUE, or KEY=VALUE:NoSchedule"),
     ):
@@ -88,6 +89,16 @@ def check_kubernetes(config: KubernetesConfig, *, is_used: bool) -> None:
     if is_used:
         message = "is missing; write the container image, such as registry.example/embedtrain:cuda"
         check.require(bool(config.image), "image", message)
+
+
+def check_train_job(config: KubernetesConfig) -> None:
+    """Reject options that a TrainJob does not have."""
+    check, defaults = OptionChecks(config, "kubernetes."), KubernetesConfig()
+    for name in ("priority_class", "port", "max_restarts"):
+        is_default = getattr(config, name) == getattr(defaults, name)
+        check.require(is_default, name, "is for to=kubernetes; a TrainJob's runtime decides it: leave it out")
+    are_keys = all(":" in secret for secret in config.secrets)
+    check.require(are_keys, "secrets", "a TrainJob needs the keys: write NAME:KEY, such as tokens:HF_TOKEN")
 
 
 def check_results_are_kept(config: KubernetesConfig, output_dir: str) -> None:
@@ -112,6 +123,7 @@ def render_job(command: str, arguments: list[str], name: str, config: Kubernetes
     # Pods must find each other before they are ready.
     service_spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service_spec}
+    whole_secrets = [secret for secret in config.secrets if ":" not in secret]
     container: Manifest = {
         "name": "embedtrain",
         "image": config.image,
@@ -119,7 +131,7 @@ def render_job(command: str, arguments: list[str], name: str, config: Kubernetes
         "args": [_escape(argument) for argument in arguments],
         "workingDir": str(_WORKING_DIRECTORY),
         "env": [{"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_environment(config)],
-        **({"envFrom": [{"secretRef": {"name": secret}} for secret in config.secrets]} if config.secrets else {}),
+        **({"envFrom": [{"secretRef": {"name": secret}} for secret in whole_secrets]} if whole_secrets else {}),
         "resources": _resources(config),
         "volumeMounts": _mounts(config),
         "securityContext": {"allowPrivilegeEscalation": False},
@@ -230,7 +242,12 @@ def _ranks_per_node(config: KubernetesConfig) -> int:
 
 def _environment(config: KubernetesConfig) -> list[Manifest]:
     pairs = (line.partition("=") for line in config.env)
-    return [{"name": "PYTHONUNBUFFERED", "value": "1"}, *({"name": name, "value": value} for name, _, value in pairs)]
+    keys = (secret.split(":") for secret in config.secrets if ":" in secret)
+    return [
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+        *({"name": name, "value": value} for name, _, value in pairs),
+        *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for name, key in keys),
+    ]
 
 
 def _resources(config: KubernetesConfig) -> Manifest:

@@ -215,7 +215,7 @@ ranks_of=(
 
 _DOCTOR = """
 # ---- the doctor checks all nodes first (slurm.doctor). A signal to this shell ends `wait`, not the doctor.
-"${ranks_of[@]}" -m embedtrain.doctor &
+"${ranks_of[@]}" -m embedtrain.doctor "output_dir='$run_dir'" &
 ranks=$!
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
 if [[ -n $asked ]]; then again "it was asked to stop before it started"; fi

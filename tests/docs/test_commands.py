@@ -88,7 +88,7 @@ def test_the_sweep_of_wandb_starts_trainings_in_directories_of_their_own(monkeyp
         for word in (arguments if text == "${args_no_hyphens}" else [text])
     ]
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
-    (recipe,) = compose_recipes(command[command.index("embedtrain") + 1 :])
+    (recipe,) = compose_recipes(command[command.index("8") + 1 :])
     assert (recipe.optim.lr, recipe.loss.temperature, recipe.output_dir) == (2e-5, 0.05, "runs/sweep/r1")
     name, _, metric = sweep["metric"]["name"].partition("/")
     assert (recipe.evaluation.sets[0].path, metric) == (f"{name}/", "ndcg@10")

@@ -17,7 +17,7 @@ JOB = [
 ]
 ALL = [
     "kubernetes.nodes=4", "kubernetes.cpus_per_node=96", "kubernetes.mem=500Gi", "kubernetes.namespace=nlp",
-    "kubernetes.volumes=[runs:/workspace/runs, data.set:/data:ro]", "kubernetes.secrets=[tokens]",
+    "kubernetes.volumes=[runs:/workspace/runs, data.set:/data:ro]", "kubernetes.secrets=[tokens, wandb:WANDB_API_KEY]",
     "kubernetes.env=NCCL_DEBUG=INFO", "kubernetes.node_selector=nvidia.com/gpu.product=H100", "kubernetes.queue=batch",
     "kubernetes.tolerations=[nvidia.com/gpu, spot=true:NoSchedule]", "kubernetes.image_pull_secret=registry",
     "kubernetes.service_account=trainer", "kubernetes.priority_class=low", "kubernetes.time=86400",
@@ -67,7 +67,10 @@ def test_preempted_and_stopped_pods_are_replaced_and_do_not_count(capsys):
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 300
 
 
-@pytest.mark.parametrize("arguments", [[], ALL])
+OF_TRAIN_JOB = [a for a in ALL if not a.startswith(("kubernetes.secrets", "kubernetes.priority_class"))]
+
+
+@pytest.mark.parametrize("arguments", [[], [*OF_TRAIN_JOB, "kubernetes.secrets=[tokens:HF_TOKEN]"]])
 def test_a_train_job_is_valid(capsys, arguments):
     (manifest,) = render(capsys, *arguments, "to=kubeflow")
     parsed = TrainerV1alpha1TrainJob.from_dict(manifest).to_dict()
@@ -75,6 +78,9 @@ def test_a_train_job_is_valid(capsys, arguments):
     trainer = manifest["spec"]["trainer"]
     assert trainer["command"] == ["torchrun", "-m", "embedtrain"]
     assert trainer["numProcPerNode"] == 8
+    if arguments:
+        secret = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "tokens", "key": "HF_TOKEN"}}}
+        assert secret in trainer["env"]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,8 @@ def test_a_train_job_is_valid(capsys, arguments):
         (["kubernetes.nods=2"], r"kubernetes\.nods"),
         (["to=kubernets"], r"kubernets"),
         (["slurm.seeds=[1,2]"], r"slurm\.seeds=\[1,2\]"),
+        (["to=kubeflow", "kubernetes.secrets=[tokens]"], r"kubernetes\.secrets=\[tokens\]: .*tokens:HF_TOKEN"),
+        (["to=kubeflow", "kubernetes.max_restarts=1"], r"kubernetes\.max_restarts=1: .*to=kubernetes"),
     ],
 )
 def test_errors_name_the_option(capsys, arguments, message):

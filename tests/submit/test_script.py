@@ -105,8 +105,9 @@ def test_the_doctor_checks_the_nodes_first(tmp_path, launcher):
     first, second = (index for index, word in enumerate(words) if word == "-m" and "embedtrain" in words[index + 1])
     assert (words[first + 1], words[second + 1]) == ("embedtrain.doctor", "embedtrain")
     (tmp_path / "words").unlink()
-    words = run(tmp_path, text.replace("embedtrain.doctor", "embedtrain.doctor FAIL"), fails=True)
-    assert "embedtrain.doctor FAIL" not in words and words[-1] == "FAIL", "the training does not start"
+    assert words[first + 2] == "output_dir='runs/t'", "the doctor checks the disk of the run"
+    words = run(tmp_path, text.replace("output_dir='$run_dir'", "FAIL"), fails=True)
+    assert words[-1] == "FAIL", "the training does not start"
 
 
 def test_each_seed_has_its_own_directory(tmp_path):

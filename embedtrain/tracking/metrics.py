@@ -174,24 +174,45 @@ def datasets_at(run_dir: Path, step: int) -> dict[str, DatasetInfo]:
     return {name: info for name, info in infos.items() if info is not None}
 
 
-def metric_changes(run_dir: Path, step: int) -> list[str]:
-    """One line per set that was evaluated at several steps: its main metric at the first of them and at `step`.
+@dataclass(frozen=True, slots=True)
+class MainChange:
+    """The main metric of a set at the first step that was evaluated, and at a later one."""
+
+    name: str  # of the set
+    metric: str
+    first: float
+    first_step: int
+    last: float
+    last_step: int
+    kind: str  # as in `DatasetInfo`; empty if unknown
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is below step 0 in the digits shown. Of a user's function it is unknown what is better."""
+        return self.first_step == 0 and self.kind != "function" and round(self.last, 4) < round(self.first, 4)
+
+    def __str__(self) -> str:
+        first, last = f"{self.first:.4f} at step {self.first_step}", f"{self.last:.4f} at step {self.last_step}"
+        return f"{self.name}: {self.metric} {first}, {last}"
+
+
+def main_changes(run_dir: Path, step: int) -> list[MainChange]:
+    """Of each set that was evaluated at several steps: its main metric at the first of them and at `step`.
 
     Where `step` was not evaluated, the last step counts.
     """
     by_set: dict[str, list[dict[str, Any]]] = {}
     for row in _evaluations(run_dir):
         by_set.setdefault(row["set"], []).append(row)
-    lines = []
+    changes = []
     for name, rows in by_set.items():
         first, last = rows[0], next((row for row in rows if row["step"] == step), rows[-1])
         metric = next((key for key, value in last.items() if key != "step" and is_number(value)), "")
         if first["step"] != last["step"] and is_number(first.get(metric)):
-            lines.append(
-                f"{name}: {metric} {first[metric]:.4f} at step {first['step']}, "
-                f"{last[metric]:.4f} at step {last['step']}"
-            )
-    return lines
+            dataset = DatasetInfo.of_row(last)
+            kind = "" if dataset is None else dataset.kind
+            changes.append(MainChange(name, metric, first[metric], first["step"], last[metric], last["step"], kind))
+    return changes
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:

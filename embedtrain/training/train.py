@@ -17,7 +17,8 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.loading.load import quiet_libraries, verify_packing
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import metric_changes, metrics_at
+from embedtrain.tracking.metrics import metrics_at
+from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
@@ -156,7 +157,14 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
             step = exported_step(recipe, state)
-            run.note([*metric_changes(run_dir.path, step), f"model: {exported.directory}"])
+            if world.is_main:
+                changes = describe_outcome(
+                    run_dir.path,
+                    step,
+                    selects_best=recipe.checkpoint.best_metric is not None,
+                    evaluates_between=recipe.evaluation.every > 0,
+                )
+                run.note([*changes, f"model: {exported.directory}"])
             reporter.report_finished(step)
     if stopped is not None:
         raise stopped

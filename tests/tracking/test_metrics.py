@@ -17,7 +17,7 @@ from embedtrain.tracking.metrics import (
     MetricsFile,
     datasets_at,
     evaluation_row,
-    metric_changes,
+    main_changes,
     metrics_at,
     read_metrics,
 )
@@ -111,7 +111,7 @@ def test_results_of_a_step_are_the_finite_numbers(tmp_path):
     rows = [{"step": 3, "set": "a", "ndcg@10": 0.5, "mrr@10": None, "model": "x"}, {"set": "b", "ndcg@10": 0.1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert metrics_at(tmp_path, 3) == {"a": {"ndcg@10": 0.5}}
-    assert metric_changes(tmp_path, 3) == []
+    assert main_changes(tmp_path, 3) == []
 
 
 def test_changes_are_from_the_first_evaluated_step_to_the_exported_one(tmp_path):
@@ -121,8 +121,8 @@ def test_changes_are_from_the_first_evaluated_step_to_the_exported_one(tmp_path)
     for step, ap in ((4, 0.25), (8, 0.75), (12, 0.5)):
         metrics.append({"step": step, "set": "pairs", "dataset": dataset, "ap": ap, "f1": 0.5})
     metrics.append({"step": 8, "set": "once", "ap": 0.5})
-    assert metric_changes(tmp_path, 8) == ["pairs: ap 0.2500 at step 4, 0.7500 at step 8"]
-    assert metric_changes(tmp_path, 9) == ["pairs: ap 0.2500 at step 4, 0.5000 at step 12"]
+    assert [str(change) for change in main_changes(tmp_path, 8)] == ["pairs: ap 0.2500 at step 4, 0.7500 at step 8"]
+    assert [str(change) for change in main_changes(tmp_path, 9)] == ["pairs: ap 0.2500 at step 4, 0.5000 at step 12"]
 
 
 def test_a_row_says_what_was_measured(tmp_path):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +18,7 @@ from embedtrain.errors import DataError
 from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
 from embedtrain.tracking.report.changes import Change, Comparisons
 from embedtrain.tracking.report.evaluation_sections import main_metric
+from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.tracking.report.page import write_report
 from embedtrain.tracking.report.runs import read_runs
 from embedtrain.tracking.report.sample import Role, Sample, SampleText, write_vectors
@@ -190,6 +192,32 @@ def test_differences_within_noise_are_not_marked(tmp_path):
     path = query_metrics_path(runs[1], 40, "dev-en")
     write_query_metrics(path, QueryMetrics(["q0"], ["ndcg@10"], np.array([[0.1]])))
     assert "(−" not in write_page(tmp_path, *runs).text
+
+
+def test_an_exported_step_that_is_worse_than_step_0_is_named(tmp_path):
+    run = make_run(tmp_path / "run", sets=("dev-en", "other"), metrics=("ndcg@10",))
+    options = {"selects_best": False, "evaluates_between": False}
+    assert describe_outcome(run, 40, **options)[0] == "dev-en: ndcg@10 0.3000 at step 0, 0.7000 at step 40"
+    generator = np.random.default_rng(0)
+    start, noise = generator.uniform(0.6, 0.8, 100), generator.normal(0, 0.2, 100)
+    for change, said in (
+        (noise - noise.mean() - 0.001, ": no clear change (95% interval of the difference -"),
+        (
+            np.full(100, -0.1),
+            ", which is worse (95% interval of the difference -0.1000 to -0.1000): the exported model",
+        ),
+    ):
+        add_query_metrics(run, dict.fromkeys((0, 10, 20, 30), start.tolist()) | {40: (start + change).tolist()})
+        lines = describe_outcome(run, 40, **options)
+        assert f"at step 40{said}" in lines[0]
+        assert lines[1] == "other: ndcg@10 0.3100 at step 0, 0.7100 at step 40"
+        assert len(lines) == 2 + ("worse" in said)
+    assert lines[2].startswith("checkpoint.best_metric=dev-en/ndcg@10 exports the best evaluated step, with evaluation")
+    assert "evaluation.every" not in describe_outcome(run, 40, selects_best=False, evaluates_between=True)[2]
+    shutil.rmtree(run / "query_metrics")
+    lines = describe_outcome(run, 40, selects_best=True, evaluates_between=True)
+    assert lines[0].endswith("at step 40, which is worse: the exported model is below the one before training")
+    assert len(lines) == 2
 
 
 def test_sources_are_lines_of_one_plot_and_epochs_are_marked(tmp_path):

@@ -65,8 +65,7 @@ Completion:  embedtrain completion bash|zsh|fish
 def main() -> None:
     """Run the command that the first argument names, as `python -m` runs its module."""
     program, *arguments = sys.argv
-    if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in COMMANDS:  # as git and cargo have it
-        arguments = [arguments[1], "--help", *arguments[2:]]
+    arguments = _with_topic_last(arguments)
     if not arguments or arguments[0] not in COMMANDS:
         run_command(_answer, lambda _: None, has_ranks=False)
     command = COMMANDS[arguments[0]]
@@ -75,6 +74,17 @@ def main() -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, by which ranks are started
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+
+
+def _with_topic_last(arguments: list[str]) -> list[str]:
+    """`help COMMAND`, as git and cargo have it, as `COMMAND --help`; `--help TOPIC` as `train --help TOPIC`."""
+    if arguments[:1] and arguments[0].startswith("--help="):
+        arguments = ["--help", arguments[0].partition("=")[2], *arguments[1:]]
+    if arguments[:1] not in (["help"], ["--help"], ["-h"]) or not arguments[1:] or arguments[1].startswith("-"):
+        return arguments
+    if arguments[1] in COMMANDS:
+        return [arguments[1], "--help", *arguments[2:]]
+    return ["train", "--help", *arguments[1:]]
 
 
 def _names_ranks(arguments: Sequence[str]) -> bool:

@@ -91,7 +91,8 @@ def _right_form(flag: str, value: str | None, kind: type) -> str:
         )
     if name == "version":
         return f"{flag}: write `embedtrain --version`"
-    suggestion = suggest(name, kind, value)
+    is_own = kind is not Recipe and name.replace("-", "_") in getattr(kind, "__dataclass_fields__", {})
+    suggestion = None if is_own else suggest(name, kind, value)
     if suggestion is None and name.replace("-", "_") in getattr(kind, "__dataclass_fields__", {}):
         suggestion = f"write {name.replace('-', '_')}={'VALUE' if value is None else shlex.quote(value)}"
     if suggestion is not None:
@@ -124,5 +125,7 @@ def _refuse_word(word: str, overrides: Sequence[str], kind: type) -> None:
     if kind is Recipe:
         if word.endswith((".yaml", ".yml")):
             raise ConfigError(f"{word}: {_for_file(word)}")
+        if Path(word).is_dir():
+            raise ConfigError(f"{word}: options are written as option=value; for a model write model.path={word}")
         raise ConfigError(f"{word}: options are written as option=value; for a recipe write recipe={word}")
     raise ConfigError(f"{word}: options are written as option=value; --help lists them")

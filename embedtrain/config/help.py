@@ -13,6 +13,7 @@ import yaml
 
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.names import suggest
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
@@ -88,6 +89,11 @@ def _topic(topic: str, entries: list[_Entry], kind: type) -> str:
     if not chosen:
         names = [entry.name for entry in entries]
         topics = list(dict.fromkeys(part for name in names for part in (name, name.rpartition(".")[0]) if part))
+        if suggestion := suggest(topic, kind):  # the name of another library, or an option that is elsewhere
+            first = re.search(r"[\w.]+", suggestion.removeprefix("write "))
+            if first is not None and (ours := first[0].rstrip(".")) in topics:
+                raise ConfigError(f"{topic} is {ours} here: --help {ours}")
+            raise ConfigError(f"--help {topic}: {suggestion}")
         close = difflib.get_close_matches(topic, [*topics, *(name.rpartition(".")[2] for name in names)], n=1)
         hint = f", did you mean {close[0]}?" if close else "."
         groups = dict.fromkeys(name.partition(".")[0] for name in names)

@@ -310,6 +310,7 @@ COMMANDS = (
     Row("sampling_strategy", "`sampling`", same),
     Row("cross_encoder reranker_name_or_path", "`teacher`", same),
     Row("fp16 dtype torch_dtype", "`dtype`", same),
+    Row("num_gpus n_gpu n_gpus devices world_size nproc_per_node", "`gpus`", same),
 )
 
 # Loss classes of sentence-transformers and names from papers. All other classes of sentence-transformers that compute

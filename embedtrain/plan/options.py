@@ -4,10 +4,13 @@ from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.command_line import asks_for_help
+from embedtrain.config.command_line import asks_for_help, parse_command_line
 from embedtrain.config.compose import compose_command, compose_recipe, option_of
+from embedtrain.config.names import suggest
+from embedtrain.config.parsing import GROUPS
 from embedtrain.config.recipe import Recipe, TrainSource
-from embedtrain.config.validation import OptionChecks, require_single_process
+from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option
+from embedtrain.errors import ConfigError
 
 HELP = """embedtrain plan: memory, strategy and time of a training, before a GPU is booked
 
@@ -42,8 +45,12 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     require_single_process("plan")
     names = [field.name for field in fields(PlanOptions)]
     arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
+    if any(argument.startswith("--") and _name_of_flag(argument) in names for argument in arguments):
+        parse_command_line(arguments, PlanOptions, multirun=False)  # raises the message for `--gpus 8`
     command = [argument for argument in arguments if option_of(argument) in names or asks_for_help(argument)]
     training = [argument for argument in arguments if argument not in command]
+    for argument in training:
+        _check_name(argument, names)
     options = compose_command("plan", PlanOptions, command, HELP)
     check = OptionChecks(options)
     for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text"):
@@ -65,3 +72,17 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     data = recipe.data if recipe.data.train else replace(recipe.data, train=[TrainSource(path="none")])
     check_recipe(replace(recipe, data=data))
     return recipe, options
+
+
+def _name_of_flag(argument: str) -> str:
+    return argument[2:].partition("=")[0].replace("-", "_")
+
+
+def _check_name(argument: str, names: list[str]) -> None:
+    """Raise for a name that neither the plan nor a recipe has: the recipe's own message knows only its options."""
+    option, equals, value = argument.partition("=")
+    allowed = [*names, *(field.name for field in fields(Recipe))]
+    if not equals or not option.isidentifier() or option in allowed or option in GROUPS:
+        return
+    suggestion = suggest(option, PlanOptions, value) or suggest(option, Recipe, value)
+    raise ConfigError(f"unknown option {argument}: {suggestion}" if suggestion else unknown_option(option, allowed))

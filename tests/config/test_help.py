@@ -62,6 +62,12 @@ def test_an_unknown_topic_is_answered_with_the_nearest():
         compose_recipes(["--help", "optimm"])
 
 
+@pytest.mark.parametrize("topic", ["train.lr", "learning_rate"])
+def test_a_topic_of_another_name_is_answered_with_the_option(topic):
+    with pytest.raises(ConfigError, match=rf"^{topic} is optim\.lr here: --help optim\.lr$"):
+        compose_recipes(["--help", topic])
+
+
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [

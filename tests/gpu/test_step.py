@@ -105,7 +105,7 @@ def test_layouts(ranks, device_ranks, layout):
     for architecture, lora in (("xlm-roberta", False), ("qwen3", False), ("qwen3", True)):
         model = model_of(architecture, lora=lora)
         expected = reference(ranks, architecture, lora)
-        for precision in Precision:
+        for precision in (Precision.bf16, Precision.fp32):
             found = device_ranks(size, train, model, precision, options)
             assert_equal_training(found[0], expected, precision)
 

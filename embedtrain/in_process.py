@@ -1,4 +1,4 @@
-"""Commands as functions of a program that goes on afterwards: a notebook, a test, a script under torchrun."""
+"""Commands as functions of a program that continues afterwards: a notebook, a test, a script under torchrun."""
 
 import contextlib
 import gc

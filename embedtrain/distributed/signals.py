@@ -72,7 +72,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen during the block in a process that goes on after it, such as a notebook; restore the handlers.
+        """Listen during the block in a process that continues after it, such as a notebook; restore the handlers.
 
         Python's handlers of the main thread record a signal while signals are deferred. At any other time, and when a
         later signal repeats it, the previous handler acts: Ctrl-C raises KeyboardInterrupt. Elsewhere than in the main

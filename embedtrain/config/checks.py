@@ -15,6 +15,7 @@ from embedtrain.config.recipe import (
     EXPORT_FORMATS,
     DataConfig,
     ExportConfig,
+    ModelKind,
     OptimConfig,
     ParallelConfig,
     Recipe,
@@ -47,6 +48,8 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
+    if recipe.model.kind is ModelKind.cross_encoder:
+        _check_score_dims(recipe)
     _check_tracking(recipe)
     uses_batches_by_source(recipe.data.batches, [source_loss(source, recipe.loss) for source in recipe.data.train])
     return recipe
@@ -241,6 +244,17 @@ def is_repository_name(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def _check_score_dims(recipe: Recipe) -> None:
+    """Raise a ConfigError for options about dimensions of vectors, which the scores of a cross-encoder do not have."""
+    for options, prefix, name in (
+        (recipe.loss, "loss.", "matryoshka_dims"),
+        (recipe.evaluation, "evaluation.", "truncate_dims"),
+        (recipe.export, "export.", "truncate_dim"),
+    ):
+        message = "is for the vectors of model.kind=dense; a cross_encoder computes a score; leave it out"
+        OptionChecks(options, prefix).require(getattr(options, name) is None, name, message)
 
 
 def _check_tracking(recipe: Recipe) -> None:

@@ -5,7 +5,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embedtrain.config.recipe import ADAPTER, ALL_LINEAR, LoraConfig, ModelConfig, Pooling
+from embedtrain.config.recipe import (
+    ADAPTER,
+    ALL_LINEAR,
+    PAIR_TEMPLATES,
+    LoraConfig,
+    ModelConfig,
+    ModelKind,
+    Pooling,
+    ScoreHead,
+)
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import install_command
@@ -33,13 +42,69 @@ def check_model(model: ModelConfig) -> None:
         "tokenizer_revision",
         "has no effect without model.tokenizer: the model's own tokenizer has the model's revision",
     )
-    if model.config is not None and model.pooling is None:
+    _check_kind(model, check)
+    if model.kind is ModelKind.dense and model.config is not None and model.pooling is None:
         raise ConfigError("model.config does not define pooling: set model.pooling to cls, mean or last")
     check.length("max_length")
     if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
         raise ConfigError(include_prompt_error(model.pooling))
     if model.rope_scaling is not None:
         check_rope_scaling(model.rope_scaling)
+
+
+# The options that only models of one kind have.
+_OPTIONS_OF_KIND = {
+    ModelKind.dense: ("pooling", "normalize", "include_prompt", "append_eos"),
+    ModelKind.cross_encoder: ("score_head", "score_tokens", "pair_template"),
+}
+_TEMPLATE_PARTS = ("prefix", "query", "document", "suffix")
+
+
+def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
+    defaults = ModelConfig()
+    for kind, names in _OPTIONS_OF_KIND.items():
+        for name in names:
+            check.require(
+                model.kind is kind or getattr(model, name) == getattr(defaults, name),
+                name,
+                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out",
+            )
+    check.require(
+        model.score_tokens is None or model.score_head is not ScoreHead.classification,
+        "score_tokens",
+        "is for model.score_head=tokens",
+    )
+    check.require(
+        model.score_tokens is None
+        or (
+            (len(model.score_tokens) in (1, 2) and len(set(model.score_tokens)) == len(model.score_tokens))
+            and all(model.score_tokens)
+        ),
+        "score_tokens",
+        "must be one token for its logit, such as [Yes], or two for the difference of their logits, such as [yes,no]",
+    )
+    if model.pair_template is not None:
+        _check_pair_template(model.pair_template, check)
+
+
+def _check_pair_template(template: Any, check: OptionChecks) -> None:
+    """A name, or a mapping whose query and document contain their texts as `{query}` and `{document}`."""
+    example = 'such as {query: "Query: {query}\\n", document: "Document: {document}", suffix: "\\nRelevant:"}'
+    if not isinstance(template, Mapping):
+        allowed = f"must be {', '.join(PAIR_TEMPLATES)}, or a mapping of {', '.join(_TEMPLATE_PARTS)}, {example}"
+        check.require(template in PAIR_TEMPLATES, "pair_template", allowed)
+        return
+    for name, text in template.items():
+        known = name in _TEMPLATE_PARTS and isinstance(text, str)
+        check.require(
+            known, "pair_template", f"{name} must be one of {', '.join(_TEMPLATE_PARTS)} and a text, {example}"
+        )
+    for name in ("query", "document"):
+        check.require(
+            str(template.get(name, "")).count(f"{{{name}}}") == 1,
+            "pair_template",
+            f"its {name} must contain {{{name}}} once, {example}",
+        )
 
 
 def include_prompt_error(pooling: Pooling) -> str:

@@ -14,8 +14,10 @@ from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
     ModelConfig,
+    ModelKind,
     Pooling,
     Recipe,
+    ScoreHead,
     Strategy,
     TrainSource,
     WandbMode,
@@ -28,6 +30,9 @@ from tests.config.failing_checks import all_checks, failed_check
 Change = Callable[[Recipe], None]
 NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
+CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
+OF_CROSS_ENCODERS = {"score_head": ScoreHead.tokens, "score_tokens": ["yes", "no"], "pair_template": "qwen3"}
+OF_DENSE_MODELS = {"pooling": Pooling.cls, "normalize": False, "include_prompt": True, "append_eos": True}
 ROPE = {"rope_type": "yarn", "factor": 2}
 
 
@@ -72,6 +77,16 @@ CASES = [
     option("model.revision", "main", model__path=None, model__config=SCRATCH, model__pooling=Pooling.mean),
     option("model.tokenizer_revision", "main"),
     case(r"model\.pooling", model=ModelConfig(config=SCRATCH)),
+    *[option(f"model.{name}", value) for name, value in OF_CROSS_ENCODERS.items()],
+    *[option(f"model.{name}", value, **CROSS_ENCODER) for name, value in OF_DENSE_MODELS.items()],
+    option("model.score_tokens", ["yes"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
+    *[option("model.score_tokens", tokens, **CROSS_ENCODER) for tokens in ([], [""], ["a", "a"], ["a", "b", "c"])],
+    option("model.pair_template", "qwen", **CROSS_ENCODER),
+    option("model.pair_template", {"query": "{query}", "document": "{document}", "sufix": "x"}, **CROSS_ENCODER),
+    option("model.pair_template", {"query": "Q: {query}", "document": "{documents}"}, **CROSS_ENCODER),
+    option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
+    option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
+    option("export.truncate_dim", 8, **CROSS_ENCODER),
     option("model.max_length", 2),
     *(
         case(
@@ -203,6 +218,10 @@ def test_valid_recipes_pass():
     recipe.evaluation.sets = [EvaluationSet(path="a", kind=SetKind.reranking, candidates="b")]
     recipe.data.train = [TrainSource(path="a", name="x"), TrainSource(path="b/x")]
     check_recipe(recipe)
+    cross_encoder = ModelConfig(kind=ModelKind.cross_encoder, config=SCRATCH)
+    for template in (None, "gemma", {"query": "{query}", "document": "{document}", "suffix": "?"}):
+        recipe.model = replace(cross_encoder, pair_template=template, score_tokens=template and ["yes", "no"])
+        check_recipe(recipe)
 
 
 @pytest.mark.parametrize(("change", "pattern"), CASES)

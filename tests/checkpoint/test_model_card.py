@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.config.compose import compose_recipes, to_plain
+from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
 
 ROWS = [
     {"step": 0, "set": "dev", "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True},
@@ -55,14 +57,39 @@ def test_results_say_what_was_measured(tmp_path):
     lines = card(tmp_path).splitlines()
     (dev,) = (line for line in lines if line.startswith("| dev"))
     assert dev == (
-        "| dev | retrieval (subset) | 300 queries, 4,800 documents | 0.7500 | 0.7000 |  | 0.2500 (ndcg@10) |"
+        "| dev | retrieval (subset) | 300 queries, 4,800 documents | 0.7500 | 0.7000 |  | 0.2500 (ndcg@10) | +0.5000 |"
     )
-    assert "| sts | sts | 100 pairs |  |  | 0.5000 |  |" in lines
+    assert "| sts | sts | 100 pairs |  |  | 0.5000 |  |  |" in lines
     assert "| query | `` 'query\\|: \\n' `` |" in lines
     later = [dict(row, step=4) if row["step"] == 0 else row for row in ROWS]
     assert "before training" not in card(tmp_path, rows=later), "a later step is not the start"
     older = [{key: value for key, value in row.items() if key != "dataset"} for row in ROWS]
     assert "| dev |  |  | 0.7500 |" in card(tmp_path, rows=older)
+
+
+@pytest.mark.parametrize(
+    ("gains", "shown"),
+    [
+        ([0.5, 0.4, 0.6], "+0.5000 (+0.4000 to +0.6000)"),
+        ([0.9, -0.6, 0.0], "+0.1000 (−0.6000 to +0.9000), no clear change"),
+        (None, "+0.5000"),
+    ],
+    ids=["clear", "noise", "unknown"],
+)
+def test_a_change_has_its_interval(tmp_path, gains, shown):
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    rows = ROWS
+    if gains is not None:
+        rows = [{**row, "ndcg@10": 0.25 + (row["step"] > 0) * sum(gains) / 3} for row in ROWS[:2]]
+        for step, values in (0, [0.25] * 3), (8, [0.25 + gain for gain in gains]):
+            measured = QueryMetrics(["a", "b", "c"], ["ndcg@10"], np.array(values)[:, None])
+            path = query_metrics_path(tmp_path, step, "dev")
+            path.parent.mkdir(parents=True)
+            write_query_metrics(path, measured)
+    text = card(tmp_path, rows=rows)
+    assert f"| 0.2500 (ndcg@10) | {shown} |" in text
+    assert ("95% confidence interval" in text) == (gains is not None)
+    assert ("without an interval" in text) == (gains is None)
 
 
 def test_nothing_of_the_machine_is_published(tmp_path):

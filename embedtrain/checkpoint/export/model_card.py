@@ -12,6 +12,9 @@ from embedtrain.config.checks import is_repository_name
 from embedtrain.config.recipe import ONNX
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
+from embedtrain.tracking.report.bootstrap import CONFIDENCE
+from embedtrain.tracking.report.changes import Change
+from embedtrain.tracking.report.outcome import changes_since_start
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -51,6 +54,9 @@ def model_card(
     path = recipe["model"].get("path")
     base = _hub_id(path)
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
+    before = metrics_at(run_dir, 0) if step else {}
+    main_metrics = {set_name: next(iter(row)) for set_name, row in metrics.items() if set_name in before and row}
+    changes = changes_since_start(run_dir, step, main_metrics) if main_metrics else {}
     return "\n".join(
         [
             "---",
@@ -62,7 +68,7 @@ def model_card(
             f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
             *_usage(name or "path/of/this/directory", prompts, onnx=ONNX in formats),
-            *_evaluation(metrics, datasets, metrics_at(run_dir, 0) if step else {}),
+            *_evaluation(metrics, datasets, before, changes),
             "## Recipe",
             "",
             "Options that are not set, and the folders of local files, are left out.",
@@ -159,24 +165,45 @@ def _usage(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
     return lines
 
 
-def _evaluation(metrics: Metrics, datasets: Mapping[str, DatasetInfo], before: Metrics) -> list[str]:
-    """A table of the sets by kind; the main metric, which is the first, also before training if it was evaluated."""
+def _evaluation(
+    metrics: Metrics, datasets: Mapping[str, DatasetInfo], before: Metrics, changes: Mapping[str, Change]
+) -> list[str]:
+    """A table of the sets by kind; of the main metric, which is the first, also the value before training."""
     if not metrics:
         return []
     names = list(dict.fromkeys(metric for row in metrics.values() for metric in row))
-    heads = ["set", "kind", "size", *names, *(["main metric before training"] if before else [])]
+    heads = ["set", "kind", "size", *names, *(["main metric before training", "change"] if before else [])]
     lines = ["## Evaluation", "", f"| {' | '.join(heads)} |", "| --- | --- | --- |" + " ---: |" * (len(heads) - 3)]
+    shown: list[Change] = []
     for name, row in metrics.items():
         info = datasets.get(name)
         cells = [name, info.label if info else "", info.size if info else ""]
         cells += [f"{row[metric]:.4f}" if metric in row else "" for metric in names]
         if before:
-            main = next(iter(row))
-            cells.append(f"{before[name][main]:.4f} ({main})" if main in before.get(name, {}) else "")
+            main = next(iter(row), "")
+            first = before.get(name, {}).get(main)
+            if first is None:
+                cells += ["", ""]
+            else:
+                shown.append(changes.get(name) or Change.of(first, row[main], None))
+                cells += [f"{first:.4f} ({main})", _change(shown[-1])]
         lines.append(f"| {' | '.join(cells)} |")
     if any(info.subset for info in datasets.values()):
         lines += ["", "Metrics of a subset are not comparable with those of the whole set."]
+    if any(change.interval for change in shown):
+        lines += [
+            "",
+            f"In parentheses is the {CONFIDENCE:.0%} confidence interval of the change, by a paired bootstrap over "
+            "queries. There is no clear change if it contains 0: other queries could show the opposite.",
+        ]
+    if any(not change.direction for change in shown):
+        lines += ["", "A change without an interval may be noise."]
     return [*lines, ""]
+
+
+def _change(change: Change) -> str:
+    interval = f" ({change.interval})" if change.interval else ""
+    return f"{change.text}{interval}" + (", no clear change" if interval and change.direction == "noise" else "")
 
 
 def _hub_id(path: str | None) -> str | None:

@@ -1,11 +1,12 @@
 """The end of a run in words: how the main metric of each evaluation set has changed, and whether that is a loss."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from embedtrain.tracking.metrics import MainChange, main_changes
 from embedtrain.tracking.report.bootstrap import CONFIDENCE
 from embedtrain.tracking.report.changes import Change, Comparisons, Evaluated
-from embedtrain.tracking.report.runs import MEAN, Run, read_runs
+from embedtrain.tracking.report.runs import MEAN, read_runs
 
 _MAX_QUERIES = 20_000  # of a set; the bootstrap over more takes seconds
 
@@ -17,14 +18,14 @@ def describe_outcome(run_dir: Path, step: int, *, selects_best: bool, evaluates_
     """
     lines: list[str] = []
     worse_sets: list[MainChange] = []
-    runs: list[Run] | None = None
-    comparisons = Comparisons()
-    for main in main_changes(run_dir, step):
-        if not main.is_worse or main.last_step != step:
+    mains = main_changes(run_dir, step)
+    lower = {main.name: main.metric for main in mains if main.is_worse and main.last_step == step}
+    changes = changes_since_start(run_dir, step, lower) if lower else {}
+    for main in mains:
+        if main.name not in lower:
             lines.append(str(main))
             continue
-        runs = _read(run_dir) if runs is None else runs
-        change = _change(runs, main, comparisons)
+        change = changes.get(main.name)
         interval = "" if change is None or not change.interval else change.interval.replace("−", "-")
         if interval and change is not None and change.direction == "noise":
             lines.append(f"{main}: no clear change ({CONFIDENCE:.0%} interval of the difference {interval})")
@@ -40,19 +41,22 @@ def describe_outcome(run_dir: Path, step: int, *, selects_best: bool, evaluates_
     return lines
 
 
-def _read(run_dir: Path) -> list[Run]:
+def changes_since_start(run_dir: Path, step: int, metrics: Mapping[str, str]) -> dict[str, Change]:
+    """The changes from step 0 to `step` with their intervals, as set -> change; `metrics` names the metric of each set.
+
+    A set is left out where a value is missing, or where its queries are too many to draw from.
+    """
     try:
-        return read_runs([run_dir])
+        (run,) = read_runs([run_dir])
     except Exception:  # an interval is not worth losing the run
-        return []
-
-
-def _change(runs: list[Run], main: MainChange, comparisons: Comparisons) -> Change | None:
-    if not runs:
-        return None
-    (run,) = runs
-    names = [name for name in run.evaluations if name != MEAN] if main.name == MEAN else [main.name]
-    if sum(run.datasets[name].counts.get("queries", 0) for name in names if name in run.datasets) > _MAX_QUERIES:
-        return None
-    before, after = Evaluated(run, main.first_step), Evaluated(run, main.last_step)
-    return comparisons.change(main.name, main.metric, before, after)
+        return {}
+    comparisons = Comparisons()
+    changes = {}
+    for name, metric in metrics.items():
+        names = [other for other in run.evaluations if other != MEAN] if name == MEAN else [name]
+        if sum(run.datasets[other].counts.get("queries", 0) for other in names if other in run.datasets) > _MAX_QUERIES:
+            continue
+        change = comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step))
+        if change is not None:
+            changes[name] = change
+    return changes

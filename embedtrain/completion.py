@@ -33,6 +33,7 @@ _BASH = """_embedtrain() {{
     esac
   fi
   COMPREPLY=($(compgen -W "$list" -- "$current"))
+  [[ $current == *= && ${{COMPREPLY[*]}} == "$current" ]] && COMPREPLY=()  # a value of its own: files
   [[ ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace
   # bash has split the word at the equals sign
   [[ $current == *=* ]] && COMPREPLY=("${{COMPREPLY[@]#"${{current%=*}}="}}")
@@ -50,9 +51,21 @@ _embedtrain() {{
 {cases}
     esac
   fi
-  compadd -S '' -- $list
+  local result=1
+  compadd -- ${{list:#*=}} && result=0
+  compadd -S '' -- ${{(M)list:#${{(b)PREFIX}}?*=}} && result=0  # a value follows, without a space
+  if (( result )); then
+    compset -P '*='
+    _files && result=0
+  fi
+  return result
 }}
-compdef _embedtrain embedtrain
+# Either a folder of $fpath has this file, which is then run at the first TAB, or it was sourced.
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+  _embedtrain "$@"
+else
+  compdef _embedtrain embedtrain
+fi
 """
 
 

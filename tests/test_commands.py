@@ -1,7 +1,12 @@
 """Commands in processes of their own: under torchrun, errors of one sentence, exports, an installed wheel."""
 
+import os
+import pty
 import re
+import select
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -163,35 +168,86 @@ print(*sorted(command.module for command in COMMANDS.values()), sep="\\n")
 
 
 @pytest.fixture(scope="module")
-def completion_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("completion") / "embedtrain"
-    path.write_text(call("embedtrain.commands", "completion", "bash"))
-    return path
+def completion_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("completion")
+    for shell, name in ("bash", "embedtrain"), ("zsh", "_embedtrain"), ("fish", "embedtrain.fish"):
+        (folder / name).write_text(call("embedtrain.commands", "completion", shell))
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("line", "replies"),
-    [
-        ("embedtrain tr", ["train"]),
-        ("embedtrain train recipe=qu", ["quickstart"]),
-        ("embedtrain train --gpus 8 optim.l", ["optim.lr=", "optim.loss_lr="]),
-        ("embedtrain train parallel.precision=", ["bf16", "fp32"]),
-        ("embedtrain train --nod", ["--nodes", "--node-rank"]),
-        ("embedtrain search --nod", []),
-        ("embedtrain evaluate save_runs=t", ["true"]),
-        ("embedtrain submit slurm.launcher=s", ["srun"]),
-    ],
-)
-def test_bash_completes(completion_file, line, replies):
-    """As bash calls the function; it replaces what follows the last equals sign."""
+LINES = [
+    ("embedtrain tr", ["train"]),
+    ("embedtrain train recipe=qu", ["quickstart"]),
+    ("embedtrain train --gpus 8 optim.l", ["optim.lr=", "optim.loss_lr="]),
+    ("embedtrain train parallel.precision=", ["bf16", "fp32"]),
+    ("embedtrain train --nod", ["--nodes", "--node-rank"]),
+    ("embedtrain search --nod", []),
+    ("embedtrain train data.train=", []),
+    ("embedtrain evaluate save_runs=t", ["true"]),
+    ("embedtrain submit slurm.launcher=s", ["srun"]),
+]
+
+
+@pytest.mark.parametrize(("line", "replies"), LINES)
+def test_bash_completes(completion_files, line, replies):
+    """As bash calls the function; it replaces what follows the last equals sign, and without replies offers files."""
     program = (
         'source "$0"; compopt() { :; }; COMP_LINE=$1 COMP_POINT=${#1}; _embedtrain; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", program, completion_file, line], capture_output=True, text=True, check=True)
+    command = ["bash", "-c", program, completion_files / "embedtrain", line]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     answered = [reply for reply in done.stdout.splitlines() if reply]
     assert sorted(set(replies) & set(answered)) == sorted(replies)
     assert bool(answered) == bool(replies)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes(completion_files):
+    program = 'source $argv[1]; for line in $argv[2..]; echo ">$line"; complete -C $line; end'
+    lines = [line for line, _ in LINES]
+    command = ["fish", "--no-config", "-c", program, completion_files / "embedtrain.fish", *lines]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    answers = [part.splitlines()[1:] for part in done.stdout.split(">")[1:]]
+    for (line, replies), answered in zip(LINES, answers, strict=True):
+        assert all(any(word.endswith(reply) for word in answered) for reply in replies), (line, answered)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_completes_at_the_first_tab(completion_files, tmp_path):
+    """In a terminal: a TAB after the line, of which zsh prints the rest."""
+    (tmp_path / ".zshrc").write_text(
+        f"PS1='ready> '\nfpath=({completion_files} $fpath)\nautoload -Uz compinit && compinit -u -d $ZDOTDIR/dump\n"
+    )
+    (tmp_path / "rows.jsonl").touch()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execvpe("zsh", ["zsh", "-i"], {**os.environ, "ZDOTDIR": str(tmp_path), "TERM": "dumb"})
+
+    def read_until(text: str) -> None:
+        seen = ""
+        while text not in seen:
+            assert select.select([terminal], [], [], 60)[0], f"{seen!r} lacks {text!r}"
+            seen += os.read(terminal, 4096).decode(errors="replace")
+
+    try:
+        read_until("ready> ")
+        for line, completed in [
+            ("embedtrain tr", "embedtrain train "),
+            ("embedtrain train recipe=qu", "recipe=quickstart "),
+            ("embedtrain train optim.wa", "optim.warmup="),
+            ("embedtrain train data.train=ro", "data.train=rows.jsonl "),
+            ("embedtrain evaluate save_runs=t", "save_runs=true "),
+        ]:
+            os.write(terminal, f"{line}\t".encode())
+            read_until(completed)
+            os.write(terminal, b"\x15")  # clears the line
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
 
 
 def test_other_shells_have_the_same_words():

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.types import Packing, Tokens
+from embedtrain.data.types import BatchTokens, EncoderInputs, Packing, TextInputs, Tokens
 from embedtrain.errors import ModelError
 
 # The copy must agree with the tokenizer on these texts before it is used.
@@ -31,7 +31,7 @@ _PROBES = [
 _LENGTHS = (5, 9, 512)
 # `transformers` sets truncation on the Rust tokenizer that all threads share, which raises "Already borrowed" while
 # another thread tokenises with it.
-_LOCK = threading.RLock()
+TOKENIZER_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class _Copy:
 class FastTokenizer:
     """Token ids of texts as `tokenizer(texts, truncation=True, max_length=...)` gives them.
 
-    Calls a copy of the Rust tokenizer directly if that gives the same ids: no offsets, words and masks are computed,
-    and no setting changes while another thread tokenises.
+    `special_tokens=False` leaves out special tokens. Calls a copy of the Rust tokenizer directly if that gives the same
+    ids: no offsets, words and masks are computed, and no setting changes while another thread tokenises.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = True) -> None:
+        self._tokenizer, self._special_tokens = tokenizer, special_tokens
 
     def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
         """The ids of each text, including special tokens, at most `max_length`; may be empty."""
@@ -88,7 +88,7 @@ class FastTokenizer:
             "more": more,
         }
         try:
-            with _LOCK:
+            with TOKENIZER_LOCK:
                 rules = json.loads(tokenizer.backend_tokenizer.to_str())
             settings["rules"] = {key: rules[key] for key in rules if key not in ("truncation", "padding")}
         except Exception:  # a slow tokenizer, or one with parts in Python, which has no JSON
@@ -100,12 +100,12 @@ class FastTokenizer:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _tokenizer_ids(self, texts: list[str], max_length: int) -> list[list[int]]:
-        with _LOCK:
+        with TOKENIZER_LOCK:
             encoded = self._tokenizer(
                 texts,
                 truncation=True,
                 max_length=max_length,
-                add_special_tokens=True,
+                add_special_tokens=self._special_tokens,
                 return_attention_mask=False,
                 return_token_type_ids=False,
             )
@@ -121,14 +121,14 @@ class FastTokenizer:
             if getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name):
                 return None
         try:
-            with _LOCK:
+            with TOKENIZER_LOCK:
                 backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         except Exception:  # parts in Python cannot be copied
             return None
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-        probe = backend.encode("a")
+        probe = backend.encode("a", add_special_tokens=self._special_tokens)
         special = probe.special_tokens_mask
         if 0 not in special:
             return None
@@ -279,6 +279,14 @@ class TextTokenizer:
         if self.packed:
             return pack_texts(flat, lengths, rows)
         return pad_texts(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
+
+    def with_packing(self, packed: bool) -> "TextTokenizer":
+        """The same with or without packing."""
+        return TextTokenizer(self.tokenizer, self.max_length, include_prompt=self.include_prompt, packed=packed)
+
+    def encoder_inputs(self, tokens: BatchTokens) -> EncoderInputs:
+        """What the encoder computes of a batch: each query and each document."""
+        return TextInputs(tokens)
 
     def dummy(self) -> Tokens:
         """A chunk for a rank that has fewer chunks than others.

@@ -64,6 +64,33 @@ class BatchTokens(Protocol):
         ...
 
 
+class EncoderInputs(Protocol):
+    """What the encoder computes of a global batch: texts, or pairs of texts; `TextTokenizer.encoder_inputs` makes it.
+
+    Attributes:
+        num_queries: how many of the first inputs are queries; the others are documents, or pairs with a document.
+        rows: int64 [n], the row of each input.
+        lengths: int64 [n], tokens of each input.
+    """
+
+    num_queries: int
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of these inputs, one after the other; what `TextTokenizer.make_chunk` takes."""
+        ...
+
+
+class TextInputs:
+    """The texts of a batch as `EncoderInputs`."""
+
+    def __init__(self, tokens: BatchTokens) -> None:
+        rows = np.arange(len(tokens.num_documents))
+        self.num_queries, self.lengths, self.ids = len(rows), tokens.lengths, tokens.ids
+        self.rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """The rows of one batch over all ranks, in an order that does not depend on the number of ranks."""
@@ -120,6 +147,7 @@ class Tokens:
         pooled: the same shape, 1 where a token is pooled; None: all real tokens are.
         packing: offsets of packed texts; None: the texts are padded.
         has_padding: whether the mask has a 0, known without reading it from a device.
+        types: the same shape, the token types of pairs; None: all are 0.
     """
 
     ids: Tensor
@@ -128,11 +156,14 @@ class Tokens:
     pooled: Tensor | None = None
     packing: Packing | None = None
     has_padding: bool = True
+    types: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor | Packing | None, ...]:
-        """The arguments of the encoder: ids, mask (None without padding), pooled, and the packing of a packed chunk."""
+        """The arguments of the encoder: ids, mask (None without padding), pooled, and packing and types if needed."""
         padded = (self.ids, self.mask if self.has_padding else None, self.pooled)
+        if self.types is not None:
+            return (*padded, self.packing, self.types)
         return padded if self.packing is None else (*padded, self.packing)
 
     def to(self, device: torch.device) -> "Tokens":
@@ -142,8 +173,9 @@ class Tokens:
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """The same with `change` applied to all tensors."""
         pooled = None if self.pooled is None else change(self.pooled)
+        types = None if self.types is None else change(self.types)
         packing = None if self.packing is None else self.packing.map_tensors(change)
-        return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing, self.has_padding)
+        return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing, self.has_padding, types)
 
     @property
     def lengths(self) -> Tensor:

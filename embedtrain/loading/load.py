@@ -259,8 +259,7 @@ def verify_packing(
         return loaded
     note = f"texts are padded: {reason}"
     progress(note)
-    padded = TextTokenizer(tokenizer.tokenizer, tokenizer.max_length, include_prompt=tokenizer.include_prompt)
-    return replace(loaded, tokenizer=padded, notes=(*loaded.notes, note))
+    return replace(loaded, tokenizer=tokenizer.with_packing(False), notes=(*loaded.notes, note))
 
 
 def fit_config_to_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from embedtrain.data.chunks import ChunkPlan, plan_chunks
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
+from embedtrain.data.types import BatchTokens, EncoderInputs, GlobalBatch, Row, Tokens
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.losses.row_sources import RowSources
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss
@@ -115,7 +115,7 @@ class RankBatch:
 
     step: int
     chunks: tuple[Tokens, ...]  # the texts that this rank encodes, longest first; rows count through all chunks
-    num_queries: int  # B
+    num_queries: int  # embeddings of queries: B, or 0 if the encoder takes pairs
     batch_info: BatchInfo
     num_rows: int  # of the global batch
     num_cached_graphs: int  # how many of the first chunks keep their graphs in memory; the same on all ranks
@@ -185,7 +185,8 @@ def make_rank_batch(
     """
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
-    chunks, exchange, plan = _encode_plan(tokens, rank, size, tokenizer, chunk_options)
+    inputs = tokenizer.encoder_inputs(tokens)
+    chunks, exchange, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
     global_rows = _global_rows(tokens, rank, size)
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
@@ -195,7 +196,7 @@ def make_rank_batch(
     return RankBatch(
         step=batch.step,
         chunks=tuple(chunks),
-        num_queries=len(global_rows.local_rows),
+        num_queries=len(global_rows.local_rows) if inputs.num_queries else 0,
         batch_info=_make_batch_info(
             rows,
             global_rows,
@@ -207,7 +208,7 @@ def make_rank_batch(
         ),
         num_rows=len(batch.rows),
         num_cached_graphs=chunk_options.num_cached_graphs(
-            plan.max_tokens_per_chunk(tokens.lengths, packed=tokenizer.packed)
+            plan.max_tokens_per_chunk(inputs.lengths, packed=tokenizer.packed)
         ),
         num_passes=plan.num_chunks,
         max_documents=int(tokens.num_documents.max(initial=0)),
@@ -218,8 +219,9 @@ def make_rank_batch(
 
 def _global_rows(tokens: BatchTokens, rank: int, size: int) -> GlobalRows:
     """What the tokens say about the rows of all ranks, those of rank 0 first."""
-    num_rows, ranks = len(tokens.num_documents), _row_ranks(tokens, size)
-    queries, documents = (np.argsort(part, kind="stable") for part in (ranks[:num_rows], ranks[num_rows:]))
+    # Row r is on rank r % size, as in `GlobalBatch.rows_of_rank`.
+    num_rows, ranks = len(tokens.num_documents), np.arange(len(tokens.num_documents)) % size
+    queries, documents = (np.argsort(part, kind="stable") for part in (ranks, np.repeat(ranks, tokens.num_documents)))
     return GlobalRows(
         rank=rank,
         num_rows=[len(range(other, num_rows, size)) for other in range(size)],
@@ -284,11 +286,11 @@ def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:
 
 
 def _encode_plan(
-    tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, chunk_options: ChunkOptions
+    inputs: EncoderInputs, rank: int, size: int, tokenizer: TextTokenizer, chunk_options: ChunkOptions
 ) -> tuple[list[Tokens], Exchange, ChunkPlan]:
     """This rank's chunks, the exchange of embeddings, and which rank encodes which texts."""
     plan = plan_chunks(
-        tokens.lengths,
+        inputs.lengths,
         size,
         chunk_options.chunk_tokens,
         chunk_options.pass_overhead_tokens,
@@ -299,12 +301,6 @@ def _encode_plan(
     first, chunks = 0, []
     for texts in parts:
         rows = range(first, first + len(texts))
-        chunks.append(tokenizer.make_chunk(tokens.ids(texts), tokens.lengths[texts], rows))
+        chunks.append(tokenizer.make_chunk(inputs.ids(texts), inputs.lengths[texts], rows))
         first += len(texts)
-    return chunks, plan_exchange(plan.encoder_rank, _row_ranks(tokens, size), rank, size, encoded), plan
-
-
-def _row_ranks(tokens: BatchTokens, size: int) -> NDArray[np.int64]:
-    """The rank that has the row of each text, int64 [T], as `GlobalBatch.rows_of_rank`."""
-    ranks = np.arange(len(tokens.num_documents)) % size
-    return np.concatenate([ranks, np.repeat(ranks, tokens.num_documents)])
+    return chunks, plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded), plan

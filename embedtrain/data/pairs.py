@@ -1,0 +1,281 @@
+"""Pairs of a query and a document as the input of a cross-encoder.
+
+Both texts are tokenised separately, without special tokens, and joined by ids. Tokenizers do the same: special tokens
+separate the two texts, so no token spans both. The tokens of a query that has many documents are therefore computed and
+cached once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.data.cache.token_store import gather_ranges
+from embedtrain.data.tokens import TOKENIZER_LOCK, FastTokenizer, TextTokenizer
+from embedtrain.data.types import BatchTokens, Tokens
+from embedtrain.errors import ModelError
+
+# A tokenizer's own pairs of these texts are compared with ours.
+_PROBES = [
+    ("a", "b"),
+    ("What is it?", " two  words\n"),
+    ("Ünïcödé, 中文", "123 <s> [SEP]"),
+    ("many words " * 9, "so many " * 9),
+]
+_PROBE_LENGTHS = (12, 15, 512)
+
+
+class Pair(NamedTuple):
+    """Two texts that a cross-encoder scores together."""
+
+    query: str
+    document: str
+
+
+class PairTruncation(str, Enum):
+    """Which text of a pair is cut if both do not fit."""
+
+    longest_first = "longest_first"  # the longer one, then both alike
+    only_second = "only_second"  # the document
+
+
+@dataclass(frozen=True, slots=True)
+class PairFormat:
+    """How the tokens of two texts become the input of a cross-encoder: before, query, between, document, after."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    second_type: int = 0  # token type of the document and of what follows it; other tokens have type 0
+    truncation: PairTruncation = PairTruncation.longest_first
+    max_query_fraction: float = 1.0  # the query has at most this fraction of the maximal length
+    from_left: bool = False  # whether truncation removes the beginning of a text
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, token_types: bool = False) -> "PairFormat":
+        """The format of the tokenizer's own pairs, for a model with or without token types.
+
+        Raises a ModelError if joined ids differ from the tokenizer's, which would change every score.
+        """
+        contents = FastTokenizer(tokenizer, special_tokens=False)
+        query, document = contents.ids(list(_PROBES[0]), _PROBE_LENGTHS[-1])
+        pair = _own_pair(tokenizer, *_PROBES[0], _PROBE_LENGTHS[-1], token_types=token_types)
+        first = _find(pair.ids, query, 0)
+        second = -1 if first < 0 else _find(pair.ids, document, first + len(query))
+        if second < 0:
+            raise _unsupported(tokenizer, *_PROBES[0])
+        pair_format = cls(
+            before=tuple(pair.ids[:first]),
+            between=tuple(pair.ids[first + len(query) : second]),
+            after=tuple(pair.ids[second + len(document) :]),
+            second_type=pair.types[second],
+            from_left=tokenizer.truncation_side == "left",
+        )
+        for left, right in _PROBES:
+            ids = contents.ids([left, right], _PROBE_LENGTHS[-1])
+            for length in _PROBE_LENGTHS:
+                own, marked = (
+                    _own_pair(tokenizer, left, right, length, token_types=token_types),
+                    pair_format.join(ids[0], ids[1], length),
+                )
+                types = [pair_format.second_type * (token < 0) for token in marked]
+                if own != _OwnPair([~token if token < 0 else token for token in marked], types):
+                    raise _unsupported(tokenizer, left, right)
+        return pair_format
+
+    @property
+    def num_special(self) -> int:
+        """Tokens of a pair besides those of its texts."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def fit(
+        self, query_lengths: NDArray[np.int64], document_lengths: NDArray[np.int64], max_length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens that pairs keep of their queries and documents, int64 [N] each.
+
+        Texts are limited to `max_length` before: if both exceed it, the query counts as the shorter one, where a
+        tokenizer compares whole texts.
+        """
+        room = max(0, max_length - self.num_special)
+        queries = np.minimum(query_lengths, int(max_length * self.max_query_fraction))
+        documents = document_lengths
+        if self.truncation is PairTruncation.longest_first:
+            shorter = np.minimum(queries, documents)
+            # The longer text is cut to what the shorter one leaves; if that is less, both get half, and the text that
+            # was longer gets the odd token (as the tokenizers library does, 0.23).
+            longer = np.maximum(shorter, room - shorter)
+            halves = shorter + longer > room
+            shorter, longer = np.where(halves, room // 2, shorter), np.where(halves, room - room // 2, longer)
+            swapped = queries > documents
+            limits = np.where(swapped, longer, shorter), np.where(swapped, shorter, longer)
+            return np.minimum(queries, limits[0]), np.minimum(documents, limits[1])
+        queries = np.minimum(queries, room)
+        return queries, np.minimum(documents, room - queries)
+
+    def join(self, query: Sequence[int], document: Sequence[int], max_length: int) -> list[int]:
+        """The marked ids of one pair: the complement `~id` marks the tokens of type `second_type`."""
+        lengths = np.array([len(query)]), np.array([len(document)])
+        flat = np.array([*query, *document], dtype=np.int32)
+        joined = self.join_all(flat[: len(query)], lengths[0], flat[len(query) :], lengths[1], max_length)
+        return joined.tolist()  # type: ignore[no-any-return]
+
+    def join_all(
+        self,
+        queries: NDArray[np.int32],
+        query_lengths: NDArray[np.int64],
+        documents: NDArray[np.int32],
+        document_lengths: NDArray[np.int64],
+        max_length: int,
+    ) -> NDArray[np.int32]:
+        """The marked ids of N pairs, one after the other, from the concatenated tokens of both texts."""
+        kept_queries, kept_documents = self.fit(query_lengths, document_lengths, max_length)
+        totals = kept_queries + kept_documents + self.num_special
+        joined = np.empty(int(totals.sum()), dtype=np.int32)
+        offsets = np.cumsum(totals) - totals
+
+        def put(ids: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+            before = np.cumsum(lengths) - lengths
+            joined[np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))] = ids
+
+        def put_all(ids: tuple[int, ...], starts: NDArray[np.int64], *, marked: bool) -> NDArray[np.int64]:
+            for number, token in enumerate(ids):
+                joined[starts + number] = ~token if marked else token
+            return starts + len(ids)
+
+        start = put_all(self.before, offsets, marked=False)
+        put(self._cut(queries, query_lengths, kept_queries), start, kept_queries)
+        start = put_all(self.between, start + kept_queries, marked=False)
+        put(~self._cut(documents, document_lengths, kept_documents), start, kept_documents)
+        put_all(self.after, start + kept_documents, marked=True)
+        return joined
+
+    def _cut(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], kept: NDArray[np.int64]) -> NDArray[np.int32]:
+        starts = np.cumsum(lengths) - lengths
+        return gather_ranges(ids, starts + lengths - kept if self.from_left else starts, kept)
+
+
+class _OwnPair(NamedTuple):
+    ids: list[int]
+    types: list[int]
+
+
+def _own_pair(
+    tokenizer: PreTrainedTokenizerBase, query: str, document: str, max_length: int, *, token_types: bool
+) -> _OwnPair:
+    """What the tokenizer itself makes of a pair."""
+    token_types = token_types and "token_type_ids" in tokenizer.model_input_names
+    with TOKENIZER_LOCK:
+        encoded = tokenizer(
+            query, document, truncation="longest_first", max_length=max_length, return_token_type_ids=token_types
+        )
+    ids: list[int] = encoded["input_ids"]
+    return _OwnPair(ids, encoded["token_type_ids"] if token_types else [0] * len(ids))
+
+
+def _find(ids: list[int], part: list[int], start: int) -> int:
+    """The first index from `start` where `part` begins in `ids`; -1 without one."""
+    indices = range(start, len(ids) - len(part) + 1)
+    return next((index for index in indices if ids[index : index + len(part)] == part), -1)
+
+
+def _unsupported(tokenizer: PreTrainedTokenizerBase, query: str, document: str) -> ModelError:
+    return ModelError(
+        f"the pair ({query!r}, {document!r}) has other tokens with {type(tokenizer).__name__} than its two texts with "
+        "special tokens between them: this tokenizer cannot be used for a cross-encoder"
+    )
+
+
+class PairTokenizer(TextTokenizer):
+    """A tokenizer of a cross-encoder: texts become tokens without special tokens, and pairs complete inputs.
+
+    Args:
+        max_length: tokens of a pair, with special tokens.
+        pair_format: the format that the model is trained with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        pair_format: PairFormat,
+        *,
+        packed: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, max_length, packed=packed)
+        self._fast = FastTokenizer(tokenizer, special_tokens=False)
+        self.pair_format = pair_format
+        if self.max_length <= self.pair_format.num_special:
+            raise ModelError(
+                f"model.max_length={max_length} leaves no room for texts: a pair has {self.pair_format.num_special} "
+                "tokens besides those of its texts"
+            )
+
+    def with_packing(self, packed: bool) -> "PairTokenizer":
+        """The same with or without packing."""
+        return PairTokenizer(self.tokenizer, self.max_length, self.pair_format, packed=packed)
+
+    def ids(
+        self, texts: Sequence[str] | Sequence[Pair], max_length: int | None = None, prompts: str | Sequence[str] = ""
+    ) -> list[list[int]]:
+        """The tokens of each text without special tokens, or the marked ids of each pair, see `PairFormat.join`.
+
+        A list has texts or pairs. A text may have no tokens. Prompts are part of the texts and need not be known.
+        """
+        limit = self.max_length if max_length is None else min(max_length, self.max_length)
+        pairs = [text for text in texts if isinstance(text, Pair)]
+        if not pairs:
+            return self._fast.ids([str(text) for text in texts], limit) if texts else []
+        distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
+        ids = dict(zip(distinct, self._fast.ids(distinct, limit), strict=True))
+        return [self.pair_format.join(ids[pair.query], ids[pair.document], limit) for pair in pairs]
+
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+        """Pairs as one chunk, from their concatenated marked ids."""
+        marked = flat < 0
+        chunk = super().make_chunk(np.where(marked, ~flat, flat), lengths, rows)
+        if not self.pair_format.second_type:
+            return chunk
+        types = np.where(marked, self.pair_format.second_type, 0).astype(np.int64)
+        if chunk.packing is not None:
+            return replace(chunk, types=torch.from_numpy(types[None, :]))
+        filled = torch.zeros_like(chunk.ids)
+        filled[chunk.mask.bool()] = torch.from_numpy(types)
+        return replace(chunk, types=filled)
+
+    def dummy(self) -> Tokens:
+        """A chunk for a rank that has fewer chunks than others."""
+        return replace(self.chunk(self.ids([Pair("a", "a")]), [0]), rows=(-1,))
+
+    def encoder_inputs(self, tokens: BatchTokens) -> "PairInputs":
+        """The pairs of a batch: each document with the query of its row."""
+        return PairInputs(tokens, self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that determines the tokens of a text, except lengths."""
+        return self._fast.fingerprint("without special tokens")
+
+
+class PairInputs:
+    """The M pairs of a global batch, as `EncoderInputs`."""
+
+    def __init__(self, tokens: BatchTokens, tokenizer: PairTokenizer) -> None:
+        num_rows = len(tokens.num_documents)
+        self._tokens, self._format, self._max_length = tokens, tokenizer.pair_format, tokenizer.max_length
+        self.num_queries = 0
+        self.rows = np.repeat(np.arange(num_rows), tokens.num_documents)
+        self._documents = num_rows + np.arange(len(self.rows))
+        kept = self._format.fit(tokens.lengths[self.rows], tokens.lengths[self._documents], self._max_length)
+        self.lengths: NDArray[np.int64] = kept[0] + kept[1] + self._format.num_special
+
+    def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The marked ids of these pairs, one after the other."""
+        texts = self.rows[inputs], self._documents[inputs]
+        (queries, documents), lengths = map(self._tokens.ids, texts), [self._tokens.lengths[part] for part in texts]
+        return self._format.join_all(queries, lengths[0], documents, lengths[1], self._max_length)

@@ -1,0 +1,123 @@
+"""Pairs of texts: the ids, types and truncation of the tokenizers themselves, and whole batches of pairs."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
+from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.vocabulary import train_tokenizer
+from embedtrain.errors import ModelError
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
+from tests.small import TextTokens
+
+TEXTS = [
+    "",
+    "a",
+    "Where is it?",
+    "用于 YUV 缩放的库（工具）",
+    "two  spaces\nand a line ",
+    "word " * 7,
+    "many words here " * 9,
+]
+
+
+def xlm_r() -> PreTrainedTokenizerBase:
+    return train_tokenizer(TEXTS * 9, 400, 64)
+
+
+def roberta() -> PreTrainedTokenizerBase:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "<pad>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 9, trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm_r", "roberta"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pairs_equal_those_of_the_tokenizer(name, side, request):
+    bert = name == "bert"
+    own = AutoTokenizer.from_pretrained(request.getfixturevalue("minilm_dir")) if bert else globals()[name]()
+    own.truncation_side = side
+    tokenizer = PairTokenizer(own, 64, PairFormat.of(own, token_types=bert), packed=True)
+    assert (tokenizer.pair_format.second_type, tokenizer.pair_format.num_special) == ((1, 3) if bert else (0, 4))
+    num_tokens = {text: len(own(text, add_special_tokens=False)["input_ids"]) for text in TEXTS}
+    for length in (8, 9, 20, 64):
+        # If both texts exceed the length, the tokenizer gives the odd token to the longer one, ours to the document.
+        pairs = [Pair(*texts) for texts in itertools.product(TEXTS, TEXTS) if min(map(num_tokens.get, texts)) <= length]
+        ids = tokenizer.ids(pairs, length)
+        expected = own(*map(list, zip(*pairs, strict=True)), truncation="longest_first", max_length=length)
+        assert [[~token if token < 0 else token for token in pair] for pair in ids] == expected["input_ids"]
+        if bert:
+            for packed in (True, False):
+                (chunk,) = tokenizer.with_packing(packed).cut(ids, 1 << 20)
+                types = [expected["token_type_ids"][row] for row in chunk.rows]
+                real = chunk.types[chunk.mask.bool()]
+                assert real.tolist() == [number for row in types for number in row]
+                assert chunk.inputs[4] is chunk.types
+    assert bert or tokenizer.chunk(ids, [0]).types is None
+
+
+def test_only_the_document_is_cut():
+    tokenizer = xlm_r()
+    pair_format = replace(
+        PairFormat.of(tokenizer), truncation=PairTruncation.only_second, max_query_fraction=0.75, after=(2, 7, 8)
+    )
+    pairs = PairTokenizer(tokenizer, 24, pair_format)
+    query, document = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (TEXTS[5], TEXTS[6]))
+    assert len(query) == 7 < len(document)
+    (ids,) = pairs.ids([Pair(TEXTS[5], TEXTS[6])])
+    assert [token if token >= 0 else ~token for token in ids] == [0, *query, 2, 2, *document[: 24 - 13], 2, 7, 8]
+    # A query that would fill the pair leaves a quarter to the document and to what follows it.
+    (ids,) = pairs.ids([Pair(TEXTS[6], TEXTS[5])])
+    assert [~token for token in ids if token < 0] == [2, 7, 8]
+    assert len(ids) == 24
+
+
+def test_a_tokenizer_that_changes_texts_within_pairs_is_rejected():
+    tokenizer = xlm_r()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", pair="$B $A", special_tokens=[]
+    )
+    with pytest.raises(ModelError, match="special tokens"):
+        PairFormat.of(tokenizer)
+
+
+def test_no_room_for_texts():
+    with pytest.raises(ModelError, match="max_length=4"):
+        PairTokenizer(xlm_r(), 4, PairFormat.of(xlm_r()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_pair_of_a_batch_is_encoded_once_and_sent_to_its_row(size):
+    own = xlm_r()
+    tokenizer = PairTokenizer(own, 24, PairFormat.of(own), packed=True)
+    rows = [Row(TEXTS[i], tuple(TEXTS[(i + j) % 7] for j in range(i % 4))) for i in range(1, 7)]
+    batch = GlobalBatch(0, rows)
+    batch = replace(batch, tokens=TextTokens(batch, tokenizer))
+    ranks = [make_rank_batch(batch, rank, size, tokenizer, ChunkOptions(40)) for rank in range(size)]
+    encoded = [[tuple(text.tolist()) for chunk in rank.chunks for text in chunk.ids[0].split(chunk.packing.lengths)]
+               for rank in ranks]  # fmt: skip
+    sent = [np.split(np.array(rank.exchange.send_order), np.cumsum(rank.exchange.num_sent)[:-1]) for rank in ranks]
+    for rank, local in enumerate(ranks):
+        arrived = [encoded[other][index] for other in range(size) for index in sent[other][rank].tolist()]
+        pairs = local.exchange.received_rows.argsort().tolist()
+        expected = own(
+            [row.query for row in rows[rank::size] for _ in row.documents],
+            [text for row in rows[rank::size] for text in row.documents],
+            truncation="longest_first",
+            max_length=24,
+        )["input_ids"]
+        assert [list(arrived[index]) for index in pairs] == expected
+        assert (local.num_queries, len(local.batch_info.query_keys)) == (0, len(rows[rank::size]))
+        assert len(local.batch_info.owners) == len(expected)

@@ -1,9 +1,10 @@
-"""mkdocs hook: adds pages from files outside docs/, and rewrites links to such files.
+"""mkdocs hook: adds pages from files outside docs/ and from the notebook, and rewrites links to such files.
 
 Pages have relative links for GitHub, such as `../recipes/bce_xlmr.yaml`. In the site a link to a file outside docs/
 leads to its page (PAGES) or to the repository at `repo_url`. A build without `repo_url` shows the path instead.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
+    "docs/notebook.ipynb": "notebook.md",
 }
 # A Markdown link: its text and target. Images start with "!" and are in docs/.
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s]+)\)")
@@ -31,8 +33,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in PAGES.items():
         if files.get_file_from_path(page) is not None:
             continue
-        files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
+        content = (ROOT / path).read_text(encoding="utf-8")
+        if path.endswith(".ipynb"):
+            content = notebook_page(content, Path(path).name)
+        files.append(File.generated(config, page, content=content))
     return files
+
+
+def notebook_page(content: str, name: str) -> str:
+    """The cells of a notebook as Markdown, each with its output, and a link to the file."""
+    parts = []
+    for cell in json.loads(content)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            text = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
+            parts.append(f"```text\n{text.rstrip()}\n```")
+    parts.insert(1, f'<a href="{name}" download>Download the notebook</a>')
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

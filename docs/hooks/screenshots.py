@@ -2,7 +2,7 @@
 
 It trains the quickstart twice in runs/screenshots, or in the folder that is its argument, then evaluates, searches and
 inspects, all in a pseudo-terminal. What is in that folder is not run again: delete it for new measurements. Terminals
-become SVG with rich, reports become WebP with Chromium, each for light and dark pages.
+become SVG with rich, reports become WebP with Chromium, each for light and dark pages, and for phones.
 """
 
 import fcntl
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "assets" / "images"
 RANKS = 2
 COLUMNS = 100
+PHONE_COLUMNS = 52  # as many as can be read at 390 pixels; longer lines end with an ellipsis
 
 _DARK = TerminalTheme(
     (30, 33, 41),
@@ -203,15 +204,21 @@ def write_terminal(name: str, session: Session, output: str) -> None:
     lines = screen(until(output, session.until) if session.until else output)
     if len(lines) > session.max_lines:
         lines = ["...", *lines[1 - session.max_lines :]]
-    for suffix, theme in THEMES.items():
-        console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, color_system="truecolor")
-        console.print(Text.assemble(("$ ", "bold green"), (session.command, "bold")))
-        for line in AnsiDecoder().decode("\n".join(lines)):
-            ends = list(accumulate(map(len, chop_cells(line.plain, COLUMNS))))[:-1]
-            for part in line.divide(ends):
-                console.print(part, no_wrap=True, crop=False)
+    texts = list(AnsiDecoder().decode("\n".join(lines)))
+    command = Text.assemble(("$ ", "bold green"), (session.command, "bold"))
+    for (device, columns), (suffix, theme) in product({"": COLUMNS, "-phone": PHONE_COLUMNS}.items(), THEMES.items()):
+        console = Console(record=True, width=columns, file=StringIO(), force_terminal=True, color_system="truecolor")
+        console.print(command)
+        for line in texts:
+            for part in [line] if device else _folded(line, columns):
+                console.print(part, no_wrap=True, overflow="ellipsis")
         svg = console.export_svg(title="", theme=theme, code_format=SVG, unique_id=f"t-{name}")
-        (IMAGES / f"terminal-{name}{suffix}.svg").write_text(svg, encoding="utf-8")
+        (IMAGES / f"terminal-{name}{device}{suffix}.svg").write_text(svg, encoding="utf-8")
+
+
+def _folded(line: Text, columns: int) -> list[Text]:
+    """As a terminal breaks it."""
+    return list(line.divide(list(accumulate(map(len, chop_cells(line.plain, columns))))[:-1]))
 
 
 def write_reports(folder: Path) -> None:
@@ -220,11 +227,13 @@ def write_reports(folder: Path) -> None:
     pages = {"report": folder / "report.html", "comparison": folder / "comparison.html"}
     write_report([run], pages["report"])
     write_report([run, other], pages["comparison"])
-    widths = {"": (1280, 1560), "-phone": (390, 844)}
+    # Widths, and the element with which the picture ends: the first row of plots, the first set of the table.
+    devices = {"": (1280, "#evaluation .cards"), "-phone": (390, "#evaluation tbody")}
     with Browser() as browser:
-        for (name, page), (device, (width, height)), scheme in product(pages.items(), widths.items(), THEMES):
-            browser.open(page, width=width, height=height, dark=bool(scheme), scale=1.5)
-            browser.screenshot(IMAGES / f"{name}{device}{scheme}.webp", height=height)
+        for (name, page), (device, (width, last)), scheme in product(pages.items(), devices.items(), THEMES):
+            browser.open(page, width=width, dark=bool(scheme), scale=1.5)
+            end = browser.evaluate(f"Math.ceil(document.querySelector('{last}').getBoundingClientRect().bottom)")
+            browser.screenshot(IMAGES / f"{name}{device}{scheme}.webp", height=end + 12 * (not device))
 
 
 if __name__ == "__main__":

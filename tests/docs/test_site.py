@@ -1,5 +1,7 @@
 """`mkdocs build --strict` builds the whole site, which loads nothing from a network."""
 
+import html
+import json
 import os
 import re
 import subprocess
@@ -94,6 +96,20 @@ def test_formulas_are_mathml_and_the_reference_has_tables(site):
     recipe = (site / "reference" / "recipe.html").read_text(encoding="utf-8")
     assert 'id="option.train.global_batch_size"' in recipe
     assert "\\|" not in recipe
+
+
+def test_the_notebook_is_a_page_with_code_and_outputs(site):
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    page = (site / "notebook.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert "".join(cell["source"]) in text
+            for output in cell["outputs"]:
+                assert "".join(output["data"]["text/plain"]) in text
+    assert 'href="python-api.html"' in page
+    assert 'href="notebook.html"' in (site / "python-api.html").read_text(encoding="utf-8")
+    assert 'href="notebook.ipynb"' in page, "the file itself"
 
 
 def test_links_to_files_lead_to_the_repository_if_its_address_is_set():

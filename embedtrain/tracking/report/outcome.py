@@ -12,28 +12,27 @@ _MAX_QUERIES = 20_000  # of a set; the bootstrap over more takes seconds
 
 
 def describe_outcome(run_dir: Path, step: int, *, selects_best: bool, evaluates_between: bool) -> list[str]:
-    """One line per set, as of `main_changes`; those say so where the exported `step` is worse than step 0.
+    """One line per set, as of `main_changes`, which says whether `step` is worse than step 0 or not clearly different.
 
     A hint follows unless the run `selects_best` by a metric.
     """
     lines: list[str] = []
     worse_sets: list[MainChange] = []
     mains = main_changes(run_dir, step)
-    lower = {main.name: main.metric for main in mains if main.is_worse and main.last_step == step}
-    changes = changes_since_start(run_dir, step, lower) if lower else {}
+    comparable = {main.name: main.metric for main in mains if main.first_step == 0 and main.last_step == step}
+    changes = changes_since_start(run_dir, step, comparable) if comparable else {}
     for main in mains:
-        if main.name not in lower:
-            lines.append(str(main))
-            continue
         change = changes.get(main.name)
         interval = "" if change is None or not change.interval else change.interval.replace("−", "-")
         if interval and change is not None and change.direction == "noise":
             lines.append(f"{main}: no clear change ({CONFIDENCE:.0%} interval of the difference {interval})")
-            continue
-        range_text = f" ({CONFIDENCE:.0%} interval of the difference {interval})" if interval else ""
-        which = "" if worse_sets else ": the exported model is below the one before training"
-        lines.append(f"{main}, which is worse{range_text}{which}")
-        worse_sets.append(main)
+        elif not main.is_worse or main.last_step != step:
+            lines.append(str(main))
+        else:
+            range_text = f" ({CONFIDENCE:.0%} interval of the difference {interval})" if interval else ""
+            which = "" if worse_sets else ": the exported model is below the one before training"
+            lines.append(f"{main}, which is worse{range_text}{which}")
+            worse_sets.append(main)
     if worse_sets and not selects_best:
         also = "" if evaluates_between else ", with evaluation.every=STEPS to have several to choose from"
         first = worse_sets[0]

@@ -43,6 +43,9 @@ def test_it_opens_without_errors_and_fits(browser, pages, name, width, dark):
     assert browser.requests() == [pages[name].resolve().as_uri()]
     assert browser.complaints() == []
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    if name == "three" and width == 390:
+        runs = "document.querySelector('.runs').parentElement"
+        assert browser.evaluate(f"{runs}.scrollWidth - {runs}.clientWidth") == 0, "a block for each run"
     red, green, blue = browser.evaluate(
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     )

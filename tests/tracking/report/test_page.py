@@ -202,6 +202,7 @@ def test_an_exported_step_that_is_worse_than_step_0_is_named(tmp_path):
     start, noise = generator.uniform(0.6, 0.8, 100), generator.normal(0, 0.2, 100)
     for change, said in (
         (noise - noise.mean() - 0.001, ": no clear change (95% interval of the difference -"),
+        (noise - noise.mean() + 0.001, ": no clear change (95% interval of the difference -"),
         (
             np.full(100, -0.1),
             ", which is worse (95% interval of the difference -0.1000 to -0.1000): the exported model",

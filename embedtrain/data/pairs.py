@@ -269,6 +269,7 @@ class PairInputs:
         num_rows = len(tokens.num_documents)
         self._tokens, self._format, self._max_length = tokens, tokenizer.pair_format, tokenizer.max_length
         self.num_queries = 0
+        self.sizes: tuple[NDArray[np.int64] | None, ...] = (None,)
         self.rows = np.repeat(np.arange(num_rows), tokens.num_documents)
         self._documents = num_rows + np.arange(len(self.rows))
         kept = self._format.fit(tokens.lengths[self.rows], tokens.lengths[self._documents], self._max_length)

@@ -71,11 +71,13 @@ class EncoderInputs(Protocol):
         num_queries: how many of the first inputs are queries; the others are documents, or pairs with a document.
         rows: int64 [n], the row of each input.
         lengths: int64 [n], tokens of each input.
+        sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one.
     """
 
     num_queries: int
     rows: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    sizes: tuple[NDArray[np.int64] | None, ...]
 
     def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of these inputs, one after the other; what `TextTokenizer.make_chunk` takes."""
@@ -89,6 +91,7 @@ class TextInputs:
         rows = np.arange(len(tokens.num_documents))
         self.num_queries, self.lengths, self.ids = len(rows), tokens.lengths, tokens.ids
         self.rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
+        self.sizes: tuple[NDArray[np.int64] | None, ...] = (None,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, Mar
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
+from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, Loss
@@ -40,28 +41,41 @@ _BY_NAME: dict[str, Callable[[Any], Loss]] = {
     "online_contrastive": OnlineContrastive,
     "triplet": Triplet,
     "batch_triplet": BatchTriplet,
+    "orthogonal": Orthogonal,
+}
+# The losses that are functions of scores, of any kind of model.
+_OF_SCORES: dict[str, Callable[[Any, Score | None], Loss]] = {
     "distill_scores": DistillScores,
     "margin_mse": MarginMSE,
-    "orthogonal": Orthogonal,
 }
 
 
 def build_loss(
-    config: LossConfig, *, dimension: int, guide_dimensions: Mapping[str, int] | None = None, seed: int
+    config: LossConfig,
+    *,
+    dimension: int,
+    guide_dimensions: Mapping[str, int] | None = None,
+    seed: int,
+    score: Score | None = None,
 ) -> Loss:
     """Build the loss that `config` describes for vectors of `dimension`.
 
-    `guide_dimensions` has the dimension of each guide's or teacher's vectors, by the keys of `BatchInfo.guides`. The
-    loss's own parameters are a function of `seed`, so they are the same on every rank. Options that do not fit the
-    model raise a ConfigError.
+    `score` is how the model compares texts; default: the similarity of vectors that the loss names. `guide_dimensions`
+    has the dimension of each guide's or teacher's vectors, by the keys of `BatchInfo.guides`. The loss's own parameters
+    are a function of `seed`, so they are the same on every rank. Options that do not fit the model raise a ConfigError.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _build(config, dimension, guide_dimensions or {})
+        return _build(config, dimension, guide_dimensions or {}, score)
 
 
 def build_losses(
-    configs: Sequence[LossConfig], *, dimension: int, guide_dimensions: Sequence[Mapping[str, int]], seed: int
+    configs: Sequence[LossConfig],
+    *,
+    dimension: int,
+    guide_dimensions: Sequence[Mapping[str, int]],
+    seed: int,
+    score: Score | None = None,
 ) -> Loss:
     """Build the loss of all sources, or a `LossPerSource` if they differ.
 
@@ -77,7 +91,7 @@ def build_losses(
                 f"loss={config.name}: the teacher's vectors of its sources have different dimensions "
                 f"({', '.join(sorted({str(width.get(FROM_ROWS)) for width in widths}))}); use vectors of one teacher"
             )
-        losses.append(build_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed))
+        losses.append(build_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed, score=score))
     return losses[0] if len(losses) == 1 else LossPerSource(losses, indices)
 
 
@@ -91,8 +105,8 @@ def require_dimensions(config: LossConfig, dimension: int) -> None:
             )
 
 
-def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
-    loss = _build_full(config, dimension, guide_dimensions)
+def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int], score: Score | None) -> Loss:
+    loss = _build_full(config, dimension, guide_dimensions, score)
     if config.matryoshka_dims is None:
         return loss
     require_dimensions(config, dimension)
@@ -101,7 +115,7 @@ def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
     return Matryoshka(loss, [dim for dim, _ in largest_first], [weight for _, weight in largest_first])
 
 
-def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
+def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int], score: Score | None) -> Loss:
     match config:
         case DistillEmbeddingsConfig():
             return DistillEmbeddings(config, dimension, guide_dimensions)
@@ -115,9 +129,11 @@ def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[st
         case CombinedConfig():
             names = [part.name for part in config.losses]  # numbered if a loss occurs several times
             names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]
-            parts = [_build(part, dimension, guide_dimensions) for part in config.losses]
+            parts = [_build(part, dimension, guide_dimensions, score) for part in config.losses]
             weights = [part.weight for part in config.losses]
             return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
+        case _ if config.name in _OF_SCORES:
+            return _OF_SCORES[config.name](config, score)
         case _ if config.name in _BY_NAME:
             return _BY_NAME[config.name](config)
         case _:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.similarity import at_least_float32
-from embedtrain.losses.types import BatchInfo, Loss, LossOutput, Prepared
+from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput, Prepared
 
 
-class CombinedLoss(Loss):
+class CombinedLoss(EncodedLoss):
     """A weighted sum of losses on the same rows, such as distillation beside a contrastive loss.
 
     Every part is a mean over the global rows, so their ratio is the same on any number of ranks. Parts run collectives,
@@ -26,10 +27,11 @@ class CombinedLoss(Loss):
         """What the parts need."""
         return _prepare([(part, dimension) for part in self.parts.values()], batch_info)
 
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] to this rank's loss."""
-        local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
-        row_losses: Tensor | None = queries.detach().new_zeros(len(queries))
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """The encoded queries and documents to this rank's loss."""
+        values = queries.parts[0].values
+        local_loss, metrics = values.new_zeros(()), dict[str, Tensor]()
+        row_losses: Tensor | None = values.detach().new_zeros(batch_info.num_queries)
         for name, part in self.parts.items():
             output = part(queries, documents, batch_info)
             local_loss = local_loss + self.weights[name] * output.local_loss
@@ -40,7 +42,7 @@ class CombinedLoss(Loss):
         return LossOutput(local_loss, metrics, row_losses)
 
 
-class LossPerSource(Loss):
+class LossPerSource(EncodedLoss):
     """Applies the loss of the batch's training source: `indices` has the index of each source's loss.
 
     All rows of a batch are of one source.
@@ -61,8 +63,8 @@ class LossPerSource(Loss):
         """What the loss of the batch's source needs."""
         return self.for_source(batch_info.source).prepare(batch_info, dimension)
 
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] to this rank's loss."""
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """The encoded queries and documents to this rank's loss."""
         output: LossOutput = self.for_source(batch_info.source)(queries, documents, batch_info)
         return output
 

@@ -14,21 +14,15 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     EmbeddingDistance,
     MarginMSEConfig,
-    Similarity,
 )
 from embedtrain.errors import ConfigError
-from embedtrain.losses.similarity import (
-    at_least_float32,
-    group_logsumexp,
-    group_max,
-    pairwise_similarity,
-    positions_in_row,
-    sum_by_row,
-)
-from embedtrain.losses.types import FROM_ROWS, BatchInfo, Loss, LossOutput
+from embedtrain.losses.encoded import Encoded
+from embedtrain.losses.score import Score, VectorScore
+from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, positions_in_row, sum_by_row
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, EncodedLoss, Loss, LossOutput
 
 
-class DistillScores(Loss):
+class DistillScores(EncodedLoss):
     """Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); for rankings Lin et al. (2021).
 
     KL(teacher || student) of the two softmaxes over a row's own documents, optionally times temperature^2; the
@@ -36,30 +30,32 @@ class DistillScores(Loss):
     also the teacher's.
     """
 
-    def __init__(self, config: DistillScoresConfig) -> None:
+    def __init__(self, config: DistillScoresConfig, score: Score | None = None) -> None:
         super().__init__()
-        self.temperature, self.similarity = config.temperature, config.similarity
+        self.score = score or VectorScore(config.similarity)
+        self.temperature = config.temperature
         self.teacher_temperature = config.teacher_temperature
         self.factor = config.temperature**2 if config.times_squared_temperature else 1.0
 
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
-        student, teacher, owners = *_scores(queries, documents, batch_info, self.similarity), batch_info.owners
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """B queries and M documents with scores [M] to this rank's loss."""
+        student, teacher = self.score.pairs(queries, documents, batch_info.owners), _teacher_scores(batch_info)
+        teacher, owners, num_queries = teacher.to(student.dtype), batch_info.owners, batch_info.num_queries
         num_rows = max(1, int((batch_info.rows.num_documents > 1).sum()))
 
-        log_student = _log_softmax(student / self.temperature, owners, len(queries))
-        target = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
+        log_student = _log_softmax(student / self.temperature, owners, num_queries)
+        target = _log_softmax(teacher / self.teacher_temperature, owners, num_queries).exp()
         divergence = torch.xlogy(target, target) - target * log_student
         loss = divergence.sum() * self.factor / num_rows
 
-        best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
+        best = _is_largest(student.detach(), owners, num_queries) & _is_largest(teacher, owners, num_queries)
         several = torch.searchsorted(owners, owners, right=True) - torch.searchsorted(owners, owners) > 1
-        agreed = group_max((best & several).to(loss.dtype), owners, len(queries)).clamp(min=0.0)
-        by_row = sum_by_row(divergence, owners, len(queries)) * self.factor / num_rows
+        agreed = group_max((best & several).to(loss.dtype), owners, num_queries).clamp(min=0.0)
+        by_row = sum_by_row(divergence, owners, num_queries) * self.factor / num_rows
         return LossOutput(loss, {"agreement": agreed.sum() / num_rows}, by_row)
 
 
-class MarginMSE(Loss):
+class MarginMSE(EncodedLoss):
     """Hofstätter et al., "Improving Efficient Neural Ranking Models with Cross-Architecture ..." (2020).
 
     The mean over all pairs of a row's positive p and a hard negative n of the squared difference between the
@@ -67,20 +63,21 @@ class MarginMSE(Loss):
     student orders as the teacher does.
     """
 
-    def __init__(self, config: MarginMSEConfig) -> None:
+    def __init__(self, config: MarginMSEConfig, score: Score | None = None) -> None:
         super().__init__()
-        self.similarity = config.similarity
+        self.score = score or VectorScore(config.similarity)
 
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
-        student, teacher = _scores(queries, documents, batch_info, self.similarity)
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """B queries and M documents with scores [M] to this rank's loss."""
+        student = self.score.pairs(queries, documents, batch_info.owners)
+        teacher = _teacher_scores(batch_info).to(student.dtype)
         positions, negatives = positions_in_row(batch_info.owners), batch_info.negatives
         positives = negatives - positions[negatives]
         margins, targets = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
         num_pairs = max(1, batch_info.rows.num_negatives)
         agreed = (margins.detach().sign() == targets.sign()).sum() / num_pairs
         terms = (margins - targets).square()
-        by_row = sum_by_row(terms, batch_info.owners[negatives], len(queries)) / num_pairs
+        by_row = sum_by_row(terms, batch_info.owners[negatives], batch_info.num_queries) / num_pairs
         return LossOutput(terms.sum() / num_pairs, {"agreement": agreed}, by_row)
 
 
@@ -138,11 +135,10 @@ class DistillEmbeddings(Loss):
             )
 
 
-def _scores(queries: Tensor, documents: Tensor, batch_info: BatchInfo, similarity: Similarity) -> tuple[Tensor, Tensor]:
-    """The student's and the teacher's score of each document, [M] and [M]."""
+def _teacher_scores(batch_info: BatchInfo) -> Tensor:
+    """The teacher's score of each document, [M]."""
     assert batch_info.scores is not None, "the data layer gives every document a score, see config/row_requirements.py"
-    student = pairwise_similarity(at_least_float32(queries)[batch_info.owners], at_least_float32(documents), similarity)
-    return student, batch_info.scores.to(student.dtype)
+    return batch_info.scores
 
 
 def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from embedtrain.config.losses import Hardness, InfoNCEConfig, LossDirection, MarginKind
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates
+from embedtrain.losses.score import VectorScore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class ScoringRules:
         Differentiable, except with `out`: a buffer that the scores are written to.
         """
         columns = candidates.of(direction)
-        scores = torch.mm(rows.anchors(direction) * scale, columns.T, out=out)
+        scores = VectorScore.tile(rows.anchors(direction), columns, scale, out)
         first = candidates.first_query if direction in QUERY_CANDIDATES else candidates.first_document
         mask = None
         if rows.score_limits is not None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import ring
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES
+from embedtrain.losses.score import VectorScore
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules
 from embedtrain.losses.types import Counts
 
@@ -231,8 +232,12 @@ class _Tiled(_GradientInForward):
                 sigma_sum[start:end] += sigma
                 weights = (sigma / sum_exp).masked_fill_(sum_exp == 0, 0.0).mul_(scale).unsqueeze(1)
                 for direction, tile in zip(directions, tiles, strict=True):
-                    grads.anchors(direction)[start:end].addcmul_(tile @ candidates.of(direction), weights)
-                    grads.candidates(direction).addmm_(tile.T, tile_rows.anchors(direction) * weights)
+                    VectorScore.add_anchor_grads(
+                        grads.anchors(direction)[start:end], tile, candidates.of(direction), weights
+                    )
+                    VectorScore.add_candidate_grads(
+                        grads.candidates(direction), tile, tile_rows.anchors(direction), weights
+                    )
         ctx.computed = grads.finish(rows, sigma_sum, scale, margin)
         ctx.mark_non_differentiable(num_correct, row_losses)
         return loss, num_correct, row_losses
@@ -359,4 +364,4 @@ def _add_candidate_grads(
                 scores = rules.scores(direction, tile_rows, local, scale, out=tile)
                 offset, weights = row_weights[start:end, 2 * number : 2 * number + 2].unsqueeze(1).unbind(2)
                 exp = scores.sub_(offset).exp_()
-                grads.candidates(direction).addmm_(exp.T, tile_rows.anchors(direction) * weights)
+                VectorScore.add_candidate_grads(grads.candidates(direction), exp, tile_rows.anchors(direction), weights)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.errors import ConfigError
+from embedtrain.losses.encoded import Encoded
 
 # The key of `BatchInfo.guides` for a teacher's vectors that the rows themselves carry.
 FROM_ROWS = "rows"
@@ -132,6 +133,11 @@ class BatchInfo:
     prepared: Mapping[Hashable, Prepared] = field(default_factory=dict)  # by `Loss.prepare`
 
     @property
+    def num_queries(self) -> int:
+        """B."""
+        return len(self.query_keys)
+
+    @property
     def positives(self) -> Tensor:
         """Int64 [B], index of each query's positive among this rank's documents. Every query must have a document."""
         return torch.searchsorted(self.owners, torch.arange(len(self.query_keys), device=self.owners.device))
@@ -201,12 +207,16 @@ class Loss(nn.Module, ABC):
     `BatchInfo.global_rows`.
     """
 
-    def __call__(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
+    def __call__(self, queries: Tensor | Encoded, documents: Tensor | Encoded, batch_info: BatchInfo) -> LossOutput:
         """`forward`, after an exchange of `batch_info.global_rows` if they are not known."""
-        output = super().__call__(queries, documents, batch_info.complete())
+        output = super().__call__(*self._inputs(queries, documents), batch_info.complete())
         if not isinstance(output, LossOutput):
             raise ConfigError(f"{type(self).__name__}.forward must return a LossOutput, not {type(output).__name__}")
         return output
+
+    def _inputs(self, *encoded: Tensor | Encoded) -> list[Any]:
+        """What `forward` takes: vectors."""
+        return [part if isinstance(part, Tensor) else part.vectors for part in encoded]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """What the host can compute for `BatchInfo.prepared` before there are embeddings; callable from any thread.
@@ -220,5 +230,16 @@ class Loss(nn.Module, ABC):
         return self
 
     @abstractmethod
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D], float32 or float64, to this rank's loss."""
+    def forward(self, queries: Any, documents: Any, batch_info: BatchInfo) -> LossOutput:
+        """Queries [B, D] and documents [M, D], float32 or float64 tensors, to this rank's loss."""
+
+
+class EncodedLoss(Loss):
+    """A loss of any kind of model: a function of scores, or of other losses."""
+
+    def _inputs(self, *encoded: Tensor | Encoded) -> list[Any]:
+        return [Encoded.of(part) if isinstance(part, Tensor) else part for part in encoded]
+
+    @abstractmethod
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """The encoded queries and documents to this rank's loss. A cross-encoder encodes no queries."""

@@ -20,6 +20,7 @@ from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
+from embedtrain.losses.encoded import split_queries
 from embedtrain.losses.row_sources import RowSources
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.models.attention_kernels import grad_independent_attention
@@ -110,52 +111,67 @@ class Backward:
             MeasuredRows.of(batch.num_rows, batch.max_documents, self.world.rank, self.world.size) if measured else None
         )
         chunks = [*batch.chunks, *[self.dummy] * (num_passes - num_chunks)]
-        graphs: list[Tensor | None] = []
+        graphs: list[tuple[Tensor, ...] | None] = []
         for index, chunk in enumerate(chunks):
             with torch.set_grad_enabled(index < num_cached), span(timing.ENCODE):
                 graphs.append(self._encode(batch.step, index, chunk))
-        embeddings = [graph.detach() for graph in graphs if graph is not None]
-        local = embeddings[:num_chunks]
+        encoded = [tuple(part.detach() for part in graph) for graph in graphs if graph is not None]
+        local = [torch.cat(parts)[: sum(map(len, parts[:num_chunks]))] for parts in zip(*encoded, strict=True)]
         with span(timing.LOSS):
-            output, grad, finite = self._loss_at_row_owners(
-                torch.cat(embeddings)[: sum(map(len, local))], batch, weight, sample
-            )
-        # Dummies do not contribute to the loss.
-        grads = [*grad.split([len(chunk) for chunk in local]), *map(torch.zeros_like, embeddings[num_chunks:])]
+            output, grads, finite = self._loss_at_row_owners(local, batch, weight, sample)
+        chunk_grads = [
+            grad.split([len(chunk[part]) for chunk in encoded[:num_chunks]]) for part, grad in enumerate(grads)
+        ]
         for index, chunk in enumerate(chunks):
             final = last and index == num_passes - 1
             set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
             with span(timing.BACKWARD):
-                encoded = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)
-                assert encoded is not None
-                encoded.backward(grads[index])
-            graphs[index] = encoded = None  # frees the graph
+                graph = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)
+                assert graph is not None
+                # Dummies do not contribute to the loss.
+                torch.autograd.backward(
+                    graph,
+                    [
+                        part_grads[index] if index < num_chunks else torch.zeros_like(part)
+                        for part, part_grads in zip(graph, chunk_grads, strict=True)
+                    ],
+                )
+            graphs[index] = graph = None  # frees the graph
         return output, finite
 
     def _loss_at_row_owners(
-        self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
-    ) -> tuple[LossOutput, Tensor, Tensor]:
-        """The loss of local rows, its gradient at the embeddings encoded here, and whether these are finite."""
-        rows = batch.exchange.to_row_owner(encoded)
-        output = self._loss_backward(rows.requires_grad_(), batch, weight)
+        self, encoded: Sequence[Tensor], batch: RankBatch, weight: float, sample: MeasuredRows | None
+    ) -> tuple[LossOutput, list[Tensor], Tensor]:
+        """The loss of local rows, its gradient at the parts encoded here, and whether these are finite."""
+        rows = [
+            exchange.to_row_owner(part).requires_grad_()
+            for exchange, part in zip(batch.exchanges, encoded, strict=True)
+        ]
+        output = self._loss_backward(rows, batch, weight)
         if sample is not None and self.row_specs is not None:
-            embeddings, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
-            queries, documents = embeddings[: batch.num_queries], embeddings[batch.num_queries :]
+            vectors, row_spec = rows[0].detach(), self.row_specs[batch.batch_info.source]
+            queries, documents = vectors[: batch.num_queries], vectors[batch.num_queries :]
             output.metrics.update(batch_statistics(queries, documents, batch.batch_info, sample, row_spec))
-        grad = batch.exchange.to_encoder_rank(torch.zeros_like(rows) if rows.grad is None else rows.grad)
-        return output, grad, encoded.isfinite().all()
+        grads = [
+            exchange.to_encoder_rank(torch.zeros_like(part) if part.grad is None else part.grad)
+            for exchange, part in zip(batch.exchanges, rows, strict=True)
+        ]
+        return output, grads, torch.stack([part.isfinite().all() for part in encoded]).all()
 
-    def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
+    def _loss_backward(self, rows: Sequence[Tensor], batch: RankBatch, weight: float) -> LossOutput:
         guides = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
         batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **guides})
-        output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], batch_info)
+        queries, documents = split_queries(rows, batch.sizes, batch.num_queries)
+        output: LossOutput = self.loss(queries, documents, batch_info)
         # Gradients are averaged over ranks, but local losses add up. No other code depends on this factor.
         (output.local_loss * (weight * self.world.size)).backward()
         return LossOutput(output.local_loss.detach(), output.metrics, output.row_losses)
 
-    def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
+    def _encode(self, step: int, index: int, chunk: Tokens) -> tuple[Tensor, ...]:
+        """The parts of a chunk's texts; an encoder of one part returns it without a tuple."""
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
-        return self.encoder(*chunk.inputs)  # type: ignore[no-any-return]
+        encoded: Tensor | tuple[Tensor, ...] = self.encoder(*chunk.inputs)
+        return (encoded,) if isinstance(encoded, Tensor) else encoded
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:

@@ -17,21 +17,25 @@ from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, EncoderInputs, GlobalBatch, Row, Tokens
 from embedtrain.distributed.collectives import exchange_rows
+from embedtrain.losses.encoded import row_indices
 from embedtrain.losses.row_sources import RowSources
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Which embeddings go to which rank; every rank knows it without communication."""
+    """Which rows of encoded texts go to which rank; every rank knows it without communication.
 
-    send_order: Tensor  # int64 [n], this rank's encoded texts, sorted by the rank of their row
-    num_sent: Sequence[int]  # [W], texts sent to each rank
-    num_received: Sequence[int]  # [W], texts received from each rank
-    received_rows: Tensor  # int64 [m], index among this rank's texts of each text received, in order of arrival
+    A text has one row or several, see `Part`.
+    """
+
+    send_order: Tensor  # int64 [n], the rows encoded here, sorted by the rank that their batch row is on
+    num_sent: Sequence[int]  # [W], rows sent to each rank
+    num_received: Sequence[int]  # [W], rows received from each rank
+    received_rows: Tensor  # int64 [m], index among this rank's rows of each row received, in order of arrival
 
     def to_row_owner(self, embeddings: Tensor) -> Tensor:
-        """Embeddings [n, D] of the texts encoded here -> those of this rank's rows [m, D], without gradient.
+        """Rows [n, D] of the texts encoded here -> those of this rank's batch rows [m, D], without gradient.
 
         A collective.
         """
@@ -39,7 +43,7 @@ class Exchange:
         return torch.empty_like(received).index_copy_(0, self.received_rows, received)
 
     def to_encoder_rank(self, grads: Tensor) -> Tensor:
-        """Gradients [m, D] of what `to_row_owner` returned -> those of the texts encoded here [n, D]. A collective."""
+        """Gradients [m, D] of what `to_row_owner` returned -> those of the rows encoded here [n, D]. A collective."""
         received = exchange_rows(grads[self.received_rows], self.num_received, self.num_sent)
         return torch.empty_like(received).index_copy_(0, self.send_order, received)
 
@@ -49,23 +53,31 @@ class Exchange:
 
 
 def plan_exchange(
-    encoder_ranks: NDArray[np.int64], row_ranks: NDArray[np.int64], rank: int, size: int, encoded: NDArray[np.int64]
+    encoder_ranks: NDArray[np.int64],
+    row_ranks: NDArray[np.int64],
+    rank: int,
+    size: int,
+    encoded: NDArray[np.int64],
+    sizes: NDArray[np.int64] | None = None,
 ) -> Exchange:
     """What rank `rank` of `size` sends and receives.
 
     Args:
         encoder_ranks: int64 [T], the rank that encodes each text of the global batch.
-        row_ranks: int64 [T], the rank that has the row of each text.
+        row_ranks: int64 [T], the rank that has the batch row of each text.
         encoded: int64 [n], the texts that this rank encodes, in the order of its embeddings.
+        sizes: int64 [T], the rows of each encoded text; None: one each.
     """
     destinations = row_ranks[encoded]
     send_order = np.lexsort((encoded, destinations))  # by rank, then by text: the order that the receiver expects
-    origins = encoder_ranks[np.flatnonzero(row_ranks == rank)]
+    local = np.flatnonzero(row_ranks == rank)
+    origins = encoder_ranks[local]
+    sent, received = (None, None) if sizes is None else (sizes[encoded], sizes[local])
     return Exchange(
-        send_order=torch.from_numpy(send_order),
-        num_sent=np.bincount(destinations, minlength=size).tolist(),
-        num_received=np.bincount(origins, minlength=size).tolist(),
-        received_rows=torch.from_numpy(np.argsort(origins, kind="stable")),
+        send_order=row_indices(torch.from_numpy(send_order), sent),
+        num_sent=np.bincount(destinations, sent, minlength=size).astype(np.int64).tolist(),
+        num_received=np.bincount(origins, received, minlength=size).astype(np.int64).tolist(),
+        received_rows=row_indices(torch.from_numpy(np.argsort(origins, kind="stable")), received),
     )
 
 
@@ -121,7 +133,8 @@ class RankBatch:
     num_cached_graphs: int  # how many of the first chunks keep their graphs in memory; the same on all ranks
     num_passes: int  # the largest number of chunks of any rank
     max_documents: int  # documents of the longest row of the global batch
-    exchange: Exchange  # sends embeddings to the ranks of their rows
+    exchanges: tuple[Exchange, ...]  # of each part of the embeddings: sends its rows to the ranks of their batch rows
+    sizes: tuple[NDArray[np.int64] | None, ...]  # of each part: rows of this rank's texts, see `Part`
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)  # chunks for guide models, by path
 
     @property
@@ -157,7 +170,7 @@ class RankBatch:
             self,
             chunks=tuple(chunk.map_tensors(change) for chunk in self.chunks),
             batch_info=self.batch_info.map_tensors(change),
-            exchange=self.exchange.map_tensors(change),
+            exchanges=tuple(exchange.map_tensors(change) for exchange in self.exchanges),
             guides={path: tuple(chunk.map_tensors(change) for chunk in chunks) for path, chunks in self.guides.items()},
         )
 
@@ -186,7 +199,7 @@ def make_rank_batch(
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
     inputs = tokenizer.encoder_inputs(tokens)
-    chunks, exchange, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
+    chunks, exchanges, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
     global_rows = _global_rows(tokens, rank, size)
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
@@ -212,7 +225,8 @@ def make_rank_batch(
         ),
         num_passes=plan.num_chunks,
         max_documents=int(tokens.num_documents.max(initial=0)),
-        exchange=exchange,
+        exchanges=exchanges,
+        sizes=tuple(None if sizes is None else sizes[inputs.rows % size == rank] for sizes in inputs.sizes),
         guides={path: tokenize(rows or ()) for path, tokenize in (guides or {}).items()},
     )
 
@@ -287,8 +301,8 @@ def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:
 
 def _encode_plan(
     inputs: EncoderInputs, rank: int, size: int, tokenizer: TextTokenizer, chunk_options: ChunkOptions
-) -> tuple[list[Tokens], Exchange, ChunkPlan]:
-    """This rank's chunks, the exchange of embeddings, and which rank encodes which texts."""
+) -> tuple[list[Tokens], tuple[Exchange, ...], ChunkPlan]:
+    """This rank's chunks, the exchange of each part of the embeddings, and which rank encodes which texts."""
     plan = plan_chunks(
         inputs.lengths,
         size,
@@ -303,4 +317,7 @@ def _encode_plan(
         rows = range(first, first + len(texts))
         chunks.append(tokenizer.make_chunk(inputs.ids(texts), inputs.lengths[texts], rows))
         first += len(texts)
-    return chunks, plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded), plan
+    exchanges = tuple(
+        plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded, sizes) for sizes in inputs.sizes
+    )
+    return chunks, exchanges, plan

@@ -108,10 +108,12 @@ def test_every_pair_of_a_batch_is_encoded_once_and_sent_to_its_row(size):
     ranks = [make_rank_batch(batch, rank, size, tokenizer, ChunkOptions(40)) for rank in range(size)]
     encoded = [[tuple(text.tolist()) for chunk in rank.chunks for text in chunk.ids[0].split(chunk.packing.lengths)]
                for rank in ranks]  # fmt: skip
-    sent = [np.split(np.array(rank.exchange.send_order), np.cumsum(rank.exchange.num_sent)[:-1]) for rank in ranks]
+    sent = [
+        np.split(np.array(rank.exchanges[0].send_order), np.cumsum(rank.exchanges[0].num_sent)[:-1]) for rank in ranks
+    ]
     for rank, local in enumerate(ranks):
         arrived = [encoded[other][index] for other in range(size) for index in sent[other][rank].tolist()]
-        pairs = local.exchange.received_rows.argsort().tolist()
+        pairs = local.exchanges[0].received_rows.argsort().tolist()
         expected = own(
             [row.query for row in rows[rank::size] for _ in row.documents],
             [text for row in rows[rank::size] for text in row.documents],

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.losses.types import BatchInfo
-from embedtrain.training.rank_batch import ChunkOptions, Exchange, RankBatch, make_rank_batch
+from embedtrain.training.rank_batch import ChunkOptions, Exchange, RankBatch, make_rank_batch, plan_exchange
 from tests.small import batch, small_tokenizer, text, tokenised
 
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)
@@ -45,10 +46,10 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
     """What a rank's rows get when every rank sends what it encoded: the same steps as Exchange, without ranks."""
     sent = []
     for part in all_parts:
-        ordered = [tokens_of(part)[i] for i in part.exchange.send_order.tolist()]
-        start = sum(part.exchange.num_sent[:rank])
-        sent.append(ordered[start : start + part.exchange.num_sent[rank]])
-    mine = all_parts[rank].exchange
+        ordered = [tokens_of(part)[i] for i in part.exchanges[0].send_order.tolist()]
+        start = sum(part.exchanges[0].num_sent[:rank])
+        sent.append(ordered[start : start + part.exchanges[0].num_sent[rank]])
+    mine = all_parts[rank].exchanges[0]
     assert [len(block) for block in sent] == list(mine.num_received)
     home: list[list[int]] = [[] for _ in mine.received_rows]
     for place, ids in zip(mine.received_rows.tolist(), (ids for block in sent for ids in block), strict=True):
@@ -109,7 +110,7 @@ def test_what_does_not_fit_is_cut_by_the_budget():
 
 def test_a_rank_without_rows():
     mine = parts(batch(2), 4, ChunkOptions(100))[3]
-    assert (mine.num_queries, mine.exchange.num_received) == (0, [0, 0, 0, 0])
+    assert (mine.num_queries, mine.exchanges[0].num_received) == (0, [0, 0, 0, 0])
     assert (
         mine.batch_info.positives.dtype
         == mine.batch_info.query_keys.dtype
@@ -145,7 +146,18 @@ def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
     batch_info = BatchInfo(owners=nothing, query_keys=nothing, document_keys=nothing)
     exchange = Exchange(nothing, (), (), nothing)
-    return RankBatch(step, (), 0, batch_info, 0, num_cached_graphs=0, num_passes=0, max_documents=0, exchange=exchange)
+    return RankBatch(
+        step,
+        (),
+        0,
+        batch_info,
+        0,
+        num_cached_graphs=0,
+        num_passes=0,
+        max_documents=0,
+        exchanges=(exchange,),
+        sizes=(None,),
+    )
 
 
 def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:
@@ -216,3 +228,26 @@ def test_workers_do_not_change_the_order(workers):
 
     assert [made.step for made in Prefetcher(make, 2, 30, workers=workers)] == list(range(2, 30))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rows_of_texts_arrive_in_the_order_of_the_texts(ragged):
+    """All ranks in one process: texts with any number of rows reach the rank of their batch row, and return."""
+    size, random = 3, np.random.default_rng(ragged)
+    encoder_ranks, row_ranks = random.integers(0, size, 40), random.integers(0, 2, 40)  # rank 2 has no row
+    sizes = random.integers(0, 5, 40) if ragged else np.ones(40, dtype=np.int64)
+    rows_of = [np.stack([np.full(n, text), np.arange(n)], axis=1) for text, n in enumerate(sizes)]
+    encoded = [random.permutation(np.flatnonzero(encoder_ranks == rank)) for rank in range(size)]
+    exchanges = [
+        plan_exchange(encoder_ranks, row_ranks, rank, size, encoded[rank], sizes if ragged else None)
+        for rank in range(size)
+    ]
+    empty = np.zeros((0, 2), dtype=np.int64)
+    local = [torch.from_numpy(np.concatenate([empty, *(rows_of[text] for text in texts)])) for texts in encoded]
+    sent = [rows[e.send_order].split(e.num_sent) for rows, e in zip(local, exchanges, strict=True)]
+    for rank, exchange in enumerate(exchanges):
+        received = torch.cat([sent[other][rank] for other in range(size)])
+        assert exchange.num_received == [len(sent[other][rank]) for other in range(size)]
+        owned = torch.empty_like(received).index_copy_(0, exchange.received_rows, received)
+        expected = [empty, *(rows_of[text] for text in np.flatnonzero(row_ranks == rank))]
+        assert owned.tolist() == np.concatenate(expected).tolist()

@@ -1,0 +1,70 @@
+"""What an encoder computes of texts: one or several parts, each with one or more rows per text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One representation of N texts: a vector of each, the vectors of their tokens, or the score of each pair."""
+
+    values: Tensor  # float32 or float64 [R, D], the rows of all texts, text by text
+    sizes: NDArray[np.int64] | None = None  # [N], rows of each text, in host memory; None: one row each
+
+    def __len__(self) -> int:
+        return len(self.values) if self.sizes is None else len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The representations of N texts. Most kinds of models have one part; several belong to the same texts."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Encoded":
+        """One part with one row per text, [N, D]."""
+        return cls((Part(values),))
+
+    @property
+    def values(self) -> Tensor:
+        """The rows of the only part, [R, D]."""
+        (part,) = self.parts
+        return part.values
+
+    @property
+    def vectors(self) -> Tensor:
+        """The vector of each text, [N, D], of a model with one vector per text."""
+        (part,) = self.parts
+        assert part.sizes is None, "only a Score compares texts with several rows each"
+        return part.values
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+
+def split_queries(
+    parts: Sequence[Tensor], sizes: Sequence[NDArray[np.int64] | None], num_queries: int
+) -> tuple[Encoded, Encoded]:
+    """The queries, which are the first texts, and the documents, from the rows and the sizes of each part."""
+    queries, documents = [], []
+    for values, counts in zip(parts, sizes, strict=True):
+        first = num_queries if counts is None else int(counts[:num_queries].sum())
+        queries.append(Part(values[:first], None if counts is None else counts[:num_queries]))
+        documents.append(Part(values[first:], None if counts is None else counts[num_queries:]))
+    return Encoded(tuple(queries)), Encoded(tuple(documents))
+
+
+def row_indices(texts: Tensor, sizes: NDArray[np.int64] | None) -> Tensor:
+    """The rows of these texts, int64 [r], from int64 [n]; `sizes` has the rows of each text, None: one each."""
+    if sizes is None:
+        return texts
+    counts = sizes[texts.numpy()]
+    ends = np.cumsum(sizes)
+    starts = (ends - sizes)[texts.numpy()]
+    return torch.from_numpy(np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum()))

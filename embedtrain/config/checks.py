@@ -138,6 +138,7 @@ def _check_evaluation(recipe: Recipe) -> None:
     check.at_least(1, "chunk_tokens")
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "patience", "null never stops early")
+    check.at_least(1, "rerank_depth")
     if evaluation.patience is not None:
         check.require(
             recipe.checkpoint.best_metric is not None,
@@ -255,6 +256,11 @@ def _check_score_dims(recipe: Recipe) -> None:
     ):
         message = "is for the vectors of model.kind=dense; a cross_encoder computes a score; leave it out"
         OptionChecks(options, prefix).require(getattr(options, name) is None, name, message)
+    OptionChecks(recipe.evaluation, "evaluation.").require(
+        recipe.evaluation.function is None,
+        "function",
+        "is called with an encoder of texts, which model.kind=cross_encoder has not; leave it out",
+    )
 
 
 def _check_tracking(recipe: Recipe) -> None:

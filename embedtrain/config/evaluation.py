@@ -102,5 +102,10 @@ class EvaluationConfig:
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
+    # With model.kind=cross_encoder: documents to rank for each query of a retrieval set, the best of its `candidates`,
+    # or of BM25 without.
+    rerank_depth: int = 100
+    # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
+    document_windows: bool = False
     # module:function, called with the encoder after every evaluation; its metrics are a set of the function's name.
     function: str | None = None

@@ -5,6 +5,7 @@ separate the two texts, so no token spans both. The tokens of a query that has m
 cached once.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -29,13 +30,18 @@ _PROBES = [
     ("many words " * 9, "so many " * 9),
 ]
 _PROBE_LENGTHS = (12, 15, 512)
+_WINDOW_OVERLAP = 80  # tokens
+_NO_LIMIT = 1 << 30  # tokens of a text
 
 
 class Pair(NamedTuple):
-    """Two texts that a cross-encoder scores together."""
+    """Two texts that a cross-encoder scores together, or a window of a long document."""
 
     query: str
     document: str
+    # The first token of the document that the model reads, of as many as fit; None: from the beginning, or where the
+    # tokenizer cuts texts from the left.
+    start: int | None = None
 
 
 class PairTruncation(str, Enum):
@@ -231,9 +237,40 @@ class PairTokenizer(TextTokenizer):
         pairs = [text for text in texts if isinstance(text, Pair)]
         if not pairs:
             return self._fast.ids([str(text) for text in texts], limit) if texts else []
-        distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
-        ids = dict(zip(distinct, self._fast.ids(distinct, limit), strict=True))
-        return [self.pair_format.join(ids[pair.query], ids[pair.document], limit) for pair in pairs]
+        has_windows = any(pair.start is not None for pair in pairs)
+        queries, documents = self._contents(pairs, _NO_LIMIT if has_windows else limit)
+        if has_windows:
+            # Both texts are cut here: with another length of the document, the query would be cut otherwise.
+            kept = zip(*self.pair_format.fit(_lengths(queries), _lengths(documents), limit), strict=True)
+            for row, (pair, (num_query, num_document)) in enumerate(zip(pairs, kept, strict=True)):
+                if pair.start is not None:
+                    first = len(queries[row]) - num_query if self.pair_format.from_left else 0
+                    queries[row] = queries[row][first : first + num_query]
+                    documents[row] = documents[row][pair.start : pair.start + num_document]
+        lengths = _lengths(queries), _lengths(documents)
+        joined = self.pair_format.join_all(_flat(queries), lengths[0], _flat(documents), lengths[1], limit).tolist()
+        kept_queries, kept_documents = self.pair_format.fit(*lengths, limit)
+        ends = np.cumsum(kept_queries + kept_documents + self.pair_format.num_special).tolist()
+        return [joined[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def windows(self, pairs: Sequence[Pair]) -> NDArray[np.int64]:
+        """For each pair, the number of windows that its document takes, and the tokens from one to the next: [N, 2].
+
+        A document that fits is one window. The windows of a longer one overlap by 80 tokens, or by a quarter of a
+        window if that is less, as in BCEmbedding's RerankerModel.
+        """
+        queries, documents = map(_lengths, self._contents(pairs, _NO_LIMIT))
+        _, sizes = self.pair_format.fit(queries, documents, self.max_length)
+        strides = np.maximum(1, sizes - np.minimum(_WINDOW_OVERLAP, sizes // 4))
+        # Without room for the document, because the query takes it all, one window is as good as many.
+        counts = np.where(sizes > 0, 1 + -(-np.maximum(0, documents - sizes) // strides), 1)
+        return np.stack([counts, strides], axis=1)
+
+    def _contents(self, pairs: Sequence[Pair], limit: int) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens of the queries and of the documents, without special tokens; those of equal texts once."""
+        distinct = list(dict.fromkeys(text for pair in pairs for text in (pair.query, pair.document)))
+        ids = dict(zip(distinct, self._fast.ids(distinct, limit) if distinct else [], strict=True))
+        return [ids[pair.query] for pair in pairs], [ids[pair.document] for pair in pairs]
 
     def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
         """Pairs as one chunk, from their concatenated marked ids."""
@@ -260,6 +297,14 @@ class PairTokenizer(TextTokenizer):
     def fingerprint(self) -> str:
         """A digest of everything that determines the tokens of a text, except lengths."""
         return self._fast.fingerprint("without special tokens")
+
+
+def _lengths(texts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    return np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+
+
+def _flat(texts: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    return np.fromiter(itertools.chain.from_iterable(texts), dtype=np.int32)
 
 
 class PairInputs:

@@ -148,7 +148,7 @@ class CommandChannel:
             case StartTask(task):
                 self._task, self._index = task, None
             case EncodeTexts(texts, prompt):
-                return self.encoder.encode_all(texts, prompt, label="texts")
+                return self.encoder.encode_all(texts, prompt, label="encoding texts")
             case NewIndex(priorities):
                 self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config)
             case AddDocuments(texts, prompt, first):

@@ -244,7 +244,7 @@ def _apply_ranking_options(
                 f"candidates={config.candidates} has no use with {config.path}, whose rows hold their own"
             )
         path = Path(config.candidates).expanduser()
-        data, more = with_candidates(data, read_run(path), str(path))
+        data, more = with_candidates(data, read_run(path), str(path), first_stage="run")
         notes = notes + more
     if config.kind is SetKind.reranking and data.candidates is None:
         raise DataError(

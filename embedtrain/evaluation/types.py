@@ -37,6 +37,7 @@ class RetrievalSet:
     judgements: Mapping[str, Mapping[str, int]]
     # The indices of the documents to rank (reranking), for every judged query; None: all documents are searched.
     candidates: Mapping[str, Sequence[int]] | None = None
+    first_stage: str | None = None  # whose ranking the candidates are, best first (`bm25`, `run`); None: in no order
     ignore_identical_ids: bool = False  # whether a document with the query's own id is never retrieved
 
     @property

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Unshard
+from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Tokens
@@ -145,20 +146,20 @@ class SentenceEncoder:
 
     def encode_all(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str] | Sequence[Pair],
         prompt: str = "",
         *,
         max_length: int | None = None,
-        label: str = "queries",
+        label: str = "encoding queries",
         existing_prompt: str | Sequence[str] = "",
     ) -> Tensor:
         """Encode n texts; returns all vectors on every rank, float32 [n, D], in the order of the texts.
 
         Args:
-            texts: may contain duplicates, which are encoded once.
-            prompt: prepended to each text.
+            texts: may contain duplicates, which are encoded once; pairs of texts for a cross-encoder.
+            prompt: prepended to each text, not to pairs.
             max_length: in tokens, if less than the model's maximum.
-            label: what the texts are, for progress.
+            label: what is done, for progress.
             existing_prompt: a prompt that all texts already start with, or one per text.
 
         Raises TrainingError on every rank if a vector is not finite on any.
@@ -184,7 +185,7 @@ class SentenceEncoder:
         max_length: int | None = None,
         vector_cache: VectorCache | None = None,
         transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
-        label: str = "documents",
+        label: str = "encoding documents",
         existing_prompt: str = "",
     ) -> Iterator[EncodedShard]:
         """Encode n texts and leave each vector on the rank that encoded it; yields blocks.
@@ -216,7 +217,9 @@ class SentenceEncoder:
                 vectors = _repeat(encoded, counts, len(rows)) if has_duplicates else encoded
             yield EncodedShard(vectors, rows)
 
-    def _with_prompt(self, texts: Sequence[str], prompt: str, existing_prompt: str | Sequence[str]) -> PromptedTexts:
+    def _with_prompt(
+        self, texts: Sequence[str] | Sequence[Pair], prompt: str, existing_prompt: str | Sequence[str]
+    ) -> PromptedTexts:
         # Existing prompts only matter if prompt tokens are excluded from pooling.
         return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt)
 
@@ -287,7 +290,8 @@ class SentenceEncoder:
         bad_rows = (~block.is_finite.wait()).nonzero().flatten().tolist()
         report = None
         if bad_rows:
-            report = len(bad_rows), work.texts.texts[int(work.plan.first[block.distinct[bad_rows[0]]])][:60]
+            text = work.texts.texts[int(work.plan.first[block.distinct[bad_rows[0]]])]
+            report = len(bad_rows), (text.query if isinstance(text, Pair) else text)[:60]
         failures = [(rank, *report) for rank, report in enumerate(self.world.gather(report)) if report is not None]
         if failures:
             rank, count, text = failures[0]
@@ -297,7 +301,7 @@ class SentenceEncoder:
             )
         if work.vector_cache is not None and block.stored is not None:
             work.vector_cache.write(block.stored.wait(), block.distinct, block.chunks, self.world)
-        self.progress(f"encoding {work.label}", block.num_done, len(work.plan))
+        self.progress(work.label, block.num_done, len(work.plan))
         return block.vectors, block.distinct
 
     def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Tensor:

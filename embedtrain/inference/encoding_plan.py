@@ -6,13 +6,15 @@ Shapes: n texts, U distinct ones, W ranks.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.text_format import text_keys
+from embedtrain.data.pairs import Pair
+from embedtrain.data.text_format import text_key, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
@@ -29,16 +31,17 @@ _MIN_CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PromptedTexts:
-    """Texts and their prompts."""
+    """Texts and their prompts, or pairs of texts, which contain theirs."""
 
-    texts: Sequence[str]
-    prompt: str = ""  # prepended to each
+    texts: Sequence[str] | Sequence[Pair]
+    prompt: str = ""  # prepended to each text
     # A prompt that all texts already start with, or one per text; matters if prompt tokens are excluded from pooling.
     existing_prompt: str | Sequence[str] = ""
 
-    def with_prompt(self, rows: Sequence[int]) -> list[str]:
-        """The texts `rows` as the model sees them."""
-        return [self.prompt + self.texts[row] for row in rows]
+    def with_prompt(self, rows: Sequence[int]) -> list[Any]:
+        """The texts or pairs `rows` as the model sees them."""
+        selected = (self.texts[row] for row in rows)
+        return [text if isinstance(text, Pair) else self.prompt + text for text in selected]
 
     def prompts(self, rows: Sequence[int]) -> list[str]:
         """The whole prompt that each of the texts `rows` starts with."""
@@ -48,9 +51,15 @@ class PromptedTexts:
     def keys(self) -> NDArray[np.int64]:
         """int64 [n], equal for texts that have the same vector."""
         if isinstance(self.existing_prompt, str):
-            return text_keys(self.texts).numpy()
+            return self.text_keys()
         pairs = zip(self.texts, self.existing_prompt, strict=True)
         return text_keys([f"{len(prompt)} {text}" for text, prompt in pairs]).numpy()
+
+    def text_keys(self) -> NDArray[np.int64]:
+        """int64 [n], equal for equal texts or pairs."""
+        # Different pairs have different representations.
+        texts = (repr(text) if isinstance(text, Pair) else text for text in self.texts)
+        return np.fromiter(map(text_key, texts), dtype=np.int64, count=len(self.texts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class ShardedIndex:
         *,
         max_length: int | None = None,
         vector_cache: VectorCache | None = None,
-        label: str = "documents",
+        label: str = "encoding documents",
         existing_prompt: str = "",
     ) -> None:
         """Encode all N documents and add their unit vectors, so that scores are cosines. A collective.

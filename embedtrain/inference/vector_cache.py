@@ -25,7 +25,6 @@ from torch import Tensor, from_numpy
 from embedtrain.checksums import checksum, file_checksum
 from embedtrain.config.recipe import Precision
 from embedtrain.data.sources.files import file_digest
-from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
@@ -62,7 +61,7 @@ class VectorCache:
             existing = texts.existing_prompt
             identity[_EXISTING_PROMPT] = existing if isinstance(existing, str) else list(existing)
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
-        digest.update(text_keys(texts.texts).numpy().tobytes())
+        digest.update(texts.text_keys().tobytes())
         return VectorCache(self.directory / digest.hexdigest(), identity)
 
     def list_files(self, world: World) -> list[tuple[str, list[int]]]:

@@ -154,14 +154,16 @@ class _BiEncoder:
                 self._encoder,
                 pool.formatted(lambda text: prompt + text),
                 vector_cache=VectorCache(directory, {**self._identity, "dtype": self._options.index.dtype.value}),
-                label="documents with the teacher",
+                label="encoding documents with the teacher",
                 existing_prompt=prompt,
             )
 
     def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
         """Encode the queries and score the pairs."""
         assert self._index is not None
-        vectors = self._encoder.encode_all(queries, self._encoder.query_prompt, label="queries with the teacher")
+        vectors = self._encoder.encode_all(
+            queries, self._encoder.query_prompt, label="encoding queries with the teacher"
+        )
         return scores_of(self._index, unit_vectors(vectors), pairs)
 
 

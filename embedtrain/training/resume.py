@@ -153,7 +153,7 @@ EFFECTS = {
 # Options that select the best step, if `checkpoint.best_metric` is set.
 _CHOOSES_BEST = (
     *("evaluation.every", "evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
-    "evaluation.index",
+    *("evaluation.index", "evaluation.rerank_depth", "evaluation.document_windows"),
 )
 
 

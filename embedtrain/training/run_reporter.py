@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.watchdog.activity import activity
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
@@ -52,6 +52,8 @@ class RunReporter:
         run_length: RunLength,
     ) -> None:
         self._is_enabled, self._run_dir, self._world = recipe.tracking.report, run_dir, world
+        # A cross-encoder has no vectors of texts.
+        self._has_sample = recipe.tracking.report and recipe.model.kind is ModelKind.dense
         self._encoder, self._tracker, self._state = encoder, tracker, start.state
         self._starts_at_zero = start.resumed_step is None
         self._run_length = run_length
@@ -88,7 +90,7 @@ class RunReporter:
 
     def encode_before_training(self, choose: Callable[[], Sample]) -> None:
         """Encode a sample before the first step, unless an earlier session did."""
-        if not self._is_enabled or not self._starts_at_zero:
+        if not self._has_sample or not self._starts_at_zero:
             return
 
         def choose_and_write() -> Sample:
@@ -100,7 +102,7 @@ class RunReporter:
 
     def report_finished(self, step: int) -> None:
         """Encode the same sample with the exported weights, those of `step`, and write the report."""
-        if self._is_enabled:
+        if self._has_sample:
             self._encode(lambda: read_texts(self._run_dir.sample), AFTER, step)
         self._on_main_rank("sessions.jsonl", lambda: self._record_end("finished", exported=step))
         self._write_report()
@@ -144,7 +146,7 @@ class RunReporter:
             encoded = self._encoder.encode_all(
                 [f"{text.before}{text.text}{text.after}" for text in texts],
                 max_length=length,
-                label="the sample of the report",
+                label="encoding the sample of the report",
                 existing_prompt=[text.before for text in texts],
             )
             if embeddings is None:

@@ -18,15 +18,16 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.prompts import prompt_warnings
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.evaluator import EvaluationFunction
+from embedtrain.evaluation.evaluator import EvaluationFunction, Evaluator
+from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.evaluation.types import LoadedSet
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet
 from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
@@ -141,6 +142,8 @@ def read_inputs(run: Run) -> RunInputs:
         optional=lambda name: best is None or set_of_metric(best) not in (name, MEAN),
         warn=run.console.warn,
     )
+    if recipe.model.kind is ModelKind.cross_encoder:
+        sets = with_candidates_of(sets, world, evaluation.rerank_depth)
     best_metric = parse_recipe_metric(recipe, sets, function, dims)
     with world.fail_together("opening the model"):
         if described is not recipe.model:
@@ -152,7 +155,16 @@ def read_inputs(run: Run) -> RunInputs:
             f"evaluation and export use all {source.dimension}"
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
+    if recipe.model.kind is ModelKind.cross_encoder:
+        run.note(_first_stage_notes(sets, world))
     return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
+
+
+def _first_stage_notes(sets: Sequence[LoadedSet], world: World) -> list[str]:
+    """What the candidates of a cross-encoder's sets are before it ranks them. A collective."""
+    ranked = [loaded for loaded in sets if isinstance(loaded.data, RetrievalSet) and loaded.data.first_stage]
+    metrics = Evaluator(ranked, None, world).evaluate() if ranked else {}
+    return [first_stage_note(loaded, metrics[loaded.data.name]) for loaded in ranked]
 
 
 def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import Notice, StopSignals
 from embedtrain.distributed.timeouts import Timeouts
@@ -14,6 +14,7 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.score import PairScorer
 from embedtrain.loading.load import quiet_libraries, verify_packing
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
@@ -96,6 +97,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     encoder = SentenceEncoder.from_model(
         model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard, truncate=False
     )
+    scores_pairs = recipe.model.kind is ModelKind.cross_encoder
     with (
         open_tracker(run, model, start) as tracker,
         checkpointer,
@@ -132,7 +134,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             evaluation=PeriodicEvaluation(
                 evaluator=Evaluator(
                     inputs.sets,
-                    encoder,
+                    PairScorer(encoder, windows=recipe.evaluation.document_windows) if scores_pairs else encoder,
                     world,
                     truncate_dims=truncate_dims(recipe, inputs.losses, inputs.source),
                     index=recipe.evaluation.index,

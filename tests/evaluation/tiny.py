@@ -1,16 +1,21 @@
 """A small sharded encoder for tests of evaluation, untouched: no forward pass has run on it yet."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import processors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
+from embedtrain.data.pairs import PairFormat, PairTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.score import PairScorer
 from tests.small import small_tokenizer
 
 
@@ -47,3 +52,55 @@ def sharded_encoder(world: World) -> TinyEncoder:
 def sentence_encoder(world: World, *, chunk_tokens: int = 40, **options: Any) -> SentenceEncoder:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     return SentenceEncoder(sharded_encoder(world), tokenizer, world, chunk_tokens=chunk_tokens, **options)
+
+
+class TinyCrossEncoder(nn.Module):
+    """BERT with random weights, token types and the head of its class; one score per pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+            max_position_embeddings=64, initializer_range=0.2, pad_token_id=1, num_labels=1,
+        )  # fmt: skip
+        self.model = BertForSequenceClassification(config)
+        self.scored = 0
+
+    def forward(
+        self, ids: Tensor, mask: Tensor | None, pooled: Any = None, packing: Any = None, types: Tensor | None = None
+    ) -> Tensor:
+        self.scored += len(ids)
+        return self.model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits
+
+
+def pair_tokenizer() -> PreTrainedTokenizerFast:
+    """`small_tokenizer` with pairs as those of BERT."""
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return tokenizer
+
+
+def pair_scorer(
+    world: World, *, max_length: int = 24, chunk_tokens: int = 60, windows: bool = False, **prompts: str
+) -> PairScorer:
+    encoder, own = TinyCrossEncoder(), pair_tokenizer()
+    mesh = init_device_mesh("cpu", (world.size,))
+    for layer in encoder.model.bert.encoder.layer:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(encoder, mesh=mesh)
+    tokenizer = PairTokenizer(own, max_length, PairFormat.of(own, token_types=True))
+    return PairScorer(SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, **prompts), windows=windows)
+
+
+def save_tiny_cross_encoder(directory: Path) -> Path:
+    """The same as a directory of transformers."""
+    TinyCrossEncoder().model.save_pretrained(directory)
+    pair_tokenizer().save_pretrained(directory)
+    settings = directory / "tokenizer_config.json"  # tokenizers do not write which inputs they make
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | names))
+    return directory

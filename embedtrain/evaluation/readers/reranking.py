@@ -1,9 +1,12 @@
 """Reranking sets: rows of a query with positives and negatives, and candidates from TREC run files."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
+
+import numpy as np
 
 from embedtrain.data.cache.documents import select_texts
 from embedtrain.data.sources import values
@@ -65,13 +68,16 @@ def texts_of(row: Row, key: str) -> list[str]:
 def read_run(path: Path) -> dict[str, dict[str, str]]:
     """The documents of each query in a TREC run (`query Q0 document rank score tag`), with their locations by id.
 
-    Ids of runs that embedtrain has written are decoded; in other runs they are as written.
+    They are in the order of trec_eval: by descending score, in float32, and descending id. Ids of runs that embedtrain
+    has written are decoded; in other runs they are as written.
 
-    Raises DataError if the file is unreadable or empty, a line has too few or many fields, or a document is repeated.
+    Raises DataError if the file is unreadable or empty, a line has too few or many fields, a score is no number, or a
+    document is repeated.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such run file")
     run: dict[str, dict[str, str]] = {}
+    scores: dict[tuple[str, str], float] = {}
     for location, line in _text_lines(path):
         fields = line.split()
         if len(fields) != 6:
@@ -79,15 +85,24 @@ def read_run(path: Path) -> dict[str, dict[str, str]]:
                 f"{location}: {len(fields)} fields, but a line of a run is query, Q0, document, rank, score, tag: "
                 f"{shorten(line)}"
             )
-        query, _, document, _, _, tag = fields
+        query, _, document, _, score, tag = fields
         if tag == RUN_TAG:
             query, document = unquote(query), unquote(document)
         before = run.setdefault(query, {}).setdefault(document, location)
         if before != location:
             raise DataError(f"{location}: document {document} is repeated for query {query}, first at {before}")
+        try:
+            scores[query, document] = float(np.float32(score))
+        except ValueError:
+            scores[query, document] = math.nan
+        if math.isnan(scores[query, document]):
+            raise DataError(f"{location}: the score is not a number: {shorten(score)}")
     if not run:
         raise DataError(f"{path} is empty")
-    return run
+    return {
+        query: dict(sorted(locations.items(), key=lambda item: (scores[query, item[0]], item[0]), reverse=True))
+        for query, locations in run.items()
+    }
 
 
 def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -101,12 +116,13 @@ def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def with_candidates(
-    data: RetrievalSet, ranked: Mapping[str, Collection[str]], source: str
+    data: RetrievalSet, ranked: Mapping[str, Collection[str]], source: str, first_stage: str | None = None
 ) -> tuple[RetrievalSet, list[str]]:
     """The set with the documents to rank for each query, without other documents, and notes on mismatches.
 
     A judged query without candidates stays: it finds nothing and counts as 0, as with trec_eval -c. `ranked` holds
-    document ids by query id, in any order; `source` is its name in messages. Raises DataError if no judged query has a
+    document ids by query id, best first if `first_stage` names what has ranked them; `source` is its name in messages.
+    Raises DataError if no judged query has a
     candidate that is a document.
     """
     judged = data.judged_queries
@@ -140,4 +156,4 @@ def with_candidates(
             f"(the first: {min(candidate_ids.difference(ids))})"
         )
     documents = Corpus(ids, select_texts(data.documents.texts, rows))
-    return replace(data, documents=documents, candidates=candidates), notes
+    return replace(data, documents=documents, candidates=candidates, first_stage=first_stage), notes

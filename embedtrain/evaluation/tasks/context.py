@@ -6,20 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.types import LoadedSet
+from embedtrain.evaluation.types import Corpus, LoadedSet
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.exact import cosines, unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.tracking.query_metrics import QueryMetrics
 
 # MTEB's seed for all draws.
 SEED = 42
+# Scores that all ranks exchange at a time.
+_SCORE_BATCH_SIZE = 1 << 22
 
 
 @dataclass
@@ -28,23 +32,31 @@ class EncodedSet:
 
     vectors: dict[str, Tensor] = field(default_factory=dict)  # by label, on every rank
     documents: ShardedIndex | None = None
+    ranking: dict[str, list[int]] | None = None  # indices of the best documents by query id, best first
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationContext:
-    """One set on one model."""
+    """One set on one model, or in the order of a first stage."""
 
-    encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     world: World
     loaded: LoadedSet  # the set, with its prompts and maximum lengths
     metrics: tuple[str, ...]  # names of the metrics to compute
+    save_runs: Path | None = None  # directory for TREC files
+    run_depth: int | None = None  # documents per query in a run file; None: as many as the metrics need, at least 1000
+    on_queries: Callable[[QueryMetrics], None] | None = None  # called on every rank with the metrics of each query
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderContext(EvaluationContext):
+    """One set on a model that gives texts vectors; texts are compared by cosine."""
+
+    encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
-    save_runs: Path | None  # directory for TREC files
     dimension: int | None  # of the vectors that are measured, the first of all; None: all
     encoded: EncodedSet  # filled by the first measurement
-    run_depth: int | None  # documents per query in a run file; None: as many as the metrics need, at least 1000
-    on_queries: Callable[[QueryMetrics], None] | None = None  # called on every rank with the metrics of each query
+    keep_ranking: int = 0  # documents per query of a search that `encoded.ranking` has afterwards
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Unit vectors of queries: float32 [n, D], on every rank. A collective."""
@@ -62,11 +74,27 @@ class EvaluationContext:
         vectors = self.encode_texts([*first, *second])
         return vectors[: len(first)], vectors[len(first) :]
 
+    def similarities(self, first: Sequence[str], second: Sequence[str]) -> Tensor:
+        """Cosines of n pairs of texts, float32 [n], on every rank. A collective."""
+        # In float32, the cosine of two equal texts is exactly 1, so that they tie.
+        return cosines(*self.encode_pairs(first, second)).float().cpu()
+
+    def candidate_scores(self, queries: Sequence[str], documents: Corpus, candidates: Tensor) -> Tensor:
+        """Cosines of Q queries with M candidates each, float32 [Q, M], on every rank. A collective.
+
+        `candidates`, int64 [Q, M], are indices of documents, or -1.
+        """
+        vectors = self.encode_queries(queries)
+        index = self.index_documents(documents.texts, documents.ids)
+        batch_size = max(1, _SCORE_BATCH_SIZE // candidates.shape[1])
+        batches = zip(vectors.split(batch_size), candidates.split(batch_size), strict=True)
+        return torch.cat([torch.empty((0, candidates.shape[1])), *(index.scores_of(*batch) for batch in batches)])
+
     def _encode(self, texts: Sequence[str], label: str) -> Tensor:
         if label not in self.encoded.vectors:
             prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
             self.encoded.vectors[label] = self.encoder.encode_all(
-                texts, prompt, max_length=self.loaded.query_max_length, label=label
+                texts, prompt, max_length=self.loaded.query_max_length, label=f"encoding {label}"
             )
         return self.encoded.vectors[label][:, : self.dimension]
 
@@ -84,6 +112,30 @@ class EvaluationContext:
                 vector_cache=self.vector_cache,
             )
         return index if self.dimension is None else index.truncated(self.dimension)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerContext(EvaluationContext):
+    """One set on a cross-encoder, which reads a query and a document together."""
+
+    scorer: PairScorer  # of the live model; its prompts are used if the set has none of its own
+
+    def similarities(self, first: Sequence[str], second: Sequence[str]) -> Tensor:
+        """Scores of n pairs of texts, float32 [n], on every rank. A collective."""
+        prompts = self.loaded.query_prompt, self.loaded.document_prompt
+        return self.scorer.score(first, second, query_prompt=prompts[0], document_prompt=prompts[1])
+
+    def candidate_scores(self, queries: Sequence[str], documents: Corpus, candidates: Tensor) -> Tensor:
+        """Scores of Q queries with M candidates each, float32 [Q, M], on every rank. A collective.
+
+        `candidates`, int64 [Q, M], are indices of documents, or -1.
+        """
+        rows, columns = (candidates >= 0).nonzero(as_tuple=True)
+        scores = torch.zeros(candidates.shape)
+        scores[rows, columns] = self.similarities(
+            Selected(queries, rows.numpy()), Selected(documents.texts, candidates[rows, columns].numpy())
+        )
+        return scores
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import DataError
-from embedtrain.evaluation.tasks.context import SEED, EvaluationContext, reproducible_sklearn
+from embedtrain.evaluation.tasks.context import SEED, EncoderContext, reproducible_sklearn
 from embedtrain.evaluation.types import ClassificationSet, ClusteringSet
 
 CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")
@@ -43,7 +43,7 @@ def classification_metrics(data: ClassificationSet) -> tuple[str, ...]:
     return BINARY_CLASSIFICATION_METRICS if len(set(data.labels)) == 2 else CLASSIFICATION_METRICS
 
 
-def measure_classification(data: ClassificationSet, context: EvaluationContext) -> dict[str, float]:
+def measure_classification(data: ClassificationSet, context: EncoderContext) -> dict[str, float]:
     """Means over experiments, identical on every rank. A collective.
 
     Samples, classifier and metrics are those of MTEB's AbsTaskClassification; `classifier=knn` is the classifier of its
@@ -128,7 +128,7 @@ def _classification_metrics(classes: NDArray[np.int64], predicted: NDArray[np.in
     return metrics
 
 
-def measure_clustering(data: ClusteringSet, context: EvaluationContext) -> dict[str, float]:
+def measure_clustering(data: ClusteringSet, context: EncoderContext) -> dict[str, float]:
     """V-measure (mean and standard deviation) and adjusted mutual information, identical on every rank. A collective.
 
     Clusters, samples and metrics are those of MTEB: AbsTaskClusteringLegacy if texts come in groups, otherwise the

@@ -11,10 +11,10 @@ from sklearn.metrics import average_precision_score, precision_recall_fscore_sup
 from torch import Tensor
 
 from embedtrain.evaluation.metrics import sts_metrics
-from embedtrain.evaluation.tasks.context import EvaluationContext, reproducible_sklearn
+from embedtrain.evaluation.tasks.context import EncoderContext, ScorerContext, reproducible_sklearn
 from embedtrain.evaluation.types import Bitext, LabelledPairs, ScoredPairs
 from embedtrain.inference.encode import EncodedShard
-from embedtrain.inference.exact import cosines, unit_vectors
+from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order
 
 STS_METRICS = ("spearman", "pearson")
@@ -22,30 +22,27 @@ PAIR_CLASSIFICATION_METRICS = ("ap", "accuracy", "f1", "precision", "recall", "a
 BITEXT_METRICS = ("f1", "precision", "recall", "accuracy", "accuracy_back", "accuracy_mean")
 
 
-def measure_sts(data: ScoredPairs, context: EvaluationContext) -> dict[str, float]:
-    """Rank and linear correlation of cosines with gold scores, identical on every rank. A collective."""
-    first, second = context.encode_pairs(data.first, data.second)
+def measure_sts(data: ScoredPairs, context: EncoderContext | ScorerContext) -> dict[str, float]:
+    """Rank and linear correlation of similarities with gold scores, identical on every rank. A collective."""
+    similarities = context.similarities(data.first, data.second)
     metrics: dict[str, float] = {}
     with context.world.fail_together(f"computing the metrics of {data.name}"):
         if context.world.is_main:
-            # In float32, the cosine of two equal texts is exactly 1, so that they tie.
-            metrics = sts_metrics(cosines(first, second).float().tolist(), data.scores)
+            metrics = sts_metrics(similarities.tolist(), data.scores)
     return context.world.broadcast(metrics)
 
 
-def measure_pair_classification(data: LabelledPairs, context: EvaluationContext) -> dict[str, float]:
-    """Metrics of cosines as scores of pairs, identical on every rank. A collective.
+def measure_pair_classification(data: LabelledPairs, context: EncoderContext | ScorerContext) -> dict[str, float]:
+    """Metrics of the similarities of pairs, identical on every rank. A collective.
 
     Average precision is scikit-learn's. Accuracy, and F1 with its precision and recall, are those at the best threshold
     of each, as found by sentence-transformers' BinaryClassificationEvaluator.
     """
-    first, second = context.encode_pairs(data.first, data.second)
+    similarities = context.similarities(data.first, data.second)
     metrics: dict[str, float] = {}
     with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
         if context.world.is_main:
-            # In float32, the cosine of two equal texts is exactly 1, so that they tie.
-            scores = cosines(first, second).float().cpu().numpy()
-            metrics = _pair_classification_metrics(scores, np.asarray(data.labels))
+            metrics = _pair_classification_metrics(similarities.numpy(), np.asarray(data.labels))
     return context.world.broadcast(metrics)
 
 
@@ -59,7 +56,7 @@ def _pair_classification_metrics(scores: np.ndarray, labels: np.ndarray) -> dict
     return {metric: float(value) for metric, value in zip(PAIR_CLASSIFICATION_METRICS, values, strict=True)}
 
 
-def measure_bitext(data: Bitext, context: EvaluationContext) -> dict[str, float]:
+def measure_bitext(data: Bitext, context: EncoderContext) -> dict[str, float]:
     """Metrics of nearest neighbours by cosine, identical on every rank. A collective.
 
     From the first sentences to the second, a translation is found if the nearest neighbour is in the same row;
@@ -88,7 +85,7 @@ def measure_bitext(data: Bitext, context: EvaluationContext) -> dict[str, float]
     return context.world.broadcast(metrics)
 
 
-def _nearest(queries: Tensor, documents: Tensor, context: EvaluationContext) -> list[int]:
+def _nearest(queries: Tensor, documents: Tensor, context: EncoderContext) -> list[int]:
     """For each row of [n, D], the row of [n, D] with the largest inner product. A collective.
 
     Every rank has all vectors and searches a part of them.

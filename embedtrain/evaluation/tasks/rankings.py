@@ -13,25 +13,23 @@ import numpy as np
 import torch
 
 from embedtrain.evaluation.metrics import UNCUT_DEPTH, judged_documents, mean_metrics, metrics_per_query, required_depth
-from embedtrain.evaluation.tasks.context import EvaluationContext
-from embedtrain.evaluation.types import RUN_TAG, RetrievalSet
+from embedtrain.evaluation.tasks.context import EncoderContext, EvaluationContext, ScorerContext
+from embedtrain.evaluation.types import RUN_TAG, Corpus, RetrievalSet
 from embedtrain.files import atomic_write
 from embedtrain.tracking.query_metrics import QueryMetrics
 
 RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
 # Rankings that are dictionaries at a time: they take ten times the memory of tensors.
 QUERY_BATCH_SIZE = 512
-# Scores that all ranks exchange at a time.
-_SCORE_BATCH_SIZE = 1 << 22
 
 
-def measure_retrieval(data: RetrievalSet, context: EvaluationContext) -> dict[str, float]:
+def measure_retrieval(data: RetrievalSet, context: EncoderContext) -> dict[str, float]:
     """Metrics of each query's best documents among all, identical on every rank. A collective."""
     judged, ids = data.judged_queries, data.documents.ids
     vectors = context.encode_queries([data.queries[query] for query in judged])
     index = context.index_documents(data.documents.texts, ids)
     depth = required_depth(context.metrics)
-    max_depth = max(_run_file_depth(context) if context.save_runs else 0, depth)
+    max_depth = max(_run_file_depth(context) if context.save_runs else 0, depth, context.keep_ranking)
     # One more: the query itself may be among them.
     ranking = index.search(vectors, max_depth + data.ignore_identical_ids)
 
@@ -42,22 +40,25 @@ def measure_retrieval(data: RetrievalSet, context: EvaluationContext) -> dict[st
             run.pop(judged[number], None)
         return run
 
+    if context.keep_ranking:
+        context.encoded.ranking = {
+            query: [number for number in row if not (data.ignore_identical_ids and ids[number] == query)][
+                : context.keep_ranking
+            ]
+            for query, row in zip(judged, ranking.documents.tolist(), strict=True)
+        }
     return _ranking_metrics(data, ranked, depth, context)
 
 
-def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[str, float]:
-    """Metrics of each query's own candidates, ordered by cosine, identical on every rank. A collective.
+def measure_reranking(data: RetrievalSet, context: EncoderContext | ScorerContext) -> dict[str, float]:
+    """Metrics of each query's own candidates, ordered by the model, identical on every rank. A collective.
 
     Duplicate candidates count once. Only documents that are candidates are encoded.
     """
-    assert data.candidates is not None, "a reranking set has candidates"
     judged = data.judged_queries
-    candidates = [list(dict.fromkeys(data.candidates.get(query, ()))) for query in judged]
+    candidates = _distinct_candidates(data)
     numbers = sorted({number for row in candidates for number in row})
     ids = [data.documents.ids[number] for number in numbers]
-    vectors = context.encode_queries([data.queries[query] for query in judged])
-    index = context.index_documents([data.documents.texts[number] for number in numbers], ids)
-
     index_of = {number: position for position, number in enumerate(numbers)}
     width = max([1, *map(len, candidates)])
     # Padded with -1.
@@ -65,9 +66,8 @@ def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[st
     for row, row_candidates in enumerate(candidates):
         row_indices = [index_of[number] for number in row_candidates]
         documents[row, : len(row_candidates)] = torch.tensor(row_indices, dtype=torch.int64)
-    batch_size = max(1, _SCORE_BATCH_SIZE // width)
-    batches = zip(vectors.split(batch_size), documents.split(batch_size), strict=True)
-    scores = torch.cat([torch.empty((0, width)), *(index.scores_of(*batch) for batch in batches)])
+    texts = Corpus(ids, [data.documents.texts[number] for number in numbers])
+    scores = context.candidate_scores([data.queries[query] for query in judged], texts, documents)
 
     def ranked(number: int) -> dict[str, float]:
         names = [ids[document] for document in documents[number].tolist() if document >= 0]
@@ -78,6 +78,26 @@ def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[st
         return run
 
     return _ranking_metrics(data, ranked, width, context)
+
+
+def measure_first_stage(data: RetrievalSet, context: EvaluationContext) -> dict[str, float]:
+    """Metrics of each query's own candidates in the order in which they are. A collective."""
+    judged, candidates = data.judged_queries, _distinct_candidates(data)
+
+    def ranked(number: int) -> dict[str, float]:
+        row = candidates[number]
+        run = {data.documents.ids[document]: float(len(row) - rank) for rank, document in enumerate(row)}
+        if data.ignore_identical_ids:
+            run.pop(judged[number], None)
+        return run
+
+    return _ranking_metrics(data, ranked, max([1, *map(len, candidates)]), context)
+
+
+def _distinct_candidates(data: RetrievalSet) -> list[list[int]]:
+    """The candidates of each judged query, each once, in their order."""
+    assert data.candidates is not None, "a reranking set has candidates"
+    return [list(dict.fromkeys(data.candidates.get(query, ()))) for query in data.judged_queries]
 
 
 def _ranking_metrics(

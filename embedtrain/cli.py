@@ -13,10 +13,11 @@ from typing import Any, NoReturn, TypeVar
 
 from embedtrain.config.command_line import join_help_topic
 from embedtrain.config.launch import Launch, split_launch_options
+from embedtrain.distributed.rank_count import num_ranks
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
-from embedtrain.formatting import mask_passwords, printable, shorten_message
+from embedtrain.formatting import format_count, mask_passwords, printable, shorten_message
 from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
 from embedtrain.streams import SafeStream, protect_standard_streams
 
@@ -129,10 +130,13 @@ def _compose_as_rank(
 
 def _run_ranks(module: str, arguments: list[str], launch: Launch) -> None:
     """Start the ranks and exit when they have ended; return if a single rank is to run, which needs no launcher."""
-    from embedtrain.distributed.launch import num_ranks, run_ranks
-
     count = num_ranks(launch)
+    # At once, because importing torch on a busy machine takes a minute, and nothing else is printed meanwhile.
+    where = f" on node {launch.node_rank} of {launch.nodes}" if launch.nodes > 1 else ""
+    print(f"starting {format_count(count, 'rank')}{where}", file=sys.stderr, flush=True)
     if count * launch.nodes > 1:
+        from embedtrain.distributed.launch import run_ranks
+
         raise SystemExit(run_ranks(module, arguments, launch, count))
 
 

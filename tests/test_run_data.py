@@ -58,7 +58,7 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
                 in told
             )
             assert "classes-no_in_batch_neg: no in-batch negatives, as no_in_batch_neg in the path says" in told
-            assert "an epoch: 63 rows in 8 steps of up to 10, each of one source" in told
+            assert "an epoch: 63 rows in 8 batches of up to 10 rows, each of one source" in told
     names = [next(iter(row)) for row in found[1].values()]
     assert all(len(row) == 1 for row in found[1].values())
     assert [names.count(f"loss/{name}") for name in ("train", "pairs", "classes-no_in_batch_neg")] == [4, 2, 2]

@@ -313,11 +313,22 @@ def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]
 
 
 def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mixing: Mixing) -> str:
-    note = f"an epoch: {plan.rows_per_epoch:,} rows in {format_count(plan.steps_per_epoch, 'step')} of "
+    total, batches, size = plan.rows_per_epoch, plan.steps_per_epoch, plan.global_batch_size
+    note = f"an epoch: {format_count(total, 'row')} in {format_count(batches, 'batch', 'batches')} of "
     if mixing.by_source and len(stores) > 1:
-        note += f"up to {plan.global_batch_size:,}, each of one source"
+        note += f"up to {format_count(size, 'row')}, each of one source"
+        is_divided = not any(count % size for count in rows)
     else:
-        note += f"{-(-plan.rows_per_epoch // plan.steps_per_epoch):,}"  # the others are equal or smaller by one
+        smallest, largest = total // batches, -(-total // batches)
+        note += f"{smallest:,} or " * (smallest < largest) + format_count(largest, "row")
+        is_divided = total % size == 0
+    if batches == 1 and not is_divided:
+        note += f" (fewer than train.global_batch_size={size})"
+    elif not is_divided:
+        note += (
+            f" (train.global_batch_size={size} does not divide the number of rows: batches are made smaller, so that "
+            "no row is left out or repeated)"
+        )
     if any(count != len(store) for store, count in zip(stores, rows, strict=True)):
         counts = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))
         note += f" ({', '.join(list(counts)[:8])}{', ...' * (len(stores) > 8)})"

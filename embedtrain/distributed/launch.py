@@ -36,28 +36,6 @@ _LOOPBACK = "127.0.0.1"
 _MONITOR_SECONDS = 0.1
 
 
-def num_ranks(launch: Launch) -> int:
-    """The number of ranks of this node."""
-    if launch.processes is not None:
-        return launch.processes
-    visible = num_visible_gpus()
-    if launch.gpus > visible:
-        raise ConfigError(
-            f"--gpus {launch.gpus}: this node has {format_count(visible, 'visible GPU')}"
-            + ("" if visible else f"; --nproc-per-node {launch.gpus} starts ranks on the CPU")
-        )
-    return launch.gpus or max(1, visible)
-
-
-def num_visible_gpus() -> int:
-    """The number of GPUs that torch sees; without a driver it is not asked, because importing it takes seconds."""
-    if not any(map(os.path.exists, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd"))):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_ranks: int) -> int:
     """Run `python -m MODULE ARGUMENTS` on `num_local_ranks` ranks of this node; returns the exit code.
 

@@ -145,7 +145,7 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     from embedtrain.loading.load import load_model
 
     config, parallel = command_model_config(options), ParallelConfig(precision=options.precision)
-    with command_option_names(MODEL_OPTION_NAMES):
+    with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
         model = load_model(config, parallel, world, seed=0, work=None)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     for note in model.notes:
@@ -163,11 +163,12 @@ def _report(
     """Print tables and the memory used."""
     from embedtrain.formatting import format_count
     from embedtrain.tracking.metrics import METRICS_FILE
-    from embedtrain.tracking.tracker import peak_memory_gib
+    from embedtrain.tracking.tracker import describe_peak_memory, peak_memory_gib
 
     console.evaluation(0, metrics, datasets=datasets, title=f"evaluation of {options.model}")
     peak = max(world.gather(peak_memory_gib(world.device)))
-    console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each")
+    measured = describe_peak_memory(world.device)
+    console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each ({measured})")
     if metrics:
         console.note(f"rows are in {Path(options.output_dir) / METRICS_FILE}")
 

@@ -109,7 +109,7 @@ def _load_models(
 
     console.warn(*prompt_warnings(options))
     config, parallel = command_model_config(options), ParallelConfig(precision=precision)
-    with command_option_names(MODEL_OPTION_NAMES):
+    with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
         model = load_model(config, parallel, world, seed=0, work=None)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     teacher: Teacher | None = None

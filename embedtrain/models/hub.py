@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import is_offline_mode, list_repo_files, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
@@ -63,6 +64,12 @@ def resolve_directory(
         )
     except Exception as error:
         at = "" if revision is None else f" at {revision_option}={revision}"
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "without a network (or with HF_HUB_OFFLINE=1)" if is_offline_mode() else "when the Hub fails"
+            raise ModelError(
+                f"{option}={path}{at} is neither a directory nor in the cache of the Hugging Face Hub, and {reason} it "
+                f"cannot be downloaded: set {option} to a local directory, or run once with access to the Hub"
+            ) from None
         raise ModelError(
             f"{option}={path}{at} is neither a directory nor a model available from the Hugging Face Hub "
             f"({type(error).__name__}: {one_line(error)})"

@@ -208,7 +208,7 @@ def _reason(
     candidates: list[LayoutCandidate],
     qualifier: str,
 ) -> str:
-    memory = f"{qualifier}{_gib(best.memory.total)} of {_gib(cluster.memory)} per rank"
+    memory = f"{qualifier}{_gib(best.memory.total)} planned for model and step, of {_gib(cluster.memory)} per rank"
     if not best.fits:
         start = "requested" if parallel.strategy is not Strategy.auto else "nothing fits, this needs the least memory"
         return f"{start}: {memory}, of which {_gib(cluster.usable)} are usable"

@@ -38,7 +38,7 @@ def main(options: SearchOptions) -> None:
     console = Console()
     with joined_world() as world:
         config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-        with command_option_names(MODEL_OPTION_NAMES):
+        with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
             model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         index = ShardedIndex(trec_order(ids), world)

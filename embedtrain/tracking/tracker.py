@@ -247,6 +247,13 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
 
 
+def describe_peak_memory(device: torch.device) -> str:
+    """What `peak_memory_gib` measures, for the user: it is not the memory that was planned."""
+    if device.type == "cuda":
+        return "the most that torch has allocated on the GPU"
+    return "the most that the process has used, with its libraries and data"
+
+
 def gpu_utilization(device: torch.device) -> dict[str, float]:
     """`gpu_utilization`: the fraction of the last moments in which a kernel ran on the GPU, as `nvidia-smi` shows it.
 

@@ -38,7 +38,7 @@ from embedtrain.models.hub import download_configuration
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.tracker import Tracker
+from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
 from embedtrain.training.custom_code import import_code, parse_recipe_metric
 from embedtrain.training.early_checks import check_dimensions, check_local_inputs, truncate_dims
@@ -224,16 +224,17 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
     """Load the model and build loss and optimizer. If there is a checkpoint, the weights are read from it later."""
     recipe, world, data = run.recipe, run.world, inputs.data
     tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, from_scratch=start.from_scratch)
-    model = load_model(
-        recipe.model,
-        recipe.parallel,
-        world,
-        seed=recipe.seed,
-        source=inputs.source,
-        tokenizer=tokenizer,
-        read_weights=start.from_scratch,
-        work=StepWorkload.of(recipe),
-    )
+    with run.console.phase("loading the model"):
+        model = load_model(
+            recipe.model,
+            recipe.parallel,
+            world,
+            seed=recipe.seed,
+            source=inputs.source,
+            tokenizer=tokenizer,
+            read_weights=start.from_scratch,
+            work=StepWorkload.of(recipe),
+        )
     _advise_when_exhausted(run, model)
     tokenize_data(data, model, inputs.cache, world, run.console)
     guides, guide_notes = load_guides(
@@ -243,7 +244,8 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    run.note([*model.notes, *guide_notes])
+    memory = f"memory in the lines of steps: {describe_peak_memory(world.device)}, on rank 0"
+    run.note([*model.notes, *guide_notes, memory])
     loss = build_loss(recipe, inputs.losses, data, model, guides, world, run.console)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     module = EncoderWithLoss(model.encoder, loss)

@@ -124,7 +124,7 @@ def test_notes_and_texts(tmp_path: Path) -> None:
         "s: FlagEmbedding rows, 2 rows from s.jsonl; rows carry up to 15 negatives, 7 drawn each epoch; "
         "2 negatives left out that equal a positive or repeat another; not used: score; "
         f'1 bad rows skipped ({tmp_path / "s.jsonl"}:2: "query" is an empty text)',
-        "an epoch: 2 rows in 1 step of 2",
+        "an epoch: 2 rows in 1 batch of 2 rows",
     ]
     assert len(data) == 2
     assert Counter(data.texts()) == Counter(["a", "b", "c", "d", "e", *map(str, range(14))])

@@ -83,6 +83,8 @@ def test_missing_revision(hub):
     with pytest.raises(ModelError) as caught:
         open_model_source(ModelConfig(path="org/model", revision="c" * 40))
     assert str(caught.value).startswith(f"model.path=org/model at model.revision={'c' * 40} is neither a directory nor")
+    assert "set model.path to a local directory" in str(caught.value)
+    assert "local_files_only" not in str(caught.value)
 
 
 def test_tokenizer(hub):

@@ -11,10 +11,15 @@ from embedtrain.distributed.signals import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "GROUP_RANK")
 
 
+def write_line(text: str) -> None:
+    """In one call: unbuffered, `print` writes the newline separately, and the lines of two ranks mix."""
+    os.write(1, f"{text}\n".encode())
+
+
 def main(mode: str) -> int:
     rank = os.environ["RANK"]
     if mode == "environment":
-        print(*(os.environ.get(name, "") for name in NAMES), flush=True)
+        write_line(" ".join(os.environ.get(name, "") for name in NAMES))
     elif mode == "wait":  # until a signal, then for longer than the launcher takes to notice an ended rank
         codes = {signal.SIGTERM: EXIT_TRY_AGAIN, signal.SIGUSR1: EXIT_TRY_AGAIN, signal.SIGINT: EXIT_INTERRUPTED}
         received = signal.SIGTERM
@@ -22,7 +27,7 @@ def main(mode: str) -> int:
         Path(f"ready-{rank}").touch()
         received = signal.sigwait(codes)
         time.sleep(0.5)
-        print(f"rank {rank} has saved", flush=True)
+        write_line(f"rank {rank} has saved")
         return codes[received]
     elif mode == "fail" and rank == "1":
         print("error: rank 1 has failed", file=sys.stderr, flush=True)

@@ -83,7 +83,7 @@ def train(
     quiet: bool = False,
     **more: Any,
 ) -> TrainResult:
-    """Train a model, or resume the run in `output_dir`, as `python -m embedtrain` does.
+    """Train a model, or resume the run in `output_dir`, as `embedtrain train` does.
 
         train(model="DIR", data=rows, train={"steps": 100}, output_dir="runs/first")
 
@@ -136,7 +136,7 @@ def evaluate(
     quiet: bool = False,
     **more: Any,
 ) -> Metrics:
-    """Evaluate a model on sets, as `python -m embedtrain.evaluate` does: set -> metric -> value.
+    """Evaluate a model on sets, as `embedtrain evaluate` does: set -> metric -> value.
 
     Args:
         model: a model directory or Hub id, or the result of `train`.
@@ -166,7 +166,7 @@ def mine(
     quiet: bool = False,
     **more: Any,
 ) -> MineResult:
-    """Mine hard negatives for training rows, as `python -m embedtrain.mine` does.
+    """Mine hard negatives for training rows, as `embedtrain mine` does.
 
     Args:
         model: a model directory or Hub id, or the result of `train`.
@@ -202,7 +202,7 @@ def export(
     quiet: bool = False,
     **more: Any,
 ) -> Path:
-    """Write a checkpoint of a run as a model directory, as `python -m embedtrain.export` does; returns the directory.
+    """Write a checkpoint of a run as a model directory, as `embedtrain export` does; returns the directory.
 
     Args:
         run: the output_dir of a run, or the result of `train`.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from embedtrain import __version__
 from embedtrain.cli import run_command
 from embedtrain.completion import SHELLS, completion_script
+from embedtrain.config.migration.commands import IN_PYTHON, SUBCOMMANDS
 from embedtrain.errors import ConfigError
 
 
@@ -109,7 +110,8 @@ def _answer(arguments: Sequence[str]) -> None:
     if arguments[0] == "completion":
         shell = arguments[1] if len(arguments) > 1 else ""
         if shell not in SHELLS:
-            raise ConfigError(f"completion {shell}: write `embedtrain completion SHELL`, one of {', '.join(SHELLS)}")
+            written = shlex.join(["completion", *arguments[1:2]])
+            raise ConfigError(f"{written}: write `embedtrain completion SHELL`, one of {', '.join(SHELLS)}")
         print(
             completion_script(shell, {each.name: (each.module, each.has_ranks) for each in COMMANDS.values()}), end=""
         )
@@ -125,8 +127,13 @@ def _suggestion(arguments: Sequence[str]) -> str:
         return f"{first} before the command: write `embedtrain {shlex.join(arguments)}`"
     if "=" in first or first.startswith("-"):
         return f"a command is missing before {first}: write `embedtrain train {shlex.join(arguments)}`"
-    close = difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean `embedtrain {close[0]}`? " if close else ""
+    if first.lower() in IN_PYTHON:
+        return (
+            f"there is no command {first!r}: open the exported directory with sentence-transformers, or use "
+            "embedtrain.load_encoder in Python; `embedtrain search` searches a corpus"
+        )
+    close = difflib.get_close_matches(first.lower(), [*COMMANDS, *SUBCOMMANDS], n=1, cutoff=0.6)
+    hint = f"did you mean `embedtrain {SUBCOMMANDS.get(close[0], close[0])}`? " if close else ""
     return f"there is no command {first!r}: {hint}commands are {', '.join(COMMANDS)}"
 
 

@@ -149,6 +149,10 @@ def test_the_console_command_lists_its_commands():
         ("--gpus 8 train recipe=minilm", "`embedtrain train --gpus 8 recipe=minilm`"),
         ("--config-dir my recipe=mine", "`embedtrain train --config-dir my recipe=mine`"),
         ("quickstart", "commands are train, evaluate"),
+        ("finetune recipe=minilm", "`embedtrain train`"),
+        ("eval model=m", "`embedtrain evaluate`"),
+        ("encode model=m", "load_encoder"),
+        ("completion", "completion: write `embedtrain completion SHELL`"),
     ],
 )
 def test_the_console_command_answers_with_the_right_form(arguments, written):

@@ -2,7 +2,7 @@
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
 of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. The meaning of an option
-is its comment in the source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration.py`.
+is its comment in the source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration/`.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ _LIBRARIES = {
     "TEVATRON": "Tevatron",
     "TRAINER": "arguments of the Trainer",
     "LOSSES": "loss class",
+    "EVALUATORS": "evaluator",
     "LOSS_ARGUMENTS": "argument of losses",
     "SENTENCE_TRANSFORMERS": "sentence-transformers",
 }

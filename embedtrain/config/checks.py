@@ -11,6 +11,7 @@ from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
+from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
     EXPORT_FORMATS,
     DataConfig,
@@ -171,6 +172,8 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
         check = OptionChecks(evaluation_set, f"{option}[{index}].")
         kind = evaluation_set.kind
         check.require(bool(evaluation_set.path), "path", "is empty; write a BEIR folder, a table or a Hub id")
+        instead = evaluator_sets(evaluation_set.path, option)
+        check.require(instead is None, "path", f"is a class of sentence-transformers: {instead}")
         columns = evaluation_set.columns
         check.require(
             columns is None or (len(columns) > 1 and kind in (SetKind.auto, SetKind.retrieval, SetKind.bitext)),

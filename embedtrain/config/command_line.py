@@ -1,18 +1,23 @@
 """The command line before Hydra reads it: flags, and forms that other tools have, answered with the right one."""
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from embedtrain.config.names import suggest
+from embedtrain.config.losses import LOSSES
+from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 
 _HELP_FLAGS = ("--help", "-h")
-_FLAG = re.compile(r"unrecognized arguments: (--?[\w.-]+)(?:[= ](\S+))?")
+_FLAG = re.compile(r"unrecognized arguments: (--?[\w.-]+)(?:[= ](?!--?[a-z])(\S+))?")
+_CFG_FILE = re.compile(r"argument --cfg/-c: invalid choice: '(\S+\.ya?ml)'")
+_CONFIG_NAMES = ("config", "config-file", "config-name", "config-path")
 _OWN_RECIPE = (
     "a recipe of your own is DIR/recipe/NAME.yaml with `# @package _global_` in it: write --config-dir DIR recipe=NAME"
 )
@@ -66,24 +71,31 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         match = _FLAG.match(message)
         if match is not None:
-            raise ConfigError(_right_form(match[1], match[2] or self._value_after(match[1]), self.kind))
+            raise ConfigError(_right_form(match[1], self._value_after(match[1]) or match[2], self.kind))
+        if (match := _CFG_FILE.match(message)) and self.kind is Recipe:
+            raise ConfigError(f"-c {match[1]}: {_for_file(match[1])}")
         raise ConfigError(message)
 
     def _value_after(self, flag: str) -> str | None:
-        """The word after a flag, which argparse takes for an argument of its own."""
+        """The words after a flag, which argparse takes for arguments of their own; several as `a,b`."""
         words = list(self.arguments)
         following = words[words.index(flag) + 1 :] if flag in words else []
-        is_value = bool(following) and "=" not in following[0] and not following[0].startswith("-")
-        return following[0] if is_value else None
+        values = itertools.takewhile(lambda word: "=" not in word and not word.startswith("-"), following)
+        return ",".join(values) or None
 
 
 def _right_form(flag: str, value: str | None, kind: type) -> str:
     name = flag.lstrip("-")
     written = flag if value is None else f"{flag} {value}"
-    if name in ("config", "config-file", "config-name", "config-path", "recipe") and kind is Recipe:
+    if name.replace("_", "-") in (*_CONFIG_NAMES, "recipe") and kind is Recipe:
         if name == "recipe" and value is not None and not value.endswith((".yaml", ".yml")):
             return f"{written}: options have no dashes: write recipe={value}"
-        return f"{written}: {_for_file(value)}"
+        of_accelerate = ""
+        if name == "config_file" and value is not None:
+            of_accelerate = f"; for a file of `accelerate config` write parallel.accelerate_config={shlex.quote(value)}"
+        return f"{written}: {_for_file(value)}{of_accelerate}"
+    if name == "loss" and kind is Recipe and value is not None and value not in LOSSES:
+        return f"{flag}: options are written as option=value, without dashes: {unknown_loss('loss', value)}"
     if name in ("dry-run", "dry_run", "dryrun"):
         return (
             f"{flag}: --cfg job prints the composed options and starts nothing; `embedtrain inspect` reads the data, "
@@ -91,18 +103,22 @@ def _right_form(flag: str, value: str | None, kind: type) -> str:
         )
     if name == "version":
         return f"{flag}: write `embedtrain --version`"
-    is_own = kind is not Recipe and name.replace("-", "_") in getattr(kind, "__dataclass_fields__", {})
-    suggestion = None if is_own else suggest(name, kind, value)
-    if suggestion is None and name.replace("-", "_") in getattr(kind, "__dataclass_fields__", {}):
-        suggestion = f"write {name.replace('-', '_')}={'VALUE' if value is None else shlex.quote(value)}"
+    own = name.replace("-", "_")
+    default = getattr(kind(), own, None)
+    is_own = own in getattr(kind, "__dataclass_fields__", {})
+    suggestion = None if is_own and not is_dataclass(default) else suggest(name, kind, value)
+    if suggestion is None and is_own:
+        value = "true" if value is None and isinstance(default, bool) else value
+        suggestion = f"write {own}={'VALUE' if value is None else shlex.quote(value)}"
     if suggestion is not None:
-        return f"{flag}: options are written as option=value, without dashes: {suggestion}"
+        form = "options are written as option=value, without dashes: " if suggestion.startswith("write ") else ""
+        return f"{flag}: {form}{suggestion}"
     return f"{written}: there is no such flag; options are written as option=value, and --help lists them"
 
 
 def _check_recipe_choice(override: str) -> None:
     name, _, value = override.partition("=")
-    if name == "recipe" and value.endswith((".yaml", ".yml")):
+    if name.replace("_", "-") in (*_CONFIG_NAMES, "recipe") and value.endswith((".yaml", ".yml")):
         raise ConfigError(f"{override}: {_for_file(value)}")
 
 
@@ -119,6 +135,8 @@ def _for_file(file: str | None) -> str:
 
 def _refuse_word(word: str, overrides: Sequence[str], kind: type) -> None:
     """Raise for an argument without `=`: Hydra's own message names its grammar."""
+    if instead := evaluator_sets(word, "evaluation.sets" if kind is Recipe else "sets"):
+        raise ConfigError(f"{word}: {instead}")
     following = overrides[overrides.index(word) + 1 :]
     if following and "=" not in following[0] and re.fullmatch(r"[a-z_.]+", word):
         raise ConfigError(f"{word} {following[0]}: write {word}={following[0]}")

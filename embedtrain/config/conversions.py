@@ -1,7 +1,12 @@
-"""A row of the table for migrating users (`config/migration.py`), and conversions of values of other libraries."""
+"""A row of the tables for migrating users (`config/migration/`), and conversions of values of other libraries."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+
+class Answer(str):
+    """What a conversion returns if the value needs no option: the sentence to show instead of an assignment."""
+
 
 # From one of our options and a value of theirs to an assignment of ours; None if the value has no counterpart.
 Convert = Callable[[str, str], str | None]
@@ -26,6 +31,18 @@ class Row:
     shown: str = ""
 
 
+@dataclass(frozen=True)
+class Flag:
+    """A conversion to assignments of a true and a false value; a flag without a value is true."""
+
+    on: str
+    off: str
+
+    def __call__(self, option: str, value: str) -> str | None:
+        """The assignment; None for another value."""
+        return {"true": self.on, "1": self.on, "false": self.off, "0": self.off}.get(value.lower())
+
+
 def same(option: str, value: str) -> str:
     """For an option that takes their values as they are."""
     return f"{option}={value}"
@@ -41,14 +58,21 @@ def integer(option: str, value: str) -> str | None:
     return f"{option}={value}" if value.isdecimal() else None
 
 
+def integers(option: str, value: str) -> str | None:
+    """For an option that takes a list of their values if they are integers, and not if they are flags."""
+    return in_list(option, value) if any(map(str.isdecimal, value)) else None
+
+
+def of_source(option: str) -> Convert:
+    """For an option of a source in `data.train` that takes their values if they are integers."""
+    return lambda _, value: f"data.train=[{{path: ..., {option}: {value}}}]" if value.isdecimal() else None
+
+
 def one_of(values: Mapping[str, str]) -> Convert:
-    """For an option whose values have other names; theirs are the keys, in lower case."""
-    return lambda option, value: f"{option}={values[value.lower()]}" if value.lower() in values else None
-
-
-def flag(on: str, off: str) -> Convert:
-    """Assignments of a true and a false value."""
-    return lambda _, value: {"true": on, "1": on, "false": off, "0": off}.get(value.lower())
+    """For an option whose values have other names; theirs are the keys, in lower case, without the class of an enum."""
+    return lambda option, value: (
+        f"{option}={values[name]}" if (name := value.lower().rpartition(".")[2]) in values else None
+    )
 
 
 def number(template: str, convert: Callable[[float], float]) -> Convert:
@@ -61,3 +85,15 @@ def number(template: str, convert: Callable[[float], float]) -> Convert:
             return None
 
     return assignment
+
+
+POOLING = one_of(
+    {
+        **{name: name for name in ("cls", "mean", "last")},
+        "avg": "mean",
+        "average": "mean",
+        "last_token": "last",
+        "lasttoken": "last",
+        "eos": "last",
+    }
+)

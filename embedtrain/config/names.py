@@ -1,6 +1,6 @@
 """Messages for names of options and losses that do not exist: what the user probably means.
 
-In this order: the counterpart of another library's name (`config/migration.py`), options of that name elsewhere, and
+In this order: the counterpart of another library's name (`config/migration/`), options of that name elsewhere, and
 the name that is spelled most alike.
 """
 
@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from embedtrain.config import migration
-from embedtrain.config.conversions import Row
+from embedtrain.config.conversions import Answer, Flag, Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe, TrainSource
@@ -24,8 +24,11 @@ _RECIPE_ROWS = (
     *migration.FLAGEMBEDDING,
     *migration.TEVATRON,
     *migration.LOSS_ARGUMENTS,
+    *migration.LAUNCHERS,
 )
-_CODE = re.compile(r"`([^`]+)`")
+_CODE = re.compile(r"`([^`=]+)[^`]*`")
+_KIND = re.compile(r"kind: (\w+)")
+_EVALUATOR = re.compile(r"\[?\w+Evaluator\w*\]?")
 # Options of a recipe under the names that commands have for them.
 _OF_COMMANDS = {"model.path": "model", "data.train": "data", "evaluation.sets": "sets", "model.lora.path": "adapter"}
 
@@ -43,6 +46,9 @@ def suggest(option: str, kind: type, value: str | None = None) -> str | None:
 
     `kind` is the dataclass in which the option was looked up: a part of the recipe, or the options of a command.
     """
+    evaluator = evaluator_sets(value, "evaluation.sets" if _is_of_recipe(kind) else "sets")
+    if evaluator is not None:
+        return evaluator
     if kind is EvaluationSet:
         option = f"evaluation.{option}"
     *_, group, name = f".{option}".replace("-", "_").split(".")
@@ -52,12 +58,38 @@ def suggest(option: str, kind: type, value: str | None = None) -> str | None:
     row = _row_of(f"{group}_{name}", _RECIPE_ROWS) or _row_of(name, _RECIPE_ROWS)
     if row is not None and _holds_for(row, kind):
         return _sentence(row, value)
-    elsewhere = [full for full in _recipe_options() if full.rpartition(".")[2] == name and full != option]
+    options = _recipe_options()
+    elsewhere = [full for full in options if full.rpartition(".")[2] == name and full not in (option, "loss.name")]
     if issubclass(kind, LossConfig):  # the options of the default loss are not those of this one
         elsewhere = [full for full in elsewhere if not full.startswith("loss.")]
     if not elsewhere:
         return None
+    if value is None and all(isinstance(options[full], bool) for full in elsewhere):
+        value = "true"
     return f"write {' or '.join(full if value is None else f'{full}={value}' for full in elsewhere)}"
+
+
+def evaluator_sets(name: str | None, option: str) -> str | None:
+    """What to write instead of an evaluator class of sentence-transformers; `option` is the one that lists sets."""
+    if name is None or not _EVALUATOR.fullmatch(name):
+        return None
+    row = _row_of(name.strip("[]"), migration.EVALUATORS)
+    return None if row is None else _sentence(row, None).replace("evaluation.sets", option)
+
+
+def counterpart(option: str, value: str) -> str | None:
+    """The assignment of a valid value to an option that has the value of another library; None if it is not known."""
+    name = option.rpartition(".")[2]
+    if name == "kind":
+        row = _row_of(value, migration.EVALUATORS)
+        match = None if row is None else _KIND.search(row.ours)
+        return None if match is None else match[0]
+    for row in _RECIPE_ROWS:
+        if row.convert is not None and row.ours.startswith("`") and _option(row).rpartition(".")[2] == name:
+            assignment = row.convert(option, value)
+            if assignment not in (None, f"{option}={value}") and not isinstance(assignment, Answer):
+                return assignment
+    return None
 
 
 def unknown_loss(option: str, name: str) -> str:
@@ -103,14 +135,17 @@ def _holds_for(row: Row, kind: type) -> bool:
     if kind is EvaluationSet:
         return row.ours.startswith("`evaluation.")
     if issubclass(kind, LossConfig) and row.ours.startswith("`loss."):
-        return _CODE.findall(row.ours)[0].removeprefix("loss.").partition("=")[0] in {f.name for f in fields(kind)}
+        return _option(row).removeprefix("loss.") in {f.name for f in fields(kind)}
     return True
 
 
 def _suggest_for_command(option: str, name: str, allowed: Sequence[str], value: str | None) -> str | None:
     for row in migration.COMMANDS:
-        if _has_name(row, name) and _CODE.findall(row.ours)[0] in allowed:
+        if _has_name(row, name) and _option(row) in allowed:
             return _sentence(row, value)
+    launcher = _row_of(name, migration.LAUNCHERS)
+    if launcher is not None:
+        return _sentence(launcher, None)
     if option not in _recipe_options():
         return None
     ours = _OF_COMMANDS.get(option, name)
@@ -122,9 +157,15 @@ def _sentence(row: Row, value: str | None) -> str:
     text = row.ours.replace("`", "")
     if not row.ours.startswith("`"):
         return text
-    option = _CODE.findall(row.ours)[0]
-    assignment = row.convert(option, value) if row.convert is not None and value is not None else None
-    return f"write {assignment or text}"
+    if value is None and isinstance(row.convert, Flag):
+        value = "true"
+    assignment = row.convert(_option(row), value) if row.convert is not None and value is not None else None
+    return assignment if isinstance(assignment, Answer) else f"write {assignment or text}"
+
+
+def _option(row: Row) -> str:
+    """The first option that a row names, without a value."""
+    return str(_CODE.findall(row.ours)[0])
 
 
 def _row_of(name: str, rows: Iterable[Row]) -> Row | None:
@@ -154,9 +195,9 @@ def _recipe_parts() -> frozenset[type]:
 
 
 @cache
-def _recipe_options() -> tuple[str, ...]:
-    """The full names of all options of a recipe, with those of the default loss."""
-    return tuple(name for name, node in _walk(Recipe(), "") if not is_dataclass(node))
+def _recipe_options() -> dict[str, Any]:
+    """The full names of all options of a recipe with their defaults, and those of the default loss."""
+    return {name: node for name, node in _walk(Recipe(), "") if not is_dataclass(node)}
 
 
 def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

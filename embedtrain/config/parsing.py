@@ -11,7 +11,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.names import explain_unknown, misplaced_option, unknown_loss
+from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, unknown_loss
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
@@ -21,6 +21,7 @@ Item = TypeVar("Item")
 GROUPS = ("recipe", "model", "loss", "parallel")  # `GROUP=NAME` chooses a file of configs/ or recipes/
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '(([^=']+)=([^']*))'")  # of Hydra
 _MAX_MESSAGE = 2000  # characters: errors repeat values, which may be long
 _LOSSES_EXAMPLE = "must be a list, such as loss.losses=[{name: infonce}, {name: orthogonal, weight: 0.1}]"
 
@@ -139,6 +140,8 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
         if group == "parallel" and name in list(Strategy):
             return f"parallel={name}: write parallel.strategy={name}"
         hint = did_you_mean(name, error.options or (), cutoff=0.4)
+        if group == "model":
+            own = f"; for a directory or a Hub id write model.path={name}"
         return f"{group}={name}: there is no such {group}{hint} Available are {', '.join(error.options or ())}{own}"
     if isinstance(error, OverrideParseException):
         message = " ".join(error.message.partition("See https")[0].split())
@@ -146,6 +149,9 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__  # Hydra chains some explicitly and some not
+    if match := _AMBIGUOUS.match(str(error)):
+        written, option, value = match.groups()
+        return f"{written}: a list is written in brackets, {option}=[{value}]; -m starts a run for each value"
     if cause is None:  # `@recipe.` is the package of the options of a recipe without the line
         return _NO_PACKAGE if "@recipe." in str(error) else " ".join(str(error).split())
     option = cause.full_key or ""
@@ -167,4 +173,6 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
     written = option if value is None else f"{option}={value}"
     if "is not a ListConfig" in message:
         return f"{written}: must be a list, such as {option}=[{'...' if value is None else value}]"
+    if "expected one of" in message and value is not None and (ours := counterpart(option, str(value))):
+        message += f": write {ours}"
     return f"{written}: {message}" if option else message

@@ -186,7 +186,8 @@ SOURCES = [
     {"instruction_format": "{text} {instruction}"}, {"name": "taken"},
 ]  # fmt: skip
 SETS = [
-    {"path": ""}, {"subset": 0}, {"subset_documents": 0}, {"query_max_length": 2}, {"document_max_length": 2},
+    {"path": ""}, {"path": "TripletEvaluator"},
+    {"subset": 0}, {"subset_documents": 0}, {"query_max_length": 2}, {"document_max_length": 2},
     {"columns": ["only"]},
     {"metrics": []}, {"candidates": "bm25.run", "kind": SetKind.retrieval}, {"train": "t.tsv", "kind": SetKind.sts},
     {"samples_per_label": 0}, {"experiments": 0},

@@ -9,7 +9,7 @@ from embedtrain.config import migration
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
 from embedtrain.config.losses import LOSSES
-from embedtrain.config.names import suggest, unknown_loss
+from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.errors import ConfigError
@@ -44,6 +44,28 @@ GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
         ("loss=Matryoshka", "loss.matryoshka_dims"),
         ("loss=MegaBatchMarginLoss", "loss=sentence_transformers loss.class_name=MegaBatchMarginLoss"),
         ("--learning_rate=1e-4", "optim.lr=1e-4"),
+        ("report_to=none", "leave it out"),
+        ("max_steps=-1", "leave it out"),
+        ("--resume", "the same command resumes"),
+        ("resume_from_checkpoint=true", "the same command resumes"),
+        ("--verbose", "tracking.verbose=true"),
+        ("--wandb", "tracking.wandb=true"),
+        ("--lora", "model.lora.rank=16"),
+        ("model.lora=8", "model.lora.rank=8"),
+        ("multi_dataset_batch_sampler=PROPORTIONAL", "write data.batches=by_source"),
+        ("dev=dev.jsonl", "evaluation.sets=[dev.jsonl]"),
+        ("evaluator=InformationRetrievalEvaluator", "evaluation.sets=[{path: PATH, kind: retrieval}]"),
+        ("evaluation.sets=[EmbeddingSimilarityEvaluator]", "evaluation.sets=[{path: PATH, kind: sts}]"),
+        ("evaluation.sets=[{path: x, kind: TripletEvaluator}]", "kind: reranking"),
+        ("loss=CachedMultipleNegativesRankingLoss", "loss.temperature=0.05"),
+        ("model.pooling=avg", "model.pooling=mean"),
+        ("parallel.strategy=full_shard", "parallel.strategy=fsdp"),
+        ("parallel.precision=fp16", "parallel.precision=bf16"),
+        ("optim.betas=0.9,0.98", "optim.betas=[0.9,0.98]"),
+        ("optim.name=adamw", "AdamW"),
+        ("max_train_samples=100", "max_rows: 100"),
+        ("num_processes=8", "--gpus 8"),
+        ("model=bert-base-uncased", "model.path=bert-base-uncased"),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_the_option(argument, ours):
@@ -52,6 +74,23 @@ def test_a_name_of_another_library_is_answered_with_the_option(argument, ours):
     sentence = str(caught.value)
     assert ours in sentence, sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours"),
+    [
+        (["--train_data", "a.jsonl", "b.jsonl"], "data.train=[a.jsonl,b.jsonl]"),
+        (["--fp16", "--gradient_checkpointing"], "parallel.precision"),
+        (["--name", "mine"], "name=mine"),
+        (["--model", "org/name"], "model.path=org/name"),
+        (["--loss", "MultipleNegativesRankingLoss"], "loss=infonce"),
+        (["-c", "own.yaml"], "--config-dir . recipe=own"),
+        (["--config_file", "own.yaml"], "parallel.accelerate_config=own.yaml"),
+    ],
+)
+def test_flags_are_answered_with_their_values(arguments, ours):
+    with pytest.raises(ConfigError, match=re.escape(f" {ours}")):
+        compose_recipes([*GOOD, *arguments])
 
 
 def test_in_a_file_as_well(tmp_path):
@@ -91,6 +130,8 @@ def test_nor_in_a_file(tmp_path):
         (compose_evaluate, ["model=m", "sets=[x]"], "batch_size=32", "chunk_tokens"),
         (compose_evaluate, ["model=m", "sets=[x]"], "parallel.precision=bf16", "precision=bf16"),
         (compose_evaluate, ["sets=[x]"], "model.path=x", "model=x"),
+        (compose_evaluate, ["model=m"], "evaluator=TripletEvaluator", "sets=[{path: PATH, kind: reranking}]"),
+        (compose_evaluate, ["model=m", "sets=[x]"], "kind=sts", "sets=[{path: PATH, kind: sts}]"),
         (compose_evaluate, ["sets=[x]"], "--model_name_or_path=x", "model=x"),
         (compose_mine, ["model=m", "data=[x]", "output_dir=o"], "range_for_sampling=2-200", "rank_min=2 rank_max=200"),
     ],
@@ -141,6 +182,15 @@ def test_every_loss_class_of_sentence_transformers_is_answered():
         assert loss[1] in LOSSES
     for name, reason in UNSUPPORTED_LOSSES.items():
         assert reason in unknown_loss("loss", name)
+
+
+def test_every_evaluator_of_sentence_transformers_is_answered():
+    from sentence_transformers.sentence_transformer import evaluation
+
+    names = [name for name in evaluation.__all__ if re.fullmatch(r"(?!Base|Sentence)\w+Evaluator", name)]
+    assert len(names) > 8
+    for name in names:
+        assert evaluator_sets(name, "sets"), name
 
 
 def test_every_name_of_the_tables_is_answered():

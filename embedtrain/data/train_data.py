@@ -334,8 +334,8 @@ def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mix
         note += f" (fewer than train.global_batch_size={size})"
     elif not is_divided:
         note += (
-            f" (train.global_batch_size={size} does not divide the number of rows: batches are made smaller, so that "
-            "no row is left out or repeated)"
+            f" (train.global_batch_size={size} does not divide the number of rows: batches are made smaller, and no "
+            "row is dropped or added to fill one)"
         )
     if any(count != len(store) for store, count in zip(stores, rows, strict=True)):
         counts = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))

@@ -132,6 +132,20 @@ def test_notes_and_texts(tmp_path: Path) -> None:
     assert Counter(data.texts()) == Counter(["a", "b", "c", "d", "e", *map(str, range(14))])
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "batches"),
+    [
+        (5, "2 batches of 5 rows"),
+        (4, "3 batches of 3 or 4 rows (train.global_batch_size=4 does not divide "),
+        (16, "1 batch of 10 rows (fewer than train.global_batch_size=16)"),
+    ],
+)
+def test_the_size_of_batches_is_explained(tmp_path: Path, batch_size: int, batches: str) -> None:
+    rows = [{"query": f"q{i}", "pos": [f"p{i}"]} for i in range(10)]
+    data = load_train_data([source(tmp_path, "a", rows)], seed=1, global_batch_size=batch_size)
+    assert data.notes[-1].startswith(f"an epoch: 10 rows in {batches}")
+
+
 def test_instructions_of_rows(tmp_path: Path) -> None:
     rows = [
         {"query": "a", "pos": ["b"], "prompt": "find"},

@@ -39,6 +39,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": _LLAMA,
     "mpnet": _SMALL | {"max_position_embeddings": 66},
+    "electra": _SMALL | {"max_position_embeddings": 64},
+    "deberta-v2": _SMALL | {"max_position_embeddings": 64},
     "distilbert": {
         "initializer_range": 0.1, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48,
         "max_position_embeddings": 64,
@@ -54,7 +56,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

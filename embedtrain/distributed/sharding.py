@@ -72,6 +72,12 @@ def shard_(
             _KEEP_UNSHARDED.add(part)
     if isinstance(embedding, FSDPModule):
         embedding.set_unshard_in_backward(False)  # the gradient of a lookup only needs the ids
+    head = getattr(encoder, "head", None)
+    if head is not None:  # of a cross-encoder, whose scores are computed in float32
+        fully_shard(
+            head, mesh=mesh, mp_policy=_precision(Precision.fp32), offload_policy=offload, reshard_after_forward=False
+        )
+        _KEEP_UNSHARDED.add(head)
     fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     storage = torch.device("cpu") if layout.cpu_offload else device
     encoder._apply(lambda t: torch.empty_like(t, device=storage) if t.is_meta else t.to(device))

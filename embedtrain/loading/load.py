@@ -1,5 +1,6 @@
 """Loads a model: from its options to a sharded encoder with weights and tokenizer, packed or padded."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -7,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Strategy
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Strategy
+from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
@@ -23,7 +25,14 @@ from embedtrain.distributed.weights import (
     require_finite_weights,
 )
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
+from embedtrain.errors import ModelError
+from embedtrain.loading.pair_format import read_pair_format
+from embedtrain.loading.verify import (
+    packing_notes,
+    prepare_packing,
+    require_classifier_scores,
+    verify_packed_vectors,
+)
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
@@ -34,18 +43,13 @@ from embedtrain.models.adapters import (
     initial_adapters,
 )
 from embedtrain.models.attention_direction import attends_to_later_tokens
-from embedtrain.models.attention_kernels import (
-    compute_capability,
-    packing_limit,
-    select_flash_attention,
-    use_flash_attention_2,
-)
+from embedtrain.models.attention_kernels import compute_capability
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
+from embedtrain.models.cross_encoder import CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
-from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.planning.memory import fit_activation_tokens
@@ -56,72 +60,9 @@ from embedtrain.planning.workload import ClusterSpec, StepWorkload
 QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
 
 
-def prepare_packing(
-    encoder: Encoder, attention: Attention, parallel: ParallelConfig, capability: tuple[int, int]
-) -> PackingCheck:
-    """Check whether GPUs and the model's code support packing, and enable it unless `model.attention=padded`.
-
-    `capability` is the lowest `compute_capability` of the ranks. With `model.attention=packed`, a ConfigError if the
-    GPUs do not support packing, and a ModelError if the model does not.
-    """
-    if attention is Attention.padded:
-        return PackingCheck("requested")
-    limit = packing_limit(parallel.precision, capability)
-    if limit is not None and attention is Attention.packed:
-        raise _unsupported(limit, ConfigError)
-    support = check_packing(encoder, precision=parallel.precision, capability=capability)
-    if support.padding_reason is None:
-        enable_packing(encoder)
-    elif attention is Attention.packed:
-        raise _unsupported(support.padding_reason)
-    return support
-
-
-def packing_notes(support: PackingCheck, attention: Attention, world: World, *, trains: bool) -> list[str]:
-    """Lines for the user; selects the GPU kernel that they report."""
-    gpu = world.device.type == "cuda"
-    if support.padding_reason is not None:
-        if gpu and trains:  # an earlier model of this process may have been packed
-            use_flash_attention_2()
-        return [f"texts are padded: {support.padding_reason}"] if attention is Attention.auto else []
-    if not gpu:
-        return []
-    note = f"texts are packed, attention by {select_flash_attention(world.device, support.head_sizes)}"
-    if trains and support.dropout:
-        note += (
-            f", which has no dropout for packed texts: attention dropout ({support.dropout:g}) is skipped; write "
-            "model.attention=padded to apply it"
-        )
-    return [note]
-
-
-def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> str | None:
-    """Why packed texts have different vectors on any rank; packing is then disabled. A collective.
-
-    A ModelError if they differ and `model.attention=packed`.
-    """
-    config = encoder.backbone.config
-    assert isinstance(config, PretrainedConfig)
-    training = encoder.training
-    mismatch = packing_mismatch(encoder.eval(), config, parallel.precision, world.device)
-    encoder.train(training)
-    reshard(encoder)
-    reason = next((text for text in world.gather(mismatch) if text is not None), None)
-    if reason is not None:
-        if attention is Attention.packed:
-            raise _unsupported(reason)
-        disable_packing(encoder)
-        if world.device.type == "cuda":
-            use_flash_attention_2()
-    return reason
-
-
-def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:
-    return error(f"model.attention=packed: {reason}; write model.attention=auto or padded")
-
-
 # The variable that accelerate and transformers read the layer class from.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
+_POOLED = {Pooling.cls: "first token", Pooling.mean: "mean of the tokens", Pooling.last: "last token"}
 # The workload of a recipe with default options.
 DEFAULT_WORKLOAD = StepWorkload()
 
@@ -179,8 +120,7 @@ def load_model(
             tokenizer = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
         else:
             fit_config_to_tokenizer(source, tokenizer)
-        check_vocabulary(source, tokenizer)
-        max_length = resolve_max_length(source, tokenizer)
+        bound = _bound_tokenizer(source, tokenizer)
         adapter_files = open_adapter(model.lora)
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
@@ -194,13 +134,13 @@ def load_model(
         gpu = world.device.type == "cuda"
         machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=gpu)
         costs = model_spec(
-            encoder, blocks, precision=parallel.precision, tokens_per_text=max_length, gpu=gpu, packed=packed
+            encoder, blocks, precision=parallel.precision, tokens_per_text=bound.max_length, gpu=gpu, packed=packed
         )
         activation_tokens = 0
         if work is None:
             choice = choose_encoding_layout(parallel, machines, costs)
         else:
-            work = replace(work, tokens_per_text=max_length)
+            work = replace(work, tokens_per_text=bound.max_length)
             choice = choose_layout(parallel, machines, costs, work)
             activation_tokens = fit_activation_tokens(
                 costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
@@ -210,10 +150,11 @@ def load_model(
             _blocks(encoder, parallel, required=True)
     notes += [
         f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
-        f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}, {max_length} tokens",
+        f"{_describe_outputs(source)}, {bound.max_length} tokens",
         _layout_note(layout, blocks),
+        *([source.head.note] if source.head is not None and source.head.note else []),
+        *([] if adapted is None else [describe_adapters(adapted, encoder)]),
     ]
-    notes += [] if adapted is None else [describe_adapters(adapted, encoder)]
     shard_(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, locations, world, seed))
@@ -228,8 +169,8 @@ def load_model(
     notes += packing_notes(packing, model.attention, world, trains=work is not None)
     loaded = LoadedModel(
         encoder=encoder,
-        source=replace(source, tokenization=replace(source.tokenization, max_length=max_length)),
-        tokenizer=TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt, packed=packed),
+        source=replace(source, tokenization=replace(source.tokenization, max_length=bound.max_length)),
+        tokenizer=bound.with_packing(packed),
         layout=layout,
         notes=tuple(notes),
         reduce_per_step=choice.reduce_per_step,
@@ -238,6 +179,14 @@ def load_model(
         planned_memory=0.0 if choice.best is None else choice.best.memory.total,
     )
     return verify_packing(loaded, model, parallel, world) if read_weights else loaded
+
+
+def _bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
+    check_vocabulary(source, tokenizer)
+    max_length = resolve_max_length(source, tokenizer)
+    if source.head is None:
+        return TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt)
+    return PairTokenizer(tokenizer, max_length, read_pair_format(source, tokenizer))
 
 
 def verify_packing(
@@ -278,6 +227,12 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _describe_outputs(source: ModelSource) -> str:
+    if source.head is None:
+        return f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}"
+    return f"{'a new score head' if source.head.is_new else 'a score head'} on the {_POOLED[source.pooling]}"
 
 
 def _layout_note(layout: ParallelLayout, blocks: list[nn.Module]) -> str:
@@ -324,17 +279,21 @@ def _read_weights(
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
-    return f"weights: read on rank 0 from {source.directory} by transformers and distributed"
+    new = f", the new score head from seed {seed}" if source.head is not None and source.head.is_new else ""
+    return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new}"
 
 
 def _check_weights(encoder: Encoder, model: ModelConfig, world: World) -> None:
     """Reject weights that are not finite; measure the direction of attention, which some configurations do not set."""
     require_finite_weights(encoder, f"model.path={model.path}", world)
+    if isinstance(encoder, CrossEncoder):
+        require_classifier_scores(encoder, world)
     bidirectional = model.bidirectional
     if bidirectional is None:
         return
     training = encoder.training
-    measured = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
+    with encoder.returning_vectors() if isinstance(encoder, CrossEncoder) else contextlib.nullcontext():
+        measured = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
     encoder.train(training)
     reshard(encoder)
     if measured is not bidirectional:

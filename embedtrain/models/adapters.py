@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precision
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapter_files import AdapterFiles
+from embedtrain.models.cross_encoder import HEAD, CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
 
@@ -71,6 +72,8 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     on_meta = any(parameter.is_meta for parameter in encoder.parameters())
     with init_empty_weights(include_buffers=False) if on_meta else contextlib.nullcontext():
         _inject(encoder, config, files)
+    if isinstance(encoder, CrossEncoder):
+        modules[HEAD.rstrip(".")] = encoder.head  # as PEFT does for sequence classification
     for module in modules.values():
         for parameter in module.parameters():
             parameter.requires_grad_(True)

@@ -71,6 +71,11 @@ def require_pooling(config: PretrainedConfig, pooling: Pooling) -> None:
         )
 
 
+def is_decoder(config: PretrainedConfig) -> bool:
+    """Whether the architecture predicts next tokens, whatever the direction of its attention here."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not _is_encoder(config)
+
+
 def _is_encoder(config: PretrainedConfig) -> bool:
     """Judged by its heads: BERT also exists as a decoder, and no decoder predicts masked tokens."""
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING

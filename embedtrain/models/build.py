@@ -4,15 +4,16 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from embedtrain.errors import ModelError
+from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
 from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
 from embedtrain.models.hub import one_line
 from embedtrain.models.security import weight_files
@@ -42,14 +43,18 @@ def build_encoder(source: ModelSource) -> Encoder:
 def assemble_encoder(source: ModelSource) -> Encoder:
     """The encoder in memory with random weights, or on the meta device within torch's or accelerate's contexts."""
     try:
-        backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+        model = _auto_class(source).from_config(
+            source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+        )
         heads = [Dense(d.num_in, d.num_out, bias=d.bias, activation=d.activation) for d in source.dense]
     except Exception as error:  # torch and transformers raise nearly anything for invalid sizes
         raise ModelError(
             f"cannot build a model from this {source.config.model_type} configuration "
             f"({type(error).__name__}: {one_line(error)})"
         ) from None
-    return Encoder(prepare_backbone(backbone), source.pooling, normalize=source.normalize, dense=heads)
+    if source.head is not None:
+        return CrossEncoder(*split_classifier(model), source.pooling)
+    return Encoder(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
 
 
 def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
@@ -62,34 +67,52 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         _require_plausible_size(source, source.directory)
     torch.manual_seed(seed)
     encoder = assemble_encoder(source)
-    if source.directory is not None:
-        try:
-            backbone, report = AutoModel.from_pretrained(
-                source.directory,
-                config=source.config,
-                dtype=torch.float32,
-                trust_remote_code=source.trust_remote_code,
-                weights_only=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # a damaged pickle raises nearly anything
-            reason = one_line(error)
-            if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
-                reason = "they are a pickle with more than tensors; ask the authors for safetensors"
-            raise ModelError(f"cannot read weights from {source.directory}: {reason}") from None
-        weights = prepare_backbone(backbone).state_dict()
-        missing = sorted(set(report["missing_keys"]) & set(weights))
-        if missing:
-            raise ModelError(
-                f"{source.directory} lacks {len(missing)} of {len(weights)} weights, such as {missing[0]}: "
-                f"they would be random"
-            )
-        encoder.backbone.load_state_dict(weights)
-        for index, dense in enumerate(source.dense):
-            for name, location in _dense_locations(index, dense).items():
-                with safe_open(location.path, framework="pt") as file:
-                    encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
+    if source.directory is None:
+        return dict(encoder.state_dict())
+    weights, missing = _read_weights(source, source.directory)
+    absent = sorted(missing & encoder.state_dict().keys())
+    new = [name for name in absent if source.head is not None and source.head.is_new and name.startswith(HEAD)]
+    if len(absent) > len(new):
+        first = min(set(absent) - set(new)).removeprefix("backbone.").removeprefix(HEAD)
+        raise ModelError(
+            f"{source.directory} lacks {len(absent) - len(new)} of {len(weights)} weights, such as {first}: "
+            "they would be random"
+        )
+    encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
+    for index, dense in enumerate(source.dense):
+        for name, location in _dense_locations(index, dense).items():
+            with safe_open(location.path, framework="pt") as file:
+                encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
     return dict(encoder.state_dict())
+
+
+def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tensor], set[str]]:
+    """The weights without Dense heads, by the encoder's names, and the names of those that the files lack."""
+    try:
+        model, report = _auto_class(source).from_pretrained(
+            directory,
+            config=source.config,
+            dtype=torch.float32,
+            trust_remote_code=source.trust_remote_code,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a damaged pickle raises nearly anything
+        reason = one_line(error)
+        if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
+            reason = "they are a pickle with more than tensors; ask the authors for safetensors"
+        raise ModelError(f"cannot read weights from {directory}: {reason}") from None
+    if source.head is None:
+        weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model).state_dict().items()}
+        return weights, {f"backbone.{name}" for name in report["missing_keys"]}
+    encoder = CrossEncoder(*split_classifier(model), source.pooling)
+    weights = encoder.state_dict()
+    names = {name: classifier_name(name, model.base_model_prefix) for name in weights}
+    return weights, {name for name, own in names.items() if own in report["missing_keys"]}
+
+
+def _auto_class(source: ModelSource) -> Any:
+    return AutoModel if source.head is None else AutoModelForSequenceClassification
 
 
 def _require_plausible_size(source: ModelSource, directory: Path) -> None:
@@ -121,6 +144,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
         if all(prefix + name in stored for name in names):
             locations |= {"backbone." + name: stored[prefix + name] for name in names}
             break
+    heads = [name for name in shapes if name.startswith(HEAD)]
+    locations |= {name: stored[key] for name in heads if (key := classifier_name(name, "")) in stored}
     if set(locations) != set(shapes) or not _shapes_match(locations, shapes):
         return None
     return locations

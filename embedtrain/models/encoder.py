@@ -110,19 +110,26 @@ class Encoder(nn.Module):
         return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
 
     def forward(
-        self, ids: Tensor, mask: Tensor | None, pooled: Tensor | None = None, packing: Packing | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        pooled: Tensor | None = None,
+        packing: Packing | None = None,
+        types: Tensor | None = None,
     ) -> Tensor:
         """Token ids [N, L] and mask [N, L] (1 = real; None: no padding) to float32 vectors [N, D].
 
         `pooled` [N, L] (1 = pooled) selects the real tokens that are pooled, by default all; attention covers all real
         tokens. With `packing` the N texts are concatenated in one row, so ids and pooled are [1, T] and the mask is
-        unused; the backbone has to be prepared by `enable_packing`.
+        unused; the backbone has to be prepared by `enable_packing`. `types` are the token types of pairs, of the same
+        shape as ids; None: all are 0.
         """
+        token_types = {} if types is None else {"token_type_ids": types}
         if packing is None:
             # Without a mask some models fail (custom code), others search the position ids for packed texts.
             real = torch.ones_like(ids) if mask is None else mask
             with known_padding(mask is not None):
-                hidden = self.backbone(input_ids=ids, attention_mask=real).last_hidden_state
+                hidden = self.backbone(input_ids=ids, attention_mask=real, **token_types).last_hidden_state
             return self.vectors(hidden, real if pooled is None else pooled)
         # Transformers passes a mask of four dimensions on unchanged, so it creates none.
         hidden = self.backbone(
@@ -130,6 +137,7 @@ class Encoder(nn.Module):
             attention_mask=ids.new_ones((1, 1, 1, 1)),
             position_ids=packing.positions + first_position(self.backbone),
             packing=packing,
+            **token_types,
         ).last_hidden_state
         return self._apply_heads(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
 

@@ -115,13 +115,14 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
 
 
 def packing_mismatch(
-    encoder: Forward, config: PretrainedConfig, precision: Precision, device: torch.device
+    encoder: Forward, config: PretrainedConfig, precision: Precision, device: torch.device, *, token_types: bool = False
 ) -> str | None:
     """Why the vectors of packed texts differ from those of padded texts; None if they do not.
 
     Two texts are packed together, and each with a third one instead, which must not change a bit of its vector. Four
     forward passes without gradient, which are collectives if the encoder is sharded: every rank must call. The encoder
-    has weights, no dropout, the backbone's configuration `config`, and packing enabled.
+    has weights, no dropout, the backbone's configuration `config`, and packing enabled. With `token_types` all tokens
+    of a text but the first have type 1.
     """
     text = config.get_text_config()
     ids = [token for token in range(int(text.vocab_size)) if token != text.pad_token_id][:11]
@@ -129,11 +130,14 @@ def packing_mismatch(
     changed_first, changed_second = first[1:] + first[:1], (ids * 3)[8:11]
     with torch.no_grad():
         texts = [(first, second), (changed_first, second), (first, changed_second)]
-        both, other_first, other_second = (encoder(*_chunk(device, list(pair))).float() for pair in texts)
+        both, other_first, other_second = (
+            encoder(*_chunk(device, list(pair), token_types=token_types)).float() for pair in texts
+        )
         width = len(first)
         padded = torch.tensor([first, second + [ids[0]] * (width - len(second))], device=device)
         mask = torch.arange(width, device=device) < torch.tensor([[width], [len(second)]], device=device)
-        separate = encoder(padded, mask.long()).float()
+        types = (torch.arange(width, device=device) > 0).long().expand_as(padded)
+        separate = encoder(padded, mask.long(), *((None, None, types) if token_types else ())).float()
     if not torch.stack([both, other_first, other_second, separate]).isfinite().all():
         return "its vectors are not finite"  # NaN never equals NaN, so no comparison would say anything
     if not (torch.equal(both[0], other_second[0]) and torch.equal(both[1], other_first[1])):
@@ -144,12 +148,15 @@ def packing_mismatch(
     return None
 
 
-def _chunk(device: torch.device, texts: list[list[int]]) -> tuple[Tensor, None, None, Packing]:
+def _chunk(
+    device: torch.device, texts: list[list[int]], *, token_types: bool = False
+) -> tuple[Tensor | Packing | None, ...]:
     lengths = [len(text) for text in texts]
     ids = torch.tensor([[token for text in texts for token in text]], device=device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     positions = torch.tensor([[position for length in lengths for position in range(length)]], device=device)
-    return ids, None, None, Packing(tuple(lengths), starts, positions)
+    packed = (ids, None, None, Packing(tuple(lengths), starts, positions))
+    return (*packed, (positions > 0).long()) if token_types else packed
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from embedtrain.config.model_checks import include_prompt_error
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.encoder import ACTIVATIONS, disable_unused, hidden_size
@@ -22,6 +22,7 @@ from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale_rope
+from embedtrain.models.score_head import HeadSource, is_reranker, new_score_head, read_score_head, score_pooling
 from embedtrain.models.security import require_bounded_numbers, require_safe_config, require_safe_files
 
 _POOLING_FLAGS = {
@@ -71,11 +72,19 @@ class ModelSource:
     truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
     prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
     trust_remote_code: bool = False  # whether Python in `directory` may run
+    head: HeadSource | None = None  # of a cross-encoder; None for a model of vectors
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
     @property
+    def kind(self) -> ModelKind:
+        """What the model computes."""
+        return ModelKind.dense if self.head is None else ModelKind.cross_encoder
+
+    @property
     def dimension(self) -> int:
-        """The dimension of the vectors, before `truncate_dim`."""
+        """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder."""
+        if self.head is not None:
+            return 1
         return self.dense[-1].num_out if self.dense else hidden_size(self.config)
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
@@ -95,6 +104,9 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     source = _from_path(model) if model.config is None else _from_config(model)
     config = set_attention_direction(source.config, model.bidirectional)
     scale_rope(config, model.rope_scaling)
+    if source.head is not None:
+        pooling = score_pooling(config)
+        return replace(source, config=config, pooling=pooling, include_prompt=True, normalize=False)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -147,10 +159,12 @@ def _from_config(model: ModelConfig) -> ModelSource:
         raise ConfigError(
             f"model.config: {one_line(error)} (it is a mapping with `model_type`, or the path of a config.json)"
         ) from None
+    _check_config(config, "model.config")
     return ModelSource(
         directory=None,
-        config=_check_config(config, "model.config"),
-        pooling=_required(model.pooling, "a model made from model.config"),
+        config=config,
+        head=new_score_head(config, "model.config") if model.kind is ModelKind.cross_encoder else None,
+        pooling=_required(model, None, "a model made from model.config"),
         normalize=True if model.normalize is None else model.normalize,
         tokenization=Tokenization(max_length=model.max_length),
         prompts={"query": model.query_prompt or "", "document": model.document_prompt or ""},
@@ -167,10 +181,12 @@ def _reject_typos(values: dict[str, Any], config: PretrainedConfig) -> None:
 
 
 def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
+    config = _config(directory, trust_remote_code=model.trust_remote_code)
     return ModelSource(
         directory=directory,
-        config=_config(directory, trust_remote_code=model.trust_remote_code),
-        pooling=_required(model.pooling, f"{directory}, which has no modules.json,"),
+        config=config,
+        head=_score_head(directory, config, model),
+        pooling=_required(model, config, f"{directory}, which has no modules.json,"),
         normalize=True,
         tokenization=Tokenization(),
         trust_remote_code=model.trust_remote_code,
@@ -216,10 +232,12 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             raise ModelError(f"{transformer / 'modules.json'} is a second one inside {directory}: remove one of them")
         require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
     settings = _transformer_settings(transformer)
+    config = _config(transformer, trust_remote_code=model.trust_remote_code)
     return ModelSource(
         directory=transformer,
-        config=_config(transformer, trust_remote_code=model.trust_remote_code),
-        pooling=model.pooling or _required(pooling, f"{directory}, whose modules.json has no Pooling,"),
+        config=config,
+        head=_score_head(directory, config, model, kinds),
+        pooling=pooling or _required(model, config, f"{directory}, whose modules.json has no Pooling,"),
         normalize=normalize,
         include_prompt=include_prompt,
         tokenization=Tokenization(
@@ -227,9 +245,9 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             lowercase=bool(settings.get("do_lower_case")),
             is_sentence_transformers=True,
         ),
-        prompts=_prompts(directory / _SETTINGS),
-        truncate_dim=_truncate_dim(directory / _SETTINGS),
-        dense=tuple(dense),
+        prompts=_prompts(directory / _SETTINGS, model.kind, is_embedder=pooling is not None),
+        truncate_dim=_truncate_dim(directory / _SETTINGS) if model.kind is ModelKind.dense else None,
+        dense=tuple(dense) if model.kind is ModelKind.dense else (),
         trust_remote_code=model.trust_remote_code,
     )
 
@@ -252,7 +270,10 @@ def _truncate_dim(path: Path) -> int | None:
     return value
 
 
-def _prompts(path: Path) -> dict[str, str]:
+def _prompts(path: Path, kind: ModelKind, *, is_embedder: bool) -> dict[str, str]:
+    """The prompts of the directory; none if a cross-encoder starts from an embedding model, whose prompts they are."""
+    if kind is ModelKind.cross_encoder and is_embedder:
+        return {}
     settings: dict[str, Any] = read_json(path) if path.is_file() else {}
     saved = settings.get("prompts") or {}
     if not isinstance(saved, dict):
@@ -268,7 +289,9 @@ def _prompts(path: Path) -> dict[str, str]:
         if name in prompts:
             prompts.setdefault("document", prompts[name])
     if default and prompts[default]:
-        prompts = {"query": prompts[default], "document": prompts[default]} | prompts
+        # A cross-encoder of sentence-transformers has it before the first text of a pair only.
+        roles = ("query", "document") if kind is ModelKind.dense else ("query",)
+        prompts = dict.fromkeys(roles, prompts[default]) | prompts
     return prompts
 
 
@@ -330,7 +353,22 @@ def _dense(directory: Path) -> DenseSource:
     )
 
 
-def _required(pooling: Pooling | None, what: str) -> Pooling:
-    if pooling is None:
+def _score_head(
+    directory: Path, config: PretrainedConfig, model: ModelConfig, modules: Sequence[str] = ()
+) -> HeadSource | None:
+    if model.kind is ModelKind.dense:
+        return None
+    return read_score_head(directory, config, modules, directory / _SETTINGS)
+
+
+def _required(model: ModelConfig, config: PretrainedConfig | None, what: str) -> Pooling:
+    if model.kind is ModelKind.cross_encoder:
+        return Pooling.cls  # the architecture decides, see `score_pooling`
+    if model.pooling is None and config is not None and is_reranker(config):
+        raise ConfigError(
+            f"{what.split(',', maxsplit=1)[0]} is a reranker ({', '.join(config.architectures or ())}), which scores "
+            "pairs: set model.kind=cross_encoder, or model.pooling to train an embedding model from its backbone"
+        )
+    if model.pooling is None:
         raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
-    return pooling
+    return model.pooling

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from embedtrain.models.attention_direction import attends_causally
+from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 
@@ -64,7 +65,12 @@ NO_FLOPS = ModelFlops(0, 0, ())  # default if the rate is not of interest
 def model_flops(encoder: Encoder) -> ModelFlops:
     """FLOPs of an encoder with `requires_grad` as in training; sharded or not."""
     embeddings = {id(p) for part in encoder.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
-    weights = [p for p in encoder.parameters() if p.dim() > 1 and id(p) not in embeddings]
+    weights = [
+        p
+        for name, p in encoder.named_parameters()
+        # The head of a cross-encoder computes one vector of a pair.
+        if p.dim() > 1 and id(p) not in embeddings and not name.startswith(HEAD)
+    ]
     quantized = sum(layer.in_features * layer.out_features for _, layer in four_bit_layers(encoder))
     return ModelFlops(
         matmul_elements=sum(weight.numel() for weight in weights) + quantized,

@@ -1,0 +1,244 @@
+"""Cross-encoders: scores of padded and packed pairs equal those of transformers' own classes, whatever the head."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import CrossEncoder as CrossEncoder_
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision, Strategy
+from embedtrain.data.pairs import Pair, PairTokenizer
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.loading.load import load_model
+from embedtrain.loading.pair_format import read_pair_format
+from embedtrain.models.attention_kernels import CPU
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, classifier_name, has_token_types
+from embedtrain.models.packing import check_packing, enable_packing, packing_mismatch
+from embedtrain.models.score_head import SIGMOID
+from embedtrain.models.source import open_model_source
+from tests.small import parallel, save_small, small_model, small_tokenizer, text
+
+# Every architecture with what differs from `small_model`.
+CASES = {
+    "bert": {"type_vocab_size": 2},
+    "xlm-roberta": {},
+    "distilbert": {},
+    "mpnet": {},
+    "electra": {"type_vocab_size": 2, "embedding_size": 16},
+    "deberta-v2": {"type_vocab_size": 2, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "modernbert": {},
+    "modernbert, mean": {"classifier_pooling": "mean"},
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {"pad_token_id": 1},
+    "mistral": {},
+    "gemma3_text": {},
+}
+WITH_TYPES = {"bert", "electra", "deberta-v2"}
+PADDED = {"deberta-v2", "mpnet"}  # they compute attention themselves
+
+
+def reranker(case: str) -> ModelConfig:
+    model = small_model(case.partition(",")[0], kind=ModelKind.cross_encoder, pooling=None)
+    model.config |= CASES[case]
+    return model
+
+
+def build(case: str) -> CrossEncoder:
+    torch.manual_seed(0)
+    encoder = assemble_encoder(open_model_source(reranker(case)))
+    assert isinstance(encoder, CrossEncoder)
+    return encoder.eval()
+
+
+def whole_class(encoder: CrossEncoder) -> torch.nn.Module:
+    """Transformers' class with the weights of `encoder`."""
+    config = copy.deepcopy(encoder.backbone.config)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.load_state_dict({classifier_name(n, model.base_model_prefix): w for n, w in encoder.state_dict().items()})
+    return model.eval()
+
+
+def tokenizer(case: str, *, packed: bool) -> PairTokenizer:
+    pairs = small_tokenizer()
+    if case in WITH_TYPES:
+        pairs.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+        pairs.init_kwargs["model_input_names"] = pairs.model_input_names  # which are saved
+    return PairTokenizer(pairs, 48, read_pair_format(open_model_source(reranker(case)), pairs), packed=packed)
+
+
+PAIRS = [Pair(text(seed, 1 + seed % 4), text(9 + seed, length)) for seed, length in enumerate((30, 19, 19, 4, 1))]
+
+
+def grads(module: torch.nn.Module, scores: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    (scores[:, 0] * torch.arange(1.0, len(scores) + 1)).sum().backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_gradients_are_those_of_the_whole_class(case):
+    encoder = build(case)
+    reference = whole_class(encoder)
+    prefix = reference.base_model_prefix
+    (padded,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
+    types = {} if padded.types is None else {"token_type_ids": padded.types}
+    assert (padded.types is not None) == has_token_types(encoder) == (case in WITH_TYPES)
+    expected = reference(input_ids=padded.ids, attention_mask=padded.mask, **types).logits
+    expected_grads = grads(reference, expected)
+    assert expected.std() > 0.01
+    chunks = [padded]
+    support = check_packing(encoder, precision=Precision.fp32, capability=CPU)
+    assert (support.padding_reason is not None) == (case in PADDED)
+    if case not in PADDED:
+        enable_packing(encoder)
+        chunks += tokenizer(case, packed=True).chunks(PAIRS, 10_000)
+        with encoder.returning_vectors():
+            mismatch = packing_mismatch(
+                encoder, encoder.backbone.config, Precision.fp32, torch.device("cpu"), token_types=bool(types)
+            )
+        assert mismatch is None
+    assert classifier_mismatch(encoder, torch.device("cpu")) is None
+    for chunk in chunks:
+        scores = encoder(*chunk.inputs)
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+        for name, grad in grads(encoder, scores).items():
+            torch.testing.assert_close(grad, expected_grads[classifier_name(name, prefix)], rtol=1e-3, atol=1e-5)
+
+
+def save_reranker(case: str, directory: Path) -> Path:
+    """A directory as transformers writes a sequence classifier, with its tokenizer."""
+    whole_class(build(case)).save_pretrained(directory)
+    tokenizer(case, packed=False).tokenizer.save_pretrained(directory)
+    return directory
+
+
+def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora: int) -> tuple[list[float], list[str]]:
+    """Scores of PAIRS by a model that is sharded over the ranks, and the notes about it."""
+    model = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder, lora=LoraConfig(rank=lora or None))
+    loaded = load_model(model, parallel(strategy), world, seed=1)
+    (chunk,) = loaded.tokenizer.chunks(PAIRS, 10_000)
+    encoder = loaded.encoder.eval()
+    assert loaded.tokenizer.packed == (chunk.packing is not None)
+    assert (chunk.types is not None) == has_token_types(encoder)
+    scores = encoder(*chunk.inputs).detach()
+    if strategy is Strategy.fsdp:  # the gradient reaches every trained weight, the head's among them
+        encoder(*chunk.inputs).sum().backward()
+        assert all(weight.grad is not None for weight in encoder.parameters() if weight.requires_grad)
+    order = torch.tensor(chunk.rows).argsort()
+    return scores[order, 0].tolist(), list(loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "lora"),
+    [("bert", Strategy.fsdp, 0), ("xlm-roberta", Strategy.ddp, 0), ("modernbert", Strategy.fsdp, 4),
+     ("qwen3", Strategy.fsdp, 0), ("deberta-v2", Strategy.fsdp, 0)],
+)  # fmt: skip
+def test_scores_of_directories_equal_sentence_transformers(ranks, case, strategy, lora, tmp_path):
+    classic = save_reranker(case, tmp_path / "classic")
+    model = CrossEncoder_(str(classic), activation_fn=torch.nn.Identity(), device="cpu")
+    expected = model.predict([pair[:2] for pair in PAIRS], show_progress_bar=False).tolist()
+    model.save_pretrained(str(tmp_path / "modules"))
+    for directory in (classic, tmp_path / "modules"):
+        for scores, notes in ranks(2, scores_of_directory, directory, strategy, lora):
+            torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+            assert any("score" in note for note in notes)
+    source = open_model_source(ModelConfig(path=str(tmp_path / "modules"), kind=ModelKind.cross_encoder))
+    assert source.head is not None
+    assert (source.head.activation, source.head.is_new) == ("torch.nn.modules.linear.Identity", False)
+
+
+def test_an_embedding_model_gives_its_backbone(ranks, minilm_dir):
+    answers = [answer for size in (1, 2) for answer in ranks(size, scores_of_directory, minilm_dir, Strategy.ddp, 0)]
+    scores, notes = answers[0]
+    assert all(other == pytest.approx(scores, rel=1e-4, abs=1e-6) for other, _ in answers)
+    assert any("embedding model" in note for note in notes)
+
+
+def test_other_classifiers_are_rejected(tmp_path):
+    directory = save_reranker("bert", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"id2label": {0: "a", 1: "b"}}))
+    with pytest.raises(ModelError, match=r"config.json.* 2 labels"):
+        open_model_source(ModelConfig(path=str(directory), kind=ModelKind.cross_encoder))
+    with pytest.raises(ConfigError, match=r"model.kind=cross_encoder|model.pooling"):
+        open_model_source(ModelConfig(path=str(directory)))
+
+
+def edited(directory: Path, target: Path, **config: Any) -> ModelConfig:
+    """A copy with other values in config.json, as options of a cross-encoder."""
+    shutil.copytree(directory, target)
+    settings = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(settings))
+    return ModelConfig(path=str(target), kind=ModelKind.cross_encoder)
+
+
+def test_activations_that_directories_name(tmp_path):
+    bert, identity = save_reranker("bert", tmp_path / "bert"), "torch.nn.modules.linear.Identity"
+    cases = {
+        "current": ({"sentence_transformers": {"activation_fn": identity}}, identity),
+        "before version 4": ({"sbert_ce_default_activation_function": identity}, identity),
+        "code": ({"sentence_transformers": {"activation_fn": "evil.Function"}}, SIGMOID),
+        "none": ({}, SIGMOID),
+    }
+    for name, (config, expected) in cases.items():
+        head = open_model_source(edited(bert, tmp_path / name, **config)).head
+        assert head is not None
+        assert head.activation == expected
+    with pytest.raises(ModelError, match="3 labels"):
+        open_model_source(edited(bert, tmp_path / "three", id2label={"0": "a", "1": "b", "2": "c"}))
+    unheaded = save_small(small_model("bert"), tmp_path / "backbone")
+    claims = open_model_source(
+        edited(unheaded, tmp_path / "claims", architectures=["BertForSequenceClassification"], id2label={"0": "a"})
+    )
+    with pytest.raises(ModelError, match="classifier"):
+        full_state_dict(claims, seed=0)
+
+
+def test_a_new_head_is_a_function_of_the_seed_and_the_backbone_is_read(tmp_path):
+    backbone = save_small(small_model("xlm-roberta"), tmp_path)
+    source = open_model_source(ModelConfig(path=str(backbone), kind=ModelKind.cross_encoder))
+    assert source.head is not None
+    assert source.head.is_new
+    first, again, other = (full_state_dict(source, seed) for seed in (0, 0, 1))
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        is_read = name.startswith("backbone.") or name.endswith("bias")
+        assert torch.equal(weight, other[name]) == is_read, name
+
+
+def sharded_step(world: World, directory: Path, expected: dict[str, Tensor]) -> None:
+    """The gradient on two ranks; in bf16 the head still computes in float32; adapters train the head as well."""
+    model = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder)
+    loaded = load_model(model, parallel(), world, seed=0)
+    encoder = loaded.encoder.eval()
+    (chunk,) = loaded.tokenizer.chunks(PAIRS, 10_000)
+    actual = grads(encoder, encoder(*chunk.inputs))
+    assert actual.keys() == expected.keys()
+    for name, grad in actual.items():
+        torch.testing.assert_close(grad.full_tensor(), expected[name], rtol=1e-3, atol=1e-5, msg=name)
+    model.lora = LoraConfig(rank=2)
+    encoder = load_model(model, parallel(precision=Precision.bf16), world, seed=0).encoder.eval()
+    scores = encoder(*chunk.inputs)
+    assert not torch.equal(scores, scores.bfloat16().float())
+    trained = {name for name, _ in grads(encoder, scores).items()}
+    assert {name for name in trained if ".lora_" not in name} == {name for name in expected if name.startswith("head.")}
+
+
+def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, tmp_path):
+    bert = save_reranker("bert", tmp_path)
+    encoder = build("bert")
+    encoder.load_state_dict(
+        full_state_dict(open_model_source(ModelConfig(path=str(bert), kind=ModelKind.cross_encoder)), seed=0)
+    )
+    (chunk,) = tokenizer("bert", packed=False).chunks(PAIRS, 10_000)
+    ranks(2, sharded_step, bert, grads(encoder, encoder(*chunk.inputs)))

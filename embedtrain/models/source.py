@@ -22,7 +22,14 @@ from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale_rope
-from embedtrain.models.score_head import HeadSource, is_reranker, new_score_head, read_score_head, score_pooling
+from embedtrain.models.score_head import (
+    HeadSource,
+    is_reranker,
+    new_score_head,
+    read_score_head,
+    score_pooling,
+    with_template,
+)
 from embedtrain.models.security import require_bounded_numbers, require_safe_config, require_safe_files
 
 _POOLING_FLAGS = {
@@ -105,8 +112,8 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     config = set_attention_direction(source.config, model.bidirectional)
     scale_rope(config, model.rope_scaling)
     if source.head is not None:
-        pooling = score_pooling(config)
-        return replace(source, config=config, pooling=pooling, include_prompt=True, normalize=False)
+        pooling, head = score_pooling(config), with_template(source.head, model)
+        return replace(source, config=config, head=head, pooling=pooling, include_prompt=True, normalize=False)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:

@@ -3,16 +3,18 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sentence_transformers import CrossEncoder as CrossEncoder_
+from tokenizers import processors
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision, ScoreHead, Strategy
 from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
@@ -242,3 +244,30 @@ def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, tmp_path):
     )
     (chunk,) = tokenizer("bert", packed=False).chunks(PAIRS, 10_000)
     ranks(2, sharded_step, bert, grads(encoder, encoder(*chunk.inputs)))
+
+
+def test_the_template_of_a_decoder_survives_truncation():
+    model, words = reranker("qwen3"), small_tokenizer()
+    model.pair_template = {
+        "prefix": "alpha ",
+        "query": "beta {query} mu ",
+        "document": "gamma {document}",
+        "suffix": " mu nu",
+    }
+    read = read_pair_format(open_model_source(model), words)
+    pairs = PairTokenizer(words, 24, read)
+    (short, long) = pairs.ids([Pair("zeta", "nu"), Pair("zeta", "nu " * 40)])
+    ids = [~token if token < 0 else token for token in short]
+    assert words.convert_ids_to_tokens(ids) == ["<s>", "alpha", "beta", "zeta", "mu", "gamma", "nu", "mu", "nu", "</s>"]
+    assert len(long) == 24
+    assert long[-3:] == short[-3:]
+    with pytest.raises(ConfigError, match=r"model\.pair_template"):
+        read_pair_format(open_model_source(replace(reranker("bert"), pair_template=model.pair_template)), words)
+    unsupported = {"score_head": ScoreHead.tokens, "score_tokens": ["yes", "no"], "pair_template": "qwen3"}
+    for name, value in unsupported.items():
+        with pytest.raises(ConfigError, match=rf"model\.{name}="):
+            open_model_source(replace(reranker("qwen3"), **{name: value}))
+    bare = small_tokenizer()
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    with pytest.raises(ConfigError, match=r"model\.pair_template=null"):
+        read_pair_format(open_model_source(reranker("qwen3")), bare)

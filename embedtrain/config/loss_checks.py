@@ -8,12 +8,15 @@ from embedtrain.config.code import is_code_path
 from embedtrain.config.losses import (
     LOSSES,
     BatchTripletConfig,
+    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CustomConfig,
     DistillEmbeddingsConfig,
     Hardness,
     InfoNCEConfig,
+    LambdaLossConfig,
+    ListConfig,
     LossConfig,
     LossDirection,
     OnlineContrastiveConfig,
@@ -21,6 +24,7 @@ from embedtrain.config.losses import (
     PartitionMode,
     SentenceTransformersConfig,
     SigLIPConfig,
+    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.names import unknown_loss
@@ -66,7 +70,8 @@ def _check(loss: LossConfig, option: str) -> None:
     _check_matryoshka(loss, check)
     for name in ("temperature", "teacher_temperature"):
         if hasattr(loss, name):
-            check.positive(name, "0.01 to 0.1 is usual" if name == "temperature" else "1 is usual")
+            of_lists = isinstance(loss, ListConfig)
+            check.positive(name, "0.01 to 0.1 is usual" if name == "temperature" and not of_lists else "1 is usual")
     match loss:
         case InfoNCEConfig():
             _check_temperature_bounds(loss, check)
@@ -90,6 +95,13 @@ def _check(loss: LossConfig, option: str) -> None:
                 "project",
                 "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
             )
+        case BCEConfig():
+            check.positive("pos_weight", "1 weighs positives and negatives alike")
+        case SoftmaxConfig():
+            check.number("positive_above")
+        case LambdaLossConfig():
+            check.at_least(0, "mu")
+            check.require(loss.top_k is None or loss.top_k >= 1, "top_k", "must be 1 or more, or null for all pairs")
         case CustomConfig():
             check.require(is_code_path(loss.path), "path", "must be module:Class, such as my_losses:MyLoss")
             check.require(

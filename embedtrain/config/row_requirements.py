@@ -10,6 +10,7 @@ from embedtrain.config.losses import (
     DistillEmbeddingsConfig,
     LossConfig,
     SentenceTransformersConfig,
+    SoftmaxConfig,
 )
 
 
@@ -53,6 +54,9 @@ class RowRequirements:
     label: bool = False  # the class of the row, a whole number
     vectors: bool = False  # a teacher's embedding of every text
     same_num_documents: bool = False  # in every row
+    lists: bool = False  # a step uses a row's other positives as well, which are documents with scores like any other
+    ranked: bool = False  # documents of at least two different scores
+    positive_above: float | None = None  # documents with a higher score are the positives, at least one
     loss: str = "infonce"  # its name, for messages
 
     def __or__(self, other: "RowRequirements") -> "RowRequirements":
@@ -66,13 +70,18 @@ class RowRequirements:
             label=self.label or other.label,
             vectors=self.vectors or other.vectors,
             same_num_documents=self.same_num_documents or other.same_num_documents,
+            lists=self.lists or other.lists,
+            ranked=self.ranked or other.ranked,
+            positive_above=other.positive_above if self.positive_above is None else self.positive_above,
             loss=" + ".join(dict.fromkeys(name for name in (self.loss, other.loss) if name)),
         )
 
 
 _COSINE = ScoreRange(low=-1, high=1)
 _WEIGHT = ScoreRange(low=0, high=1)  # of the attracting term; the repelling term has the rest
+_GRADE = ScoreRange(low=0, high=32)  # of relevance; the gain of nDCG is 2^grade - 1
 _BINARY = ScoreRange(low=0, high=1, integers=True)
+_RANKED = RowRequirements(scores=ScoreRequirement.pairs, lists=True, ranked=True)
 _COLUMNS = RowRequirements(same_num_documents=True)
 _PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
 _TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
@@ -90,6 +99,14 @@ _LOSSES = {
     "batch_triplet": RowRequirements(documents=False, label=True),
     "distill_scores": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
     "margin_mse": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
+    "bce": RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT, lists=True),
+    "softmax": RowRequirements(negatives=True),
+    "listnet": _RANKED,
+    "ranknet": _RANKED,
+    "lambdaloss": replace(_RANKED, range=_GRADE),
+    "plistmle": _RANKED,
+    "adr_mse": _RANKED,
+    "mse": RowRequirements(scores=ScoreRequirement.teacher, lists=True),
     "orthogonal": RowRequirements(documents=False),
 }
 # The loss classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
@@ -150,6 +167,10 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
                 scores=ScoreRequirement.teacher if scores else ScoreRequirement.none,
                 label=label,
                 loss=loss.path,
+            )
+        case SoftmaxConfig(positive_above=float(threshold)):
+            return RowRequirements(
+                negatives=True, scores=ScoreRequirement.pairs, lists=True, positive_above=threshold, loss=loss.name
             )
         case DistillEmbeddingsConfig(teacher=teacher):
             return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)

@@ -36,15 +36,17 @@ class SourceSettings:
 
     text_format: TextFormat
     negatives: int | None = None  # hard negatives of a row that one step uses; None: all
+    lists: bool = False  # whether a step uses other positives of a row like its negatives
 
     def row(self, example: Example, positive: int, negatives: Sequence[int]) -> Row:
-        """The query of `example` with one positive and some hard negatives, by their indices.
+        """The query of `example` with one positive and some hard negatives, by their indices as in `Selection`.
 
         A row with fewer negatives has fewer documents: a repeated negative would count twice in the loss.
         """
 
         def select(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
-            return (of_positives[positive], *[of_negatives[i] for i in negatives]) if of_positives else ()
+            of_all, first = (*of_positives, *of_negatives), len(of_positives)
+            return (of_positives[positive], *[of_all[first + i] for i in negatives]) if of_positives else ()
 
         documents = select(example.positives, example.negatives)
         vectors = example.vectors * (1 + len(documents))  # if one stands for all texts
@@ -224,7 +226,9 @@ class TrainData:
             positives[of_source], negatives[of_source] = store.num_positives[rows], store.num_negatives[rows]
             limits[of_source] = self._max_negatives(int(source), rows)
         positions = planned.first_position + np.arange(len(planned.rows))
-        selection = draw(positives, negatives, limits, positions, self.plan.seed)
+        of_lists = np.array([settings.lists for settings in self.settings])
+        lists = of_lists[planned.sources] if of_lists.any() else None
+        selection = draw(positives, negatives, limits, positions, self.plan.seed, lists)
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
         return GlobalBatch(
             k,
@@ -293,7 +297,11 @@ def load_train_data(
     )
     plan = BatchPlan(sizes, rows, global_batch_size, seed, by_source=mixing.by_source)
     text_format = text_format or TextFormat()
-    settings = [SourceSettings(TextFormat.of(source, text_format), source.negatives) for source in sources]
+    source_needs = [needs] * len(sources) if isinstance(needs, RowRequirements) else needs
+    settings = [
+        SourceSettings(TextFormat.of(source, text_format), source.negatives, row_needs.lists)
+        for source, row_needs in zip(sources, source_needs, strict=True)
+    ]
     notes = [str(store.report) for store in stores]
     notes += _instructions(stores, settings)
     notes.append(_epoch(stores, rows, plan, mixing))
@@ -326,8 +334,8 @@ def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mix
         note += f" (fewer than train.global_batch_size={size})"
     elif not is_divided:
         note += (
-            f" (train.global_batch_size={size} does not divide the number of rows: batches are made smaller, so that "
-            "no row is left out or repeated)"
+            f" (train.global_batch_size={size} does not divide the number of rows: batches are made smaller, and no "
+            "row is dropped or added to fill one)"
         )
     if any(count != len(store) for store, count in zip(stores, rows, strict=True)):
         counts = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))

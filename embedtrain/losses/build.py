@@ -23,8 +23,10 @@ from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka
 from embedtrain.losses.custom import build_custom
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.losses.listwise import BCE, MSE, ListNet, PListMLE, Softmax
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
+from embedtrain.losses.ranking import ADRMSE, LambdaLoss, RankNet
 from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.triplets import BatchTriplet, Triplet
@@ -47,6 +49,14 @@ _BY_NAME: dict[str, Callable[[Any], Loss]] = {
 _OF_SCORES: dict[str, Callable[[Any, Score | None], Loss]] = {
     "distill_scores": DistillScores,
     "margin_mse": MarginMSE,
+    "bce": BCE,
+    "softmax": Softmax,
+    "listnet": ListNet,
+    "ranknet": RankNet,
+    "lambdaloss": LambdaLoss,
+    "plistmle": PListMLE,
+    "adr_mse": ADRMSE,
+    "mse": MSE,
 }
 
 

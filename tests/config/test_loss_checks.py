@@ -7,6 +7,7 @@ from embedtrain.config.loss_checks import check_loss, guide_paths
 from embedtrain.config.losses import (
     LOSSES,
     BatchTripletConfig,
+    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
@@ -15,6 +16,8 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     Hardness,
     InfoNCEConfig,
+    LambdaLossConfig,
+    ListNetConfig,
     LossConfig,
     LossDirection,
     MarginMSEConfig,
@@ -22,6 +25,7 @@ from embedtrain.config.losses import (
     PartitionMode,
     SentenceTransformersConfig,
     SigLIPConfig,
+    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
@@ -42,6 +46,11 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(temperature=0.0), r"loss\.temperature=0\.0: "),
     (InfoNCEConfig(temperature=float("nan")), r"loss\.temperature=nan"),
     (CoSENTConfig(temperature=-1.0), r"loss\.temperature=-1\.0"),
+    (BCEConfig(pos_weight=0.0), r"loss\.pos_weight=0\.0"),
+    (ListNetConfig(temperature=0.0), r"loss\.temperature=0\.0"),
+    (LambdaLossConfig(mu=-1.0), r"loss\.mu=-1\.0"),
+    (LambdaLossConfig(top_k=0), r"loss\.top_k=0"),
+    (SoftmaxConfig(positive_above=float("nan")), r"loss\.positive_above=nan"),
     (DistillScoresConfig(teacher_temperature=0.0), r"loss\.teacher_temperature=0\.0"),
     (InfoNCEConfig(temperature_bounds=[0.5, 0.1]), r"loss\.temperature_bounds=\[0\.5,0\.1\]: "),
     (InfoNCEConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]"),

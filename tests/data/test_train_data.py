@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embedtrain.config.losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.text_format import Prompt, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
@@ -130,6 +132,20 @@ def test_notes_and_texts(tmp_path: Path) -> None:
     assert Counter(data.texts()) == Counter(["a", "b", "c", "d", "e", *map(str, range(14))])
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "batches"),
+    [
+        (5, "2 batches of 5 rows"),
+        (4, "3 batches of 3 or 4 rows (train.global_batch_size=4 does not divide "),
+        (16, "1 batch of 10 rows (fewer than train.global_batch_size=16)"),
+    ],
+)
+def test_the_size_of_batches_is_explained(tmp_path: Path, batch_size: int, batches: str) -> None:
+    rows = [{"query": f"q{i}", "pos": [f"p{i}"]} for i in range(10)]
+    data = load_train_data([source(tmp_path, "a", rows)], seed=1, global_batch_size=batch_size)
+    assert data.notes[-1].startswith(f"an epoch: 10 rows in {batches}")
+
+
 def test_instructions_of_rows(tmp_path: Path) -> None:
     rows = [
         {"query": "a", "pos": ["b"], "prompt": "find"},
@@ -209,3 +225,32 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
     data = load_train_data([TrainSource(path=path)], seed=4, global_batch_size=7)
     here = str([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])
     assert answers == {here + "\n"}
+
+
+def test_a_list_has_all_documents_of_its_row(tmp_path: Path) -> None:
+    """Graded lists, and positives and negatives; tokens and scores are those of the same documents."""
+    graded = [{"query": f"q{i}", "docs": [f"d{i}a", f"d{i}b", f"d{i}c"], "labels": [2, 0, 1]} for i in range(4)]
+    keyed = [{"query": f"k{i}", "pos": [f"p{i}", f"r{i}"], "neg": [f"n{i}"]} for i in range(4)]
+    sources = [source(tmp_path, "graded", graded), source(tmp_path, "keyed", keyed, negatives=1)]
+    needs = row_requirements(RankNetConfig())
+    data = load_train_data(sources, seed=3, global_batch_size=8, needs=needs)
+    tokenizer = TextTokenizer(small_tokenizer(), 32)
+    data.prepare(tokenizer, Cache(directory=tmp_path / "cache"))
+    batch = data.batch(0)
+    label = {"a": 2.0, "b": 0.0, "c": 1.0, "p": 1.0, "r": 1.0, "n": 0.0}
+    for row in batch.rows:
+        number = row.query[1:]
+        if row.query.startswith("q"):
+            assert sorted(row.documents) == [f"d{number}{letter}" for letter in "abc"]
+            assert row.scores == tuple(label[document[-1]] for document in row.documents)
+        else:
+            assert len(set(row.documents)) == 2
+            assert row.documents[0] in (f"p{number}", f"r{number}")
+            assert row.scores == tuple(label[document[0]] for document in row.documents)
+    assert batch.tokens is not None
+    texts = [row.query for row in batch.rows] + [document for row in batch.rows for document in row.documents]
+    assert batch.tokens.keys.tolist() == text_keys(texts).tolist()
+    assert {row.documents for step in range(6) for row in data.batch(step).rows if row.query == "k0"} >= {
+        ("p0", "r0"),
+        ("r0", "p0"),
+    }

@@ -19,7 +19,8 @@ from embedtrain.config.losses import LossConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses import similarity
 from embedtrain.losses.build import build_loss
-from embedtrain.losses.types import BatchInfo, Guide
+from embedtrain.losses.score import PairScore
+from embedtrain.losses.types import BatchInfo, Guide, Loss
 
 DIMENSION = 8
 
@@ -29,8 +30,8 @@ class GlobalVectors:
     """N rows with `sizes[i]` documents each, K documents in total, row by row; float64."""
 
     sizes: tuple[int, ...]
-    queries: Tensor  # [N, D]
-    documents: Tensor  # [K, D]
+    queries: Tensor  # [N, D]; [0, 1] of a cross-encoder
+    documents: Tensor  # [K, D]; [K, 1] of a cross-encoder, which are its scores
     query_keys: Tensor  # [N]
     document_keys: Tensor  # [K]
     document_ids: Tensor | None = None  # [K]
@@ -64,7 +65,8 @@ class GlobalVectors:
             },
             seed=5,
         )
-        return take(self.queries, rows).to(dtype), take(self.documents, indices).to(dtype), batch_info
+        queries = take(self.queries, rows) if len(self.queries) else self.queries.clone()
+        return queries.to(dtype), take(self.documents, indices).to(dtype), batch_info
 
 
 def vectors(
@@ -97,6 +99,13 @@ def vectors(
     )
 
 
+def scored_pairs(sizes: Sequence[int], *, grades: int = 4, seed: int = 0) -> GlobalVectors:
+    """A global batch of a cross-encoder: random scores, and labels from 0 to `grades` - 1, several of them equal."""
+    batch = vectors(sizes, seed=seed, dimension=1, normalised=False)
+    labels = torch.randint(grades, (sum(sizes),), generator=torch.Generator().manual_seed(seed)).double()
+    return replace(batch, queries=torch.empty(0, 1, dtype=torch.float64), scores=labels)
+
+
 def distributions(num_rows: int) -> list[list[list[int]]]:
     """Rows of each rank: on 1 to 4 ranks, evenly, unevenly, and with ranks without rows."""
     rows = list(range(num_rows))
@@ -116,7 +125,7 @@ def run(
 ) -> dict[str, dict[str, Tensor] | float]:
     """On one rank: the local loss, its gradients at this rank's vectors and at the loss's parameters, and metrics."""
     torch.manual_seed(0)
-    loss = build_loss(config, dimension=dimension, guide_dimensions=_guide_dimensions(batch), seed=0).to(dtype)
+    loss = _build(config, batch, dimension).to(dtype)
     rows = rows_of_rank[world.rank]
     queries, documents, batch_info = batch.of_rank(rows, dtype)
     queries.requires_grad_(), documents.requires_grad_()
@@ -161,12 +170,48 @@ def run_under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -
     return [inside["local_loss"], run(world, *arguments)["local_loss"]]
 
 
+def _build(config: LossConfig, batch: GlobalVectors, dimension: int) -> Loss:
+    guides, score = _guide_dimensions(batch), None if len(batch.queries) else PairScore()
+    return build_loss(config, dimension=dimension, guide_dimensions=guides, seed=0, score=score)
+
+
 def _guide_dimensions(batch: GlobalVectors) -> dict[str, int]:
     return {name: guide.documents.shape[1] for name, guide in batch.guides.items()}
 
 
 # (global batch, parameters of the loss by name, float64) -> the loss
 Textbook = Callable[[GlobalVectors, dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, a global batch, and the formula of the loss."""
+
+    config: LossConfig
+    batch: GlobalVectors
+    textbook: Textbook
+
+    def expected(self) -> tuple[float, Tensor, Tensor, dict[str, Tensor]]:
+        """The loss, and its gradients at queries, documents and the loss's parameters, in one process."""
+        batch = replace(
+            self.batch,
+            queries=self.batch.queries.clone().requires_grad_(),
+            documents=self.batch.documents.clone().requires_grad_(),
+        )
+        torch.manual_seed(0)
+        loss = _build(self.config, batch, batch.queries.shape[1]).double()
+        parameters = {name: p.detach().clone().requires_grad_() for name, p in loss.named_parameters()}
+        value = self.textbook(batch, parameters)
+        value.backward()
+        grads = {name: _grad(parameter) for name, parameter in parameters.items()}
+        return value.item(), _grad(batch.queries), _grad(batch.documents), grads
+
+
+def run_all(
+    world: World, cases: Sequence[tuple[LossConfig, GlobalVectors]], rows_of_rank: list[list[int]], dtype: torch.dtype
+) -> list[dict[str, dict[str, Tensor] | float]]:
+    """`run` of each case."""
+    return [run(world, config, batch, rows_of_rank, dtype, batch.queries.shape[1]) for config, batch in cases]
 
 
 def check(
@@ -179,34 +224,47 @@ def check(
     only: Sequence[int] | None = None,
 ) -> None:
     """See the module's docstring. `only`: indices of the `distributions` to run; `fp32`: the tolerance in float32."""
-    dimension = batch.queries.shape[1]
-    torch.manual_seed(0)
-    reference = build_loss(config, dimension=dimension, guide_dimensions=_guide_dimensions(batch), seed=0).double()
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in reference.named_parameters()}
-    global_batch = replace(
-        batch, queries=batch.queries.clone().requires_grad_(), documents=batch.documents.clone().requires_grad_()
-    )
-    expected = textbook(global_batch, parameters)
-    expected.backward()
-    grads = {"queries": _grad(global_batch.queries), "documents": _grad(global_batch.documents)}
-    for number, rows_of_rank in enumerate(distributions(len(batch.sizes))):
+    check_all(ranks, [Case(config, batch, textbook)], fp32=fp32, only=only)
+
+
+def check_all(
+    ranks: Callable[..., list], cases: Sequence[Case], *, fp32: float = 1e-5, only: Sequence[int] | None = None
+) -> None:
+    """`check` of cases with the same number of rows, one after another in the same processes."""
+    expected = [case.expected() for case in cases]
+    sent = [(case.config, case.batch) for case in cases]
+    for number, rows_of_rank in enumerate(distributions(len(cases[0].batch.sizes))):
         if only is not None and number not in only:
             continue
         for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, fp32)):
-            answers = ranks(len(rows_of_rank), run, config, batch, rows_of_rank, dtype, dimension)
-            case = f"{config}, rows {rows_of_rank}, {dtype}"
-            value = sum(answer["local_loss"] for answer in answers)
-            assert abs(value - expected.item()) <= tolerance * max(1.0, abs(expected.item())), case
-            queries, documents = torch.zeros_like(batch.queries), torch.zeros_like(batch.documents)
-            for rows, answer in zip(rows_of_rank, answers, strict=True):
-                indices = [index for row in rows for index in batch.documents_of(row)]
-                queries[rows] += answer["queries"].double()
-                documents[indices] += answer["documents"].double()
-            _close(queries, grads["queries"], tolerance, case)
-            _close(documents, grads["documents"], tolerance, case)
-            for name, parameter in parameters.items():
-                summed = sum(answer["parameters"][name].double() for answer in answers)
-                _close(summed, _grad(parameter), tolerance, f"{name}, {case}")
+            answers = ranks(len(rows_of_rank), run_all, sent, rows_of_rank, dtype)
+            for case, right, *of_ranks in zip(cases, expected, *answers, strict=True):
+                _agree(case, right, of_ranks, rows_of_rank, tolerance, f"{case.config}, rows {rows_of_rank}, {dtype}")
+
+
+def _agree(
+    case: Case,
+    expected: tuple[float, Tensor, Tensor, dict[str, Tensor]],
+    answers: Sequence[dict],
+    rows_of_rank: list[list[int]],
+    tolerance: float,
+    text: str,
+) -> None:
+    value, query_grads, document_grads, parameter_grads = expected
+    batch = case.batch
+    total = sum(answer["local_loss"] for answer in answers)
+    assert abs(total - value) <= tolerance * max(1.0, abs(value)), text
+    queries, documents = torch.zeros_like(batch.queries), torch.zeros_like(batch.documents)
+    for rows, answer in zip(rows_of_rank, answers, strict=True):
+        indices = [index for row in rows for index in batch.documents_of(row)]
+        if len(queries):
+            queries[rows] += answer["queries"].double()
+        documents[indices] += answer["documents"].double()
+    _close(queries, query_grads, tolerance, text)
+    _close(documents, document_grads, tolerance, text)
+    for name, grad in parameter_grads.items():
+        summed = sum(answer["parameters"][name].double() for answer in answers)
+        _close(summed, grad, tolerance, f"{name}, {text}")
 
 
 def _grad(tensor: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def of_rounded_vectors(world: World) -> dict[str, list[float]]:
     random = torch.Generator().manual_seed(3)
     found = {}
     for name, config in LOSSES.items():
-        if name in ("softmax", "cached"):
+        if name in ("classifier", "cached"):
             continue  # classes of sentence-transformers, which compute as they do
         mine = cut_for(
             rows_for(config, 8), world, tokenizer=_tokenizer(), chunk_tokens=10_000, activation_tokens=10_000

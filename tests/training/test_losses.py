@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import (
+    ADRMSEConfig,
     AnglEConfig,
     BatchTripletConfig,
+    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
@@ -26,13 +28,17 @@ from embedtrain.config.losses import (
     Hardness,
     Implementation,
     InfoNCEConfig,
+    LambdaLossConfig,
     LossConfig,
     LossDirection,
     MarginMSEConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
+    PListMLEConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
+    Similarity,
+    SoftmaxConfig,
     TripletConfig,
     TripletMining,
 )
@@ -90,6 +96,11 @@ LOSSES: dict[str, LossConfig] = {
     "batch_triplet, all": BatchTripletConfig(mining=TripletMining.all),
     "distill_scores": DistillScoresConfig(temperature=0.5, times_squared_temperature=True),
     "margin_mse": MarginMSEConfig(),
+    "bce": BCEConfig(temperature=0.1),
+    "softmax": SoftmaxConfig(temperature=0.2),
+    "plistmle": PListMLEConfig(temperature=0.2),
+    "lambdaloss": LambdaLossConfig(temperature=0.2, similarity=Similarity.dot),
+    "adr_mse": ADRMSEConfig(temperature=0.2),
     "distill_embeddings": DistillEmbeddingsConfig(matryoshka_dims=[32, 8]),
     "distill_embeddings, projected": DistillEmbeddingsConfig(project=True),
     "combined": CombinedConfig(
@@ -100,7 +111,7 @@ LOSSES: dict[str, LossConfig] = {
             OrthogonalConfig(weight=0.5),
         ]
     ),
-    "softmax": SentenceTransformersConfig(class_name="SoftmaxLoss", arguments={"num_labels": 3}),
+    "classifier": SentenceTransformersConfig(class_name="SoftmaxLoss", arguments={"num_labels": 3}),
     "cached": SentenceTransformersConfig(
         class_name="CachedMultipleNegativesRankingLoss", arguments={"scale": 5, "mini_batch_size": 2}
     ),

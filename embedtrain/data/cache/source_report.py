@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
@@ -12,6 +12,9 @@ from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.texts import Texts
 from embedtrain.errors import ConfigError
+from embedtrain.formatting import format_count
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,17 @@ class RowCheck:
     def __call__(self, texts: Texts) -> Texts:
         """The row; if the loss needs scores and it has none, with 1 for a positive and 0 for a negative.
 
+        With `positive_above`, its positives are the documents with higher scores.
+
         Raises:
-            BadRow: it lacks a negative, a score is out of range, or a vector has another dimension than those before.
+            BadRow: it lacks a positive or a negative, a score is out of range, all scores are equal and the loss ranks
+                documents, or a vector has another dimension than those before.
         """
+        if self._needs.scores == ScoreRequirement.pairs and not texts.positive_scores:
+            ones, zeros = (1.0,) * len(texts.positives), (0.0,) * len(texts.negatives)
+            texts = replace(texts, positive_scores=ones, negative_scores=zeros)
+        if self._needs.positive_above is not None:
+            texts = _split_by_score(texts, self._needs.positive_above, self._needs.loss)
         if self._needs.negatives and not texts.negatives:
             dropped = " other than its positives" if texts.num_dropped else ""
             raise BadRow(f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}")
@@ -77,10 +88,14 @@ class RowCheck:
             if score not in self._needs.range:
                 hint = "" if self._needs.range.integers else "; `score_scale` of a source divides its scores"
                 raise BadRow(f"loss={self._needs.loss} needs scores that are {self._needs.range}, not {score:g}{hint}")
+        scores = {*texts.positive_scores, *texts.negative_scores}
+        if self._needs.ranked and len(scores) < 2:
+            documents = format_count(len(texts.positives) + len(texts.negatives), "document")
+            raise BadRow(
+                f"loss={self._needs.loss} ranks documents of different scores, and this row has {documents} with "
+                f"the score {next(iter(scores)):g}"
+            )
         self._check_width(texts)
-        if self._needs.scores == ScoreRequirement.pairs and not texts.positive_scores:
-            ones, zeros = (1.0,) * len(texts.positives), (0.0,) * len(texts.negatives)
-            return replace(texts, positive_scores=ones, negative_scores=zeros)
         return texts
 
     def _check_width(self, texts: Texts) -> None:
@@ -90,6 +105,36 @@ class RowCheck:
             if len(vector) != width:
                 raise BadRow(f"a vector of {len(vector)} numbers, where those before have {width}")
         self._width = width  # only now, so that a skipped row does not set it
+
+
+def _split_by_score(texts: Texts, threshold: float, loss: str) -> Texts:
+    """The row with the documents of a score above the threshold as its positives and all others as its negatives."""
+    scores = (*texts.positive_scores, *texts.negative_scores)
+    documents = (*texts.positives, *texts.negatives)
+    if max(scores) <= threshold:
+        raise BadRow(
+            f"loss={loss} needs a document with a score above positive_above={threshold:g}, and the highest score of "
+            f"this row is {max(scores):g}"
+        )
+    num_positives = len(texts.positives)
+    has_ids = texts.positive_ids or texts.negative_ids
+    ids = (
+        *(texts.positive_ids or [""] * num_positives),
+        *(texts.negative_ids or [""] * len(texts.negatives)),
+    )
+
+    def select(values: Sequence[T], *, above: bool) -> tuple[T, ...]:
+        return tuple(value for value, score in zip(values, scores, strict=True) if (score > threshold) == above)
+
+    return replace(
+        texts,
+        positives=select(documents, above=True),
+        negatives=select(documents, above=False),
+        positive_scores=select(scores, above=True),
+        negative_scores=select(scores, above=False),
+        positive_ids=select(ids, above=True) if has_ids else (),
+        negative_ids=select(ids, above=False) if has_ids else (),
+    )
 
 
 def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts]) -> None:

@@ -20,7 +20,8 @@ class Selection:
     """The selected documents of each row."""
 
     positive: NDArray[np.int64]  # [B], index among the row's positives; -1 for a row without positives
-    negatives: NDArray[np.int64]  # [N], indices among the row's negatives, row by row
+    # [N], indices among the row's negatives, row by row; -1 for the last positive, -2 for the one before, and so on.
+    negatives: NDArray[np.int64]
     owners: NDArray[np.int64]  # [N], the row of each negative within the batch, ascending
     counts: NDArray[np.int64]  # [B], number of selected negatives of each row
 
@@ -31,6 +32,7 @@ def draw(
     max_negatives: int | NDArray[np.int64],
     positions: NDArray[np.int64],
     seed: int,
+    lists: NDArray[np.bool_] | None = None,
 ) -> Selection:
     """Select one positive and at most `max_negatives` negatives of each row, uniformly and without replacement.
 
@@ -42,8 +44,10 @@ def draw(
         num_negatives: int64 [B], of each row.
         max_negatives: for all rows or int64 [B].
         positions: int64 [B], position of each row in the run.
+        lists: bool [B], rows whose other positives are drawn like negatives; default: none.
     """
-    available = np.where(num_positives > 0, num_negatives, 0)
+    num_others = num_negatives if lists is None else num_negatives + np.where(lists, num_positives - 1, 0)
+    available = np.where(num_positives > 0, num_others, 0)
     counts = np.minimum(available, max_negatives)
     keys = make_keys(seed, _DRAW, positions)
     positive = np.where(num_positives > 0, random_below(random_bits(keys, 0), np.maximum(num_positives, 1)), -1)
@@ -60,6 +64,9 @@ def draw(
         # Row and hash in one number, because rows are already sorted: seven times faster than `lexsort`.
         order = np.argsort(rows.astype(np.uint64) << np.uint64(40) | hashes >> np.uint64(24), kind="stable")
         negatives[(counts < available)[owners]] = ranks[order[ranks < counts[rows]]]
+    if lists is not None:  # from indices among all documents but the drawn one
+        among_all = negatives + (negatives >= positive[owners])
+        negatives = np.where(lists[owners], among_all - num_positives[owners], negatives)
     return Selection(positive, negatives, owners, counts)
 
 

@@ -99,6 +99,8 @@ class SourceReader:
                 "label": needs.label,
                 "vectors": needs.vectors,
                 "even": needs.same_num_documents,
+                "ranked": needs.ranked,
+                "positive_above": needs.positive_above,
             },
         }
 

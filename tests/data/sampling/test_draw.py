@@ -40,6 +40,25 @@ def test_limits() -> None:
     assert draw(nothing, nothing, 7, nothing, 1).negatives.tolist() == []
 
 
+def test_lists_take_other_positives_like_negatives() -> None:
+    """All documents once, the drawn positive first; with a limit each of the others is as likely."""
+    positives, negatives, lists = whole([3, 1, 4, 3]), whole([2, 3, 0, 2]), np.array([True, True, True, False])
+    drawn = draw(positives, negatives, NO_LIMIT, np.arange(4), seed=5, lists=lists)
+    assert drawn.counts.tolist() == [4, 3, 3, 2]
+    for row, others in enumerate(by_row(drawn)[:3]):
+        documents = [int(drawn.positive[row]), *(int(positives[row]) + other for other in others)]
+        assert sorted(documents) == list(range(positives[row] + negatives[row]))
+    assert by_row(drawn)[3] == [0, 1]
+    number = 20_000
+    drawn = draw(np.full(number, 2), np.full(number, 3), 2, np.arange(number), 4, np.ones(number, dtype=bool))
+    assert (drawn.counts == 2).all()
+    documents = np.concatenate([drawn.positive, 2 + drawn.negatives])
+    assert np.abs(np.bincount(documents, minlength=5) / number - [3 / 4, 3 / 4, 1 / 2, 1 / 2, 1 / 2]).max() < 0.02
+    assert all(
+        len({2 + other for other in row} | {int(drawn.positive[i])}) == 3 for i, row in enumerate(by_row(drawn)[:50])
+    )
+
+
 def test_the_draw_of_a_row_does_not_depend_on_other_rows() -> None:
     random = np.random.default_rng(3)
     positives, negatives = random.integers(1, 5, 200), random.integers(0, 40, 200)

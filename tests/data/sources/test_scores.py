@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 
 from embedtrain.config.losses import (
+    ADRMSEConfig,
+    BCEConfig,
     CoSENTConfig,
     CosineMSEConfig,
     DistillScoresConfig,
+    LambdaLossConfig,
+    ListNetConfig,
+    LossConfig,
     OnlineContrastiveConfig,
+    PListMLEConfig,
+    RankNetConfig,
     SentenceTransformersConfig,
+    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.recipe import OnError, TrainSource
@@ -274,3 +282,46 @@ def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
     assert len(read(path, needs=row_requirements(CoSENTConfig()))[0]) == 2
     table, _ = read(path, needs=row_requirements(CosineMSEConfig()), score_scale=5.0)
     assert [row.positive_scores for row in table] == [pytest.approx((0.2,)), pytest.approx((0.9,))]
+
+
+# Lists
+
+
+def test_positives_are_the_documents_above_a_score(tmp_path: Path) -> None:
+    needs = row_requirements(SoftmaxConfig(positive_above=1.0))
+    rows = [
+        {"query": "q", "docs": ["a", "b", "c"], "labels": [0, 2, 1]},
+        {"query": "q", "docs": ["a", "b"], "labels": [1, 0]},
+    ]
+    examples, _ = read(write(tmp_path / "a.jsonl", rows[0]), needs=needs)
+    assert [(e.positives, e.negatives) for e in examples] == [(("b",), ("a", "c"))]
+    assert scores(examples) == [((2.0,), (0.0, 1.0))]
+    keyed = {**ROW, "pos_scores": [3, 0], "neg_scores": [2, 1], "pos_id": ["x", "y"], "neg_id": ["z", "w"]}
+    examples, _ = read(write(tmp_path / "b.jsonl", keyed), needs=needs)
+    assert [(e.positives, e.negatives) for e in examples] == [(("a", "c"), ("b", "d"))]
+    assert [(e.positive_ids, e.negative_ids) for e in examples] == [(("x", "z"), ("y", "w"))]
+    path = write(tmp_path / "c.jsonl", *rows)
+    assert_error(r"c\.jsonl:2: .*softmax.*positive_above=1.* 1$", path, needs=needs)
+    # Nothing is left to compare the positives with.
+    path = write(tmp_path / "d.jsonl", {**rows[0], "labels": [2, 2, 2]})
+    assert_error(r"d\.jsonl:1: .*softmax needs a hard negative", path, needs=needs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ListNetConfig(), RankNetConfig(), LambdaLossConfig(), PListMLEConfig(), ADRMSEConfig()],
+    ids=lambda config: config.name,
+)
+def test_a_row_with_nothing_to_rank(tmp_path: Path, config: LossConfig) -> None:
+    needs, rows = row_requirements(config), [ROW, {**ROW, "pos_scores": [0, 0], "neg_scores": [0, 0]}]
+    path = write(tmp_path / "a.jsonl", *rows)
+    assert_error(rf"a\.jsonl:2: loss={config.name} .*4 documents .* 0$", path, needs=needs)
+    examples, report = read(path, needs=needs, on_error=OnError.skip)
+    assert scores(examples) == [((1.0, 1.0), (0.0, 0.0))]
+    assert "a.jsonl:2" in str(report)
+
+
+def test_labels_that_a_loss_does_not_accept(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {**ROW, **SCORES})
+    assert_error(r"a\.jsonl:1: loss=bce needs scores .*0 to 1, not 9", path, needs=row_requirements(BCEConfig()))
+    assert_error(r"a\.jsonl:1: loss=lambdaloss .*0 to 32, not -1\.5", path, needs=row_requirements(LambdaLossConfig()))

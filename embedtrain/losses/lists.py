@@ -5,7 +5,7 @@ matrix, so a list has the same loss alone and beside others of any length.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -141,6 +141,16 @@ def score_range(scores: Tensor, batch_info: BatchInfo) -> dict[str, Tensor]:
     # A query without documents has -inf twice.
     ranges = (highest + lowest).clamp(min=0.0)
     return {"score_range": ranges.sum() / num_rows}
+
+
+def constant_scores_warning(metrics: Mapping[str, float]) -> str | None:
+    """A warning if a model gives all documents of every query the same score, by the metrics of a step."""
+    if metrics.get("score_range", 1.0) > 0:
+        return None
+    return (
+        "score_range=0: all documents of a query have the same score, and a model that has diverged does not recover; "
+        "start again with a lower optim.lr and a longer optim.warmup"
+    )
 
 
 def _arange(values: Tensor) -> Tensor:

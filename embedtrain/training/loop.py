@@ -27,6 +27,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
+from embedtrain.losses.lists import constant_scores_warning
 from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.guides import GuideModel
@@ -202,7 +203,7 @@ class TrainingLoop:
         communication = CommunicationMeter(world, recipe.train.log_every)
         profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker)
         profiler.report_skipped_steps(state.step, self._total_steps)
-        throughput = _Throughput()
+        throughput, warned = _Throughput(), False
         self.checkpointer.prepare_asynchronous(self.context.module, self.context.optimizer)
         with (
             self.tracker.training(self._total_steps, state.step),
@@ -235,6 +236,10 @@ class TrainingLoop:
                     rates = throughput.rates(world.size, self.matmul_flops)
                     row = throughput.row(step, report, state.pop_means())
                     self.tracker.step({**row, **rates, **communication.pop()})
+                    warning = None if warned else constant_scores_warning(report.measures)
+                    if warning is not None:
+                        self.tracker.warn(f"step {step}: {warning}")
+                    warned = warned or warning is not None
                     throughput = _Throughput()
                 garbage.collect_after(step)
                 improved = False

@@ -31,6 +31,7 @@ from embedtrain.config.losses import (
     Similarity,
     SoftmaxConfig,
 )
+from embedtrain.losses.lists import constant_scores_warning
 from tests.losses.global_batch import Case, GlobalVectors, check_all, run, run_in_chunks, scored_pairs, vectors
 
 UNEVEN = (2, 5, 1, 3, 2, 4)
@@ -299,6 +300,9 @@ def test_metrics(ranks):
     collapsed = replace(batch, documents=torch.full_like(batch.documents, 0.25))
     (answer,) = ranks(1, run, SoftmaxConfig(), collapsed, [[0, 1, 2]], torch.float32, 1)
     assert answer["metrics"]["score_range"] == 0.0
+    assert "score_range=0" in str(constant_scores_warning(answer["metrics"]))
+    assert constant_scores_warning({"score_range": 1e-9}) is None
+    assert constant_scores_warning({"accuracy": 0.0}) is None
     (answer,) = ranks(1, run, ListNetConfig(), scored_pairs((1, 1)), [[0, 1]], torch.float32, 1)
     assert answer["metrics"] == {}, "lists of one document have no range"
 

@@ -67,7 +67,22 @@ LOSSES = (
     ),
     Row("MarginMSELoss", "`loss=margin_mse`"),
     Row("DistillKLDivLoss", "`loss=distill_scores`", also="KLDivLoss kl_div knowledge_distillation m3_kd_loss"),
-    Row("MSELoss EmbedDistillLoss", "`loss=distill_embeddings`"),
+    Row(
+        "MSELoss EmbedDistillLoss",
+        "`loss=distill_embeddings`; `MSELoss` of a CrossEncoder, which takes scores, is `loss=mse`",
+    ),
+    Row("BinaryCrossEntropyLoss", "`loss=bce`", also="BCEWithLogitsLoss BCELoss binary_cross_entropy pointwise"),
+    Row("ListNetLoss", "`loss=listnet`"),
+    Row("RankNetLoss", "`loss=ranknet` with `loss.mean_over=pairs`; its logarithms are binary"),
+    Row(
+        "LambdaLoss",
+        "`loss=lambdaloss` with `loss.weighting`, `loss.top_k` and `loss.mean_over=pairs`; its logarithms are binary",
+        also="LambdaRankLoss NDCGLoss NDCGLoss2PP",
+    ),
+    Row("ListMLELoss", "`loss=plistmle` with `loss.position_weights=false`"),
+    Row("PListMLELoss", "`loss=plistmle`"),
+    Row("ADRMSELoss", "`loss=adr_mse`"),
+    Row("", "`loss=softmax`", also="CrossEntropyLoss LocalizedContrastiveEstimation LCE listwise"),
     Row("GlobalOrthogonalRegularizationLoss", "`loss=orthogonal`, in `loss=combined`", also="GOR"),
     Row("", "`loss=siglip`", also="SigmoidLoss SigLIPLoss"),
     Row(

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import itertools
+import json
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ import stat
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from embedtrain.errors import ConfigError
 
@@ -47,6 +49,12 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         raise
     finally:
         os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that people may read, and create its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def open_append(path: Path) -> FileIO:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.loss_checks import check_loss
+from embedtrain.config.loss_checks import check_loss, check_score_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
@@ -50,7 +50,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
     if recipe.model.kind is ModelKind.cross_encoder:
-        _check_score_dims(recipe)
+        _check_cross_encoder(recipe)
     _check_tracking(recipe)
     uses_batches_by_source(recipe.data.batches, [source_loss(source, recipe.loss) for source in recipe.data.train])
     return recipe
@@ -250,8 +250,16 @@ def is_repository_name(name: str) -> bool:
     return True
 
 
-def _check_score_dims(recipe: Recipe) -> None:
-    """Raise a ConfigError for options about dimensions of vectors, which the scores of a cross-encoder do not have."""
+def _check_cross_encoder(recipe: Recipe) -> None:
+    """Raise a ConfigError for options about vectors, of which a cross-encoder computes none."""
+    check_score_loss(recipe.loss)
+    for index, source in enumerate(recipe.data.train):
+        if source.loss is not None:
+            check_score_loss(source_loss(source, recipe.loss), f"data.train[{index}].loss")
+    formats = recipe.export.formats
+    OptionChecks(recipe.export, "export.").require(
+        formats == [EXPORT_FORMATS[0]], "formats", f"must be [{EXPORT_FORMATS[0]}] with model.kind=cross_encoder"
+    )
     for options, prefix, name in (
         (recipe.loss, "loss.", "matryoshka_dims"),
         (recipe.evaluation, "evaluation.", "truncate_dims"),

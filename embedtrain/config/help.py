@@ -16,7 +16,6 @@ from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.names import suggest
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import ConfigError
 
 ALL = "all"
@@ -28,7 +27,6 @@ _ITEMS: dict[str, type] = {
     "data": TrainSource,
     "evaluation.sets": EvaluationSet,
     "sets": EvaluationSet,
-    "reranker": RerankerConfig,
 }
 
 

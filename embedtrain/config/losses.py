@@ -409,3 +409,17 @@ LOSSES: dict[str, type[LossConfig]] = {
         CustomConfig,
     )
 }
+
+# The losses that are functions of scores, and fit a cross-encoder as well as a model of vectors.
+SCORE_LOSSES = (
+    "bce",
+    "softmax",
+    "listnet",
+    "ranknet",
+    "lambdaloss",
+    "plistmle",
+    "adr_mse",
+    "mse",
+    "distill_scores",
+    "margin_mse",
+)

@@ -20,9 +20,10 @@ from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ExportConfig, ModelConfig, Recipe
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.loading.load import bound_tokenizer
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import ModelSource, open_model_source
-from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
+from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.tracking.console import Console
 
 
@@ -43,10 +44,12 @@ def export_checkpoint(
     Raises CheckpointError if the checkpoint does not fit the model, or the directory does not reproduce its embeddings;
     ConfigError if another export to the directory is running.
     """
-    source = open_model_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
+    source = open_model_source(
+        ModelConfig(path=str(run_dir.architecture), kind=recipe.model.kind, trust_remote_code=trust_remote_code)
+    )
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     loaded = load_tokenizer(source)
-    tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
+    tokenizer = bound_tokenizer(source, loaded)
     dtype = export_dtype(config.dtype, source)
     reference: ExportReference | None = None
     with export_lock(output_dir) as unfinished, checkpoint.tensors(WEIGHTS) as reader:

@@ -120,7 +120,7 @@ def load_model(
             tokenizer = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
         else:
             fit_config_to_tokenizer(source, tokenizer)
-        bound = _bound_tokenizer(source, tokenizer)
+        bound = bound_tokenizer(source, tokenizer)
         adapter_files = open_adapter(model.lora)
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
@@ -181,7 +181,8 @@ def load_model(
     return verify_packing(loaded, model, parallel, world) if read_weights else loaded
 
 
-def _bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
+def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
+    """The tokenizer of texts, or of pairs for a cross-encoder, with the maximal length of the model."""
     check_vocabulary(source, tokenizer)
     max_length = resolve_max_length(source, tokenizer)
     if source.head is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig
 
-from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import is_decoder
@@ -94,6 +94,13 @@ def with_template(head: HeadSource, model: ModelConfig) -> HeadSource:
 def is_reranker(config: PretrainedConfig) -> bool:
     """Whether the model was saved as a sequence classifier."""
     return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
+
+
+def stored_kind(directory: Path) -> ModelKind:
+    """The kind of a model directory that an export or a run has written."""
+    path = directory / "config_sentence_transformers.json"
+    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return ModelKind.cross_encoder if settings.get("model_type") == "CrossEncoder" else ModelKind.dense
 
 
 def score_pooling(config: PretrainedConfig) -> Pooling:

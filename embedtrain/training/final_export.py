@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.checkpointer import read_tensors
+from embedtrain.checkpoint.export.cross_encoder import probe_scores
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
@@ -15,6 +16,8 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Precision, Recipe
+from embedtrain.data.pairs import PairTokenizer
+from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.loading.load import LoadedModel
@@ -51,11 +54,11 @@ def export_run(
     reference: ExportReference | None = None
     if config.check:
         tolerance = export_tolerance(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32)
-        vectors = encoder.encode_all(PROBES)
+        vectors = _probe_outputs(model, encoder)
         base_vectors: Tensor | None = None
         if model.adapted is not None:
             with without_adapters(model.encoder):
-                base_vectors = encoder.encode_all(PROBES).cpu()
+                base_vectors = _probe_outputs(model, encoder).cpu()
         reference = ExportReference(vectors, tolerance, model.source.prompts, model.tokenizer.max_length, base_vectors)
     weights = live_weights(model.encoder)
     difference: float | None = None
@@ -97,6 +100,17 @@ def export_run(
                     address = upload_model(run_dir.model, config.push_to_hub, private=config.private, step=step)
                 tracker.note(f"uploaded: {address}")
     return ExportResult(run_dir.model, world.broadcast(difference), dtype)
+
+
+def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
+    """What an export has to reproduce: vectors of the probe texts, or scores of pairs of them. A collective."""
+    if not isinstance(model.tokenizer, PairTokenizer):
+        return encoder.encode_all(PROBES)
+    training = model.encoder.training
+    scores = probe_scores(model.encoder.eval(), model.tokenizer, PROBES, encoder.world.device)
+    model.encoder.train(training)
+    reshard(model.encoder)
+    return scores
 
 
 def _adapter_base(model: LoadedModel, recipe: Recipe, run_dir: RunDirectory) -> AdapterBase:

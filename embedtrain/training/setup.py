@@ -32,6 +32,7 @@ from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
+from embedtrain.losses.score import PairScore
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import weights_digest
 from embedtrain.models.hub import download_configuration
@@ -63,7 +64,10 @@ def build_loss(
     """The loss of all sources, on this rank's device. Prints notes about it."""
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
-        loss = build_losses(losses, dimension=dimension, guide_dimensions=guide_dimensions, seed=recipe.seed)
+        score = None if recipe.model.kind is ModelKind.dense else PairScore()
+        loss = build_losses(
+            losses, dimension=dimension, guide_dimensions=guide_dimensions, seed=recipe.seed, score=score
+        )
         loss = loss.to(world.device)
     use_tf32_products(loss, recipe.parallel.precision)
     for note in loss_notes(losses, data.names, loss, dimension):
@@ -279,6 +283,7 @@ def _advise_when_exhausted(run: Run, model: LoadedModel) -> None:
 def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward:
     """The computation of gradients."""
     losses, data = inputs.losses, inputs.data
+    has_geometry = run.recipe.tracking.geometry and run.recipe.model.kind is ModelKind.dense
     return Backward(
         parts.model.encoder,
         parts.loss,
@@ -288,7 +293,7 @@ def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward
         reduce_per_step=parts.model.reduce_per_step,
         guides=parts.guides,
         sources=data.names if len(data.names) > 1 else None,
-        row_specs=[row_spec_of(loss) for loss in losses] if run.recipe.tracking.geometry else None,
+        row_specs=[row_spec_of(loss) for loss in losses] if has_geometry else None,
     )
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests.mine.models import save_cross_encoder
@@ -63,7 +62,7 @@ def cosines_of(directory):
 
 
 def pairs_of(directory):
-    model = CrossEncoder(str(directory), device="cpu", activation_fn=torch.nn.Identity())
+    model = CrossEncoder(str(directory), device="cpu")
     return lambda query, documents: model.predict([(query, document) for document in documents]).astype(np.float64)
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from embedtrain import __version__
 from embedtrain.config.checks import is_repository_name
-from embedtrain.config.recipe import ONNX
+from embedtrain.config.recipe import ONNX, ModelKind
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.report.bootstrap import CONFIDENCE
@@ -28,6 +28,12 @@ _TASKS = {
     "classification": "classification",
     "clustering": "clustering",
 }
+# What the card calls a model of vectors, and one of scores.
+_KINDS = (
+    "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens",
+    "A reranker: a cross-encoder that scores pairs of a query and a document of up to {max_length} tokens together",
+)
+_TAGS = (["sentence-similarity", "feature-extraction"], ["cross-encoder", "reranker"])
 # Groups of a recipe that describe where it ran, not what it trained.
 _LEFT_OUT = ("output_dir", "tracking")
 _IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
@@ -51,7 +57,7 @@ def model_card(
     The evaluation results are those of `step` in `run_dir`; `prompts` are those of queries and documents; `name` is
     the id of the Hub repository to which the model is uploaded.
     """
-    path = recipe["model"].get("path")
+    path, scores_pairs = recipe["model"].get("path"), recipe["model"].get("kind") == ModelKind.cross_encoder.value
     base = _hub_id(path)
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
     before = metrics_at(run_dir, 0) if step else {}
@@ -64,10 +70,12 @@ def model_card(
             "---",
             f"# {recipe['name']}",
             "",
-            f"A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens, "
+            f"{_KINDS[scores_pairs].format(dimension=dimension, max_length=max_length)}, "
             f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
-            *_usage(name or "path/of/this/directory", prompts, onnx=ONNX in formats),
+            *(_usage_of_scores if scores_pairs else _usage)(
+                name or "path/of/this/directory", prompts, onnx=ONNX in formats
+            ),
             *_evaluation(metrics, datasets, before, changes),
             "## Recipe",
             "",
@@ -119,6 +127,7 @@ def _metadata(
         if set_name in datasets and datasets[set_name].kind in _TASKS
         for metric, value in values.items()
     ]
+    scores_pairs = recipe["model"].get("kind") == ModelKind.cross_encoder.value
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,
@@ -126,12 +135,28 @@ def _metadata(
         language=recipe["export"].get("language") or None,
         license=recipe["export"].get("license"),
         library_name="sentence-transformers",
-        pipeline_tag="sentence-similarity",
-        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "embedtrain"] + [ONNX] * onnx,
+        pipeline_tag="text-ranking" if scores_pairs else "sentence-similarity",
+        tags=["sentence-transformers", *_TAGS[scores_pairs], "embedtrain"] + [ONNX] * onnx,
         model_name=recipe["name"] if results else None,
         eval_results=results or None,
     )
     return str(data.to_yaml())
+
+
+def _usage_of_scores(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
+    assert not onnx, "config/checks.py rejects it"
+    texts = [f"{kind} with {_code(text)}" for kind, text in prompts.items() if text]
+    return [
+        "```python",
+        "from sentence_transformers import CrossEncoder",
+        "",
+        f'model = CrossEncoder("{name}")',
+        'scores = model.predict([("a question", "a text that answers it"), ("a question", "another text")])',
+        'ranking = model.rank("a question", ["a text that answers it", "another text"])',
+        "```",
+        "",
+        *([f"Begin every {', and every '.join(texts)}: the library does not prepend it.", ""] if texts else []),
+    ]
 
 
 def _usage(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:

@@ -19,13 +19,15 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
+from embedtrain.checkpoint.export.cross_encoder import stored_name, write_cross_encoder_settings
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
+from embedtrain.files import write_json
 from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from embedtrain.models.adapter_files import peft_key
 from embedtrain.models.build import stored_dtype, stored_tensors
@@ -83,17 +85,21 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     source.config.save_pretrained(directory)
     _write_code(directory, source)
     _write_dtype(directory, stored_dtype(source))
-    if pooler := _pooler_weights(source):
-        (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
     tokenizer.tokenizer.save_pretrained(directory)
+    if source.head is not None:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer.pad_token_id)
+        return
+    if pooler := _pooler_weights(source):
+        (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    _write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
+    write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
     for dense in source.dense:
         folder = f"{len(modules)}_Dense"
         modules.append((folder, "Dense"))
         settings = {"in_features": dense.num_in, "out_features": dense.num_out, "bias": dense.bias}
-        _write_json(directory / folder / "config.json", settings | {"activation_function": dense.activation})
+        write_json(directory / folder / "config.json", settings | {"activation_function": dense.activation})
     if source.normalize:
         folder = f"{len(modules)}_Normalize"
         modules.append((folder, "Normalize"))
@@ -102,10 +108,10 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         {"idx": index, "name": str(index), "path": path, "type": _MODULE + kind}
         for index, (path, kind) in enumerate(modules)
     ]
-    _write_json(directory / "modules.json", entries)
+    write_json(directory / "modules.json", entries)
     settings = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
-    _write_json(directory / "sentence_bert_config.json", settings)
-    _write_json(
+    write_json(directory / "sentence_bert_config.json", settings)
+    write_json(
         directory / _SETTINGS,
         {
             "__version__": {},
@@ -147,12 +153,14 @@ def plan_weights(
     """
     pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
     converted = {name: _convert(spec, dtype) for name, spec in (pooler | dict(specs)).items()}
-    backbone = {name.removeprefix(_BACKBONE): spec for name, spec in converted.items() if name.startswith(_BACKBONE)}
+    names = _stored_names(architecture, converted)
+    backbone = {stored: converted[name] for name, stored in names.items()}
     split = split_state_dict_into_shards_factory(
         backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=max_file_size, filename_pattern=_WEIGHTS
     )
     members = {file: {name: backbone[name] for name in names} for file, names in split.filename_to_tensors.items()}
-    locations = {_BACKBONE + name: (file, name) for file, names in members.items() for name in names}
+    file_of = {name: file for file, tensors in members.items() for name in tensors}
+    locations = {name: (file_of[stored], stored) for name, stored in names.items()}
     for index, folder in enumerate(sorted(path.name for path in architecture.glob("*_Dense"))):
         prefix, file = f"dense.{index}.", f"{folder}/model.safetensors"
         members[file] = {name.removeprefix(prefix): spec for name, spec in converted.items() if name.startswith(prefix)}
@@ -162,6 +170,14 @@ def plan_weights(
         members[file] = {peft_key(name): _convert(spec, torch.float32) for name, spec in adapter.items()}
         locations |= {ADAPTER_PREFIX + name: (file, peft_key(name)) for name in adapter}
     return WeightPlan({file: file_layout(tensors) for file, tensors in members.items()}, locations)
+
+
+def _stored_names(architecture: Path, names: Iterable[str]) -> dict[str, str]:
+    """Of each weight in the files of the backbone or classifier, its name there; other modules have other files."""
+    if (architecture / "1_Pooling").is_dir():
+        return {name: name.removeprefix(_BACKBONE) for name in names if name.startswith(_BACKBONE)}
+    config = AutoConfig.from_pretrained(architecture, local_files_only=True)
+    return {name: stored_name(config)(name) for name in names}
 
 
 def create_model_directory(
@@ -175,12 +191,12 @@ def create_model_directory(
     _write_dtype(directory, dtype)
     if truncate_dim is not None:
         settings = json.loads((directory / _SETTINGS).read_text(encoding="utf-8"))
-        _write_json(directory / _SETTINGS, settings | {"truncate_dim": truncate_dim})
-    weights = {name: file for key, (file, name) in plan.locations.items() if key.startswith(_BACKBONE)}
+        write_json(directory / _SETTINGS, settings | {"truncate_dim": truncate_dim})
+    weights = {name: file for file, name in plan.locations.values() if "/" not in file}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        _write_json(directory / "model.safetensors.index.json", content)
+        write_json(directory / "model.safetensors.index.json", content)
 
 
 def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRows], *, writes_header: bool) -> None:
@@ -231,7 +247,7 @@ def _write_code(directory: Path, source: ModelSource) -> None:
     path = directory / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     if settings.pop("auto_map", None) is not None:
-        _write_json(path, settings)
+        write_json(path, settings)
 
 
 def _convert(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
@@ -241,7 +257,7 @@ def _convert(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
 def _write_dtype(directory: Path, dtype: torch.dtype) -> None:
     """Record in config.json the type in which the weights are stored."""
     path = directory / "config.json"
-    _write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")})
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def _pooling_config(source: ModelSource) -> dict[str, Any]:
@@ -249,8 +265,3 @@ def _pooling_config(source: ModelSource) -> dict[str, Any]:
     flags = {flag: kind is source.pooling for kind, flag in _POOLING_FLAGS.items()}
     unused = {"pooling_mode_max_tokens": False, "pooling_mode_mean_sqrt_len_tokens": False}
     return {"word_embedding_dimension": dimension} | flags | unused | {"include_prompt": source.include_prompt}
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -15,13 +15,27 @@ from accelerate import init_empty_weights
 from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from embedtrain.checkpoint.export.cross_encoder import (
+    probe_scores,
+    scores_of_sentence_transformers,
+    scores_of_transformers,
+)
 from embedtrain.config.recipe import ModelConfig
+from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
 from embedtrain.models.build import assemble_encoder, full_state_dict, stored_tensors
 from embedtrain.models.encoder import Dense, Encoder
+from embedtrain.models.score_head import stored_kind
 from embedtrain.models.source import ModelSource, open_model_source
 
 # Short, long, many scripts, punctuation only, capitals and whitespace: where tokenizers and pooling go wrong.
@@ -45,7 +59,7 @@ _MIN_EFFECT, _MIN_EFFECT_FRACTION = 1e-4, 0.5
 class ExportReference:
     """The encoder that an export has to reproduce."""
 
-    vectors: Tensor  # of PROBES without prompts, [len(PROBES), D]
+    vectors: Tensor  # of PROBES without prompts, [len(PROBES), D]; of a cross-encoder the scores [1, len(PROBES)]
     tolerance: float  # largest relative difference of an embedding that passes
     prompts: Mapping[str, str]  # by name
     max_length: int  # tokens
@@ -69,7 +83,12 @@ class AdapterBase:
 
 
 def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
-    """Embeddings of PROBES by an encoder that is unsharded in this process, one text per forward pass."""
+    """Embeddings of PROBES by an encoder that is unsharded in this process, one text per forward pass.
+
+    The scores [1, N] of a cross-encoder are one vector, because a score near 0 has no relative difference.
+    """
+    if isinstance(tokenizer, PairTokenizer):
+        return probe_scores(encoder.eval(), tokenizer, PROBES, torch.device("cpu"))
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
@@ -136,9 +155,12 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
 
     Raises CheckpointError if a weight is missing, unexpected, or of another shape.
     """
-    source = open_model_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
+    source = open_model_source(
+        ModelConfig(path=str(directory), kind=stored_kind(directory), trust_remote_code=trust_remote_code)
+    )
     with init_empty_weights(include_buffers=False):
-        backbone = AutoModel.from_config(source.config, trust_remote_code=trust_remote_code)
+        kind = AutoModel if source.head is None else AutoModelForSequenceClassification
+        backbone = kind.from_config(source.config, trust_remote_code=trust_remote_code)
     _compare_shapes(directory, {name: list(tensor.shape) for name, tensor in backbone.state_dict().items()})
     for head in source.dense:
         shapes = {"linear.weight": [head.num_out, head.num_in]} | ({"linear.bias": [head.num_out]} if head.bias else {})
@@ -158,7 +180,10 @@ def _compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:
 
 
 def check_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
-    """Open the directory with plain transformers; the largest relative difference of its embeddings."""
+    """Open the directory with plain transformers; the largest relative difference of its embeddings or scores."""
+    if source.head is not None:
+        scores = scores_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
+        return require_match(scores, reference, f"transformers opens {directory}")
     vectors = encode_probes(open_encoder(directory, source), open_tokenizer(directory, source))
     return require_match(vectors, reference, f"transformers opens {directory}")
 
@@ -168,6 +193,9 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
 
     Raises CheckpointError if embeddings, prompts or maximum length differ.
     """
+    if source.head is not None:
+        scores = scores_of_sentence_transformers(directory, source, reference.max_length, PROBES)
+        return require_match(scores, reference, f"sentence-transformers opens {directory}")
     from sentence_transformers import SentenceTransformer
 
     try:

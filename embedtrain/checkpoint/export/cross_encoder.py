@@ -1,0 +1,147 @@
+"""The directory of a cross-encoder, as sentence-transformers and transformers read it, and its verification."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, PretrainedConfig
+
+from embedtrain.data.pairs import Pair
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import CheckpointError, ModelError
+from embedtrain.files import write_json
+from embedtrain.models.cross_encoder import classifier_name
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.source import ModelSource
+
+_TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+_TASK = "sequence-classification"
+
+
+def probe_pairs(texts: tuple[str, ...]) -> list[Pair]:
+    """Each text as the query of the next one."""
+    return [Pair(query, document) for query, document in zip(texts, (*texts[1:], texts[0]), strict=True)]
+
+
+def probe_scores(encoder: Encoder, tokenizer: TextTokenizer, texts: tuple[str, ...], device: torch.device) -> Tensor:
+    """Scores of `probe_pairs`, [1, N], one pair per forward pass. A collective if the encoder is sharded."""
+    ids = tokenizer.ids(probe_pairs(texts))  # type: ignore[arg-type]
+    with torch.no_grad():
+        chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
+        return torch.cat([encoder(*chunk.inputs) for chunk in chunks]).T.cpu()
+
+
+def classifier_class(config: PretrainedConfig) -> type:
+    """Transformers' class of sequence classification for a configuration; ModelError if there is none."""
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if found is None:
+        raise ModelError(
+            f"{config.model_type} has no class for sequence classification in transformers, in which a cross-encoder "
+            "is exported"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def stored_name(config: PretrainedConfig) -> Callable[[str], str]:
+    """The name in the exported files of a weight of the encoder."""
+    prefix = classifier_class(config).base_model_prefix  # type: ignore[attr-defined]
+    return lambda name: classifier_name(name, prefix)
+
+
+def write_cross_encoder_settings(
+    directory: Path, source: ModelSource, config: dict[str, Any], padding: int | None
+) -> None:
+    """Write the files that sentence-transformers reads; `config` is the content of config.json.
+
+    `padding` is the tokenizer's: decoders find the last token of a padded pair by the id in config.json.
+
+    Versions from 5.4 on read the activation from config_sentence_transformers.json, older ones from config.json: with
+    one of them alone, a model whose scores are used as they are would get a sigmoid elsewhere.
+    """
+    assert source.head is not None
+    activation = {"activation_fn": source.head.activation}
+    name = classifier_class(source.config).__name__
+    if config.get("pad_token_id") is None:
+        config = config | {"pad_token_id": padding}
+    write_json(directory / "config.json", config | {"architectures": [name], "sentence_transformers": activation})
+    write_json(directory / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER}])
+    write_json(
+        directory / "sentence_bert_config.json",
+        {
+            "transformer_task": _TASK,
+            "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+            "module_output_name": "scores",
+        },
+    )
+    write_json(
+        directory / "config_sentence_transformers.json",
+        {"__version__": {}, "model_type": "CrossEncoder", "default_prompt_name": None, "prompts": {}} | activation,
+    )
+
+
+def open_classifier(directory: Path, source: ModelSource) -> Any:
+    """Transformers' class with its weights in float32; CheckpointError if any is missing or unexpected."""
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a model's own code may raise anything
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        for name in report[kind]:
+            raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
+    return model.eval()
+
+
+def scores_of_transformers(directory: Path, source: ModelSource, tokenizer: Any, texts: tuple[str, ...]) -> Tensor:
+    """Scores of `probe_pairs` by transformers alone, [1, N]."""
+    model = open_classifier(directory, source)
+    with torch.no_grad():
+        scores = [
+            model(**tokenizer(pair.query, pair.document, truncation=True, return_tensors="pt")).logits
+            for pair in probe_pairs(texts)
+        ]
+        return torch.cat(scores).T
+
+
+def scores_of_sentence_transformers(
+    directory: Path, source: ModelSource, max_length: int, texts: tuple[str, ...]
+) -> Tensor:
+    """Scores of `probe_pairs` by sentence-transformers, [1, N], before their activation.
+
+    Raises CheckpointError if it cannot open the directory, or with another activation or maximal length.
+    """
+    from sentence_transformers import CrossEncoder as Reranker
+
+    assert source.head is not None
+    try:
+        model = Reranker(
+            str(directory),
+            device="cpu",
+            local_files_only=True,
+            trust_remote_code=source.trust_remote_code,
+            model_kwargs={"dtype": "float32"},
+        )
+        activation = f"{type(model.activation_fn).__module__}.{type(model.activation_fn).__name__}"
+        pairs = [(pair.query, pair.document) for pair in probe_pairs(texts)]
+        scores = model.predict(
+            pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True, show_progress_bar=False
+        )
+        length = model.max_seq_length
+    except Exception as error:
+        raise CheckpointError(
+            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
+        ) from error
+    if activation != source.head.activation:
+        raise CheckpointError(
+            f"sentence-transformers opens {directory} with the activation {activation}, not {source.head.activation}"
+        )
+    if length != max_length:
+        raise CheckpointError(f"sentence-transformers opens {directory} for pairs of {length} tokens, not {max_length}")
+    return torch.as_tensor(scores).float().cpu().reshape(1, -1)

@@ -1,0 +1,102 @@
+"""Whole runs of cross-encoders: from rows to an exported reranker, on any number of ranks, stopped and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import CrossEncoder
+
+from embedtrain.config.compose import compose_recipes
+from embedtrain.errors import ConfigError
+from embedtrain.export.__main__ import compose
+from embedtrain.export.__main__ import main as export
+from embedtrain.plan.compute import plan
+from embedtrain.plan.options import compose_plan
+from tests.runs import losses, metric_rows, rewind_run, run_without_base
+from tests.small import save_small, small_model, text, write_beir, write_rows
+from tests.test_run_losses import BASE as OPTIONS
+
+BASE = [option for option in OPTIONS if not option.startswith(("model.pooling", "export.check"))]
+
+
+def run(world, *arguments):
+    return run_without_base(world, *BASE, *arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cross_encoder")
+    write_rows(folder / "train.jsonl", 26)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [row | {"neg": [*row.get("neg", []), text(400 + i, 5)]} for i, row in enumerate(rows)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_beir(folder / "dev", 6)
+    for architecture in ("xlm-roberta", "bert", "qwen3"):
+        model = small_model(architecture)
+        model.config |= {"bert": {"type_vocab_size": 2}, "qwen3": {"pad_token_id": None}}.get(architecture, {})
+        save_small(model, folder / architecture)
+    return folder
+
+
+def options(inputs: Path, output_dir: Path, *more: str, model: str = "xlm-roberta") -> list[str]:
+    return [
+        "model.kind=cross_encoder", f"model.path={inputs / model}", f"data.train=[{inputs / 'train.jsonl'}]",
+        "evaluation.rerank_depth=4", f"output_dir={output_dir}", *more,
+    ]  # fmt: skip
+
+
+def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
+    common = ["loss=softmax", f"evaluation.sets=[{inputs / 'dev'}]", "checkpoint.every=2"]
+    runs = {size: tmp_path / str(size) for size in (1, 3)}
+    for size, output_dir in runs.items():
+        ranks(size, run, *options(inputs, output_dir, *common))
+    first, second = (metric_rows(output_dir) for output_dir in runs.values())
+    for left, right in zip(first, second, strict=True):
+        assert left["step"] == right["step"]
+        for name in ("loss", "grad_norm", "ndcg@10"):
+            assert left.get(name, 0.0) == pytest.approx(right.get(name, 0.0), rel=1e-4)
+    assert [row["dataset"]["kind"] for row in first if row.get("set") == "dev"] == ["reranking"] * 2
+    # Stopped after step 2, the run resumes on another number of ranks, and the checkpoint can be exported.
+    resumed = rewind_run(runs[1], tmp_path / "resumed", 2)
+    ranks(2, run, *options(inputs, resumed, *common))
+    assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
+    again = export(compose([f"run={runs[1]}", f"output_dir={tmp_path / 'again'}"]))
+    weights = [load_file(folder / "model.safetensors") for folder in (runs[1] / "model", again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() | weights[1].keys())
+
+
+@pytest.mark.parametrize(("model", "loss", "lora"), [("bert", "bce", 0), ("qwen3", "ranknet", 4)])
+def test_exports_score_as_the_run_did(ranks, inputs, tmp_path, model, loss, lora):
+    """The run itself compares its export with transformers and sentence-transformers."""
+    more = [f"loss={loss}", f"model.lora.rank={lora}"] if lora else [f"loss={loss}"]
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model=model))[0]
+    assert "reopening it with sentence-transformers" in output
+    reranker = CrossEncoder(str(tmp_path / "run/model"), device="cpu")
+    assert isinstance(reranker.activation_fn, torch.nn.Sigmoid)
+    ranking = reranker.rank(text(1, 3), [text(2, 4), text(3, 30), text(4, 1)])
+    assert sorted(entry["corpus_id"] for entry in ranking) == [0, 1, 2]
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert "CrossEncoder(" in card
+    assert "pipeline_tag: text-ranking" in card
+
+
+def test_a_loss_of_vectors_is_rejected(inputs, tmp_path):
+    with pytest.raises(ConfigError, match=r"loss=infonce.*loss=softmax"):
+        compose_recipes([*BASE, *options(inputs, tmp_path)])
+    with pytest.raises(ConfigError, match=r"export.formats"):
+        compose_recipes([*BASE, *options(inputs, tmp_path, "loss=bce", "export.formats=[onnx]")])
+
+
+def test_the_recipe(ranks, inputs, tmp_path):
+    """It trains with a small model, and its own model fits on one GPU."""
+    more = [f"model.path={inputs / 'xlm-roberta'}", f"data.train=[{inputs / 'train.jsonl'}]", "model.max_length=40"]
+    more += [f"output_dir={tmp_path}", "train.steps=2", "train.epochs=null", "train.global_batch_size=8"]
+    ranks(1, run_without_base, "recipe=bce_reranker", *more)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    config = "{model_type: xlm-roberta, vocab_size: 250002, max_position_embeddings: 514, type_vocab_size: 1}"
+    options = ["recipe=bce_reranker", "model.path=null", f"model.config={config}", "model.vocab_size=250002"]
+    planned = plan(*compose_plan([*options, "gpus=1", "gpu_memory=80"]))
+    assert planned.best.fits
+    assert planned.model.weights.parameters == pytest.approx(0.28e9, rel=0.02)

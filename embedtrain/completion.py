@@ -20,7 +20,7 @@ _LAUNCH_FLAGS = ["--gpus", "--nproc-per-node", "--nodes", "--node-rank", "--mast
 _WITH_RECIPE = ("train", "inspect", "plan", "submit")  # commands that take the options of a training
 _GROUPS = ("recipe", "model", "loss", "parallel")
 
-_BASH = """_embedtrain() {{
+_BASH = r"""_embedtrain() {{
   local line=${{COMP_LINE:0:COMP_POINT}} list
   local current=${{line##* }}
   local -a words
@@ -31,6 +31,13 @@ _BASH = """_embedtrain() {{
     case ${{words[1]}} in
 {cases}
     esac
+  fi
+  local config_dir='--config-dir[ =]([^ ]+)' file
+  if [[ $list == *recipe=* && $line =~ $config_dir ]]; then
+    for file in "${{BASH_REMATCH[1]/#\~/$HOME}}"/recipe/*.yaml; do
+      file=${{file##*/}}
+      [[ $file == "*.yaml" ]] || list+=" recipe=${{file%.yaml}}"
+    done
   fi
   COMPREPLY=($(compgen -W "$list" -- "$current"))
   [[ $current == *= && ${{COMPREPLY[*]}} == "$current" ]] && COMPREPLY=()  # a value of its own: files

@@ -179,6 +179,8 @@ print(*sorted(command.module for command in COMMANDS.values()), sep="\\n")
 @pytest.fixture(scope="module")
 def completion_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("completion")
+    (folder / "my" / "recipe").mkdir(parents=True)
+    (folder / "my" / "recipe" / "of_mine.yaml").touch()
     for shell, name in ("bash", "embedtrain"), ("zsh", "_embedtrain"), ("fish", "embedtrain.fish"):
         (folder / name).write_text(call("embedtrain.commands", "completion", shell))
     return folder
@@ -192,19 +194,20 @@ LINES = [
     ("embedtrain train --nod", ["--nodes", "--node-rank"]),
     ("embedtrain search --nod", []),
     ("embedtrain train data.train=", []),
+    ("embedtrain train recipe=of", []),
     ("embedtrain evaluate save_runs=t", ["true"]),
     ("embedtrain submit slurm.launcher=s", ["srun"]),
 ]
 
 
-@pytest.mark.parametrize(("line", "replies"), LINES)
+@pytest.mark.parametrize(("line", "replies"), [*LINES, ("embedtrain train --config-dir my recipe=of", ["of_mine"])])
 def test_bash_completes(completion_files, line, replies):
     """As bash calls the function; it replaces what follows the last equals sign, and without replies offers files."""
     program = (
         'source "$0"; compopt() { :; }; COMP_LINE=$1 COMP_POINT=${#1}; _embedtrain; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     command = ["bash", "-c", program, completion_files / "embedtrain", line]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=completion_files)
     assert done.stderr == ""
     answered = [reply for reply in done.stdout.splitlines() if reply]
     assert sorted(set(replies) & set(answered)) == sorted(replies)

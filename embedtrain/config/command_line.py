@@ -146,4 +146,6 @@ def _refuse_word(word: str, overrides: Sequence[str], kind: type) -> None:
         if Path(word).is_dir():
             raise ConfigError(f"{word}: options are written as option=value; for a model write model.path={word}")
         raise ConfigError(f"{word}: options are written as option=value; for a recipe write recipe={word}")
-    raise ConfigError(f"{word}: options are written as option=value; --help lists them")
+    meant = next((name for name in ("query", "data", "run") if name in getattr(kind, "__dataclass_fields__", {})), None)
+    hint = "--help lists them" if meant is None else f"write {meant}={shlex.quote(word)}"
+    raise ConfigError(f"{word}: options are written as option=value; {hint}")

@@ -5,11 +5,12 @@ cannot run code. Composed configurations become dataclasses here; no other modul
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import apply_accelerate_config
+from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import require_named_code
 from embedtrain.config.command_line import parse_command_line
@@ -110,28 +112,9 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     if command_line.config_dir is not None:
         raise ConfigError(f"--config-dir {command_line.config_dir}: {name} takes no recipe; leave it out")
     ConfigStore.instance().store(name=name, node=kind)
-    config = _compose(name, command_line.overrides, kind)
+    config, _ = _compose(name, command_line.overrides, kind)
     _print_if_asked(command_line, config, kind, help_text)
     return _to_dataclass(config, kind)
-
-
-def quote(text: str) -> str:
-    """A text in quotes, so that nothing in it (commas, brackets, `${`) has a meaning for Hydra."""
-    # Hydra takes a backslash for itself only before a quote and at the end of the text.
-    escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ('\\"' if match[2] else ""), text)
-    # OmegaConf halves the backslashes before an escaped interpolation.
-    return '"' + re.sub(r"(\\*)\$\{", r"\1\1\\${", escaped) + '"'
-
-
-def quote_value(argument: str, *names: str) -> str:
-    """`name=text` with its text in quotes, where `name` is one of `names` and there are no quotes yet."""
-    name, _, text = argument.partition("=")
-    return f"{name}={quote(text)}" if name in names and text and text[0] not in "'\"" else argument
-
-
-def option_of(argument: str) -> str:
-    """The name of the option that a command line argument sets."""
-    return argument.lstrip("+~").partition("=")[0]
 
 
 def to_recipe(config: DictConfig) -> Recipe:
@@ -210,9 +193,8 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, kind: 
 
 def _compose_recipes(arguments: Sequence[str], *, multirun: bool) -> list[Recipe]:
     command_line = parse_command_line(arguments, Recipe, multirun=multirun)
-    _register_recipes(command_line.overrides)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
-    configs = [_compose("config", overrides, Recipe, command_line.config_dir) for overrides in jobs]
+    configs = [_compose_recipe(overrides, command_line.config_dir) for overrides in jobs]
     _print_if_asked(command_line, configs[0], Recipe, _HELP.replace("{choices}", _available_choices()))
     return [require_named_code(to_recipe(config), overrides) for config, overrides in zip(configs, jobs, strict=True)]
 
@@ -238,8 +220,28 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*values)]
 
 
-def _compose(name: str, overrides: Sequence[str], kind: type, config_dir: str | None = None) -> DictConfig:
-    """What Hydra composes from the overrides into a `kind`: a Recipe also from configs/ and `config_dir`."""
+def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
+    """A recipe. Another loss on the command line starts from its own defaults, without the options of the recipe's."""
+    chosen = next((override.partition("=")[2] for override in overrides if option_of(override) == "loss"), None)
+    changes_loss = False
+    _register_recipes(changes_loss)
+    if chosen is not None:
+        others = [override for override in overrides if option_of(override).partition(".")[0] != "loss"]
+        with contextlib.suppress(ConfigError):  # the recipe needs the loss of the command line
+            config, choices_of_groups = _compose("config", others, Recipe, config_dir)
+            changes_loss = chosen not in (choices_of_groups["loss"], config.loss.name)
+    _register_recipes(changes_loss)
+    config, _ = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)
+    return config
+
+
+def _compose(
+    name: str, overrides: Sequence[str], kind: type, config_dir: str | None = None, *, without_loss: bool = False
+) -> tuple[DictConfig, Mapping[str, str]]:
+    """What Hydra composes from the overrides into a `kind`: a Recipe also from configs/ and `config_dir`.
+
+    `without_loss` leaves out `loss` of all files in `config_dir`. Also returns the choice of each group.
+    """
     for override in overrides:
         if option_of(override) == "hydra/sweeper":
             raise ConfigError(
@@ -262,7 +264,7 @@ def _compose(name: str, overrides: Sequence[str], kind: type, config_dir: str | 
             initialize_config_dir(str(configs), version_base="1.3")
             if kind is Recipe
             else initialize(None, version_base="1.3"),
-            limited_files(configs, directory),
+            limited_files(configs, directory, without="loss" if without_loss else None),
             limited_interpolations(),
         ):
             config = compose(name, [*overrides, *search_path], return_hydra_config=True)
@@ -270,13 +272,14 @@ def _compose(name: str, overrides: Sequence[str], kind: type, config_dir: str | 
         values = {option_of(override): override.partition("=")[2] for override in overrides}
         raise ConfigError(explain_composition(error, values, kind)) from None
     refuse_hydra_settings(config.hydra)
+    choices_of_groups = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config["hydra"]
-    return config
+    return config, choices_of_groups
 
 
-def _register_recipes(overrides: Sequence[str]) -> None:
-    """Store the schemas, and each file of recipes/ as an option of `recipe=`.
+def _register_recipes(without_loss: bool) -> None:
+    """Store the schemas, and each file of recipes/ as an option of `recipe=`, without its `loss` if that is replaced.
 
     A search path cannot do the latter: the name of a group is that of its folder, and `recipes=` reads badly.
     """
@@ -284,20 +287,12 @@ def _register_recipes(overrides: Sequence[str]) -> None:
     store.store(name="recipe_schema", node=_recipe_schema())
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)
-    chosen_loss = next((override for override in overrides if override.startswith("loss=")), None)
     for path in sorted(folder("recipes").glob("*.yaml")):
         recipe = OmegaConf.load(path)
         assert isinstance(recipe, DictConfig)
-        if chosen_loss not in (None, f"loss={_loss_of_recipe(recipe)}"):
-            recipe.pop("loss", None)  # options of the recipe's own loss; another one starts from its defaults
+        if without_loss:
+            recipe.pop("loss", None)
         store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
-
-
-def _loss_of_recipe(recipe: DictConfig) -> str:
-    for choice in recipe.get("defaults", []):
-        if isinstance(choice, DictConfig) and "override /loss" in choice:
-            return str(choice["override /loss"])
-    return "infonce"
 
 
 def _recipe_schema() -> DictConfig:

@@ -97,3 +97,9 @@ POOLING = one_of(
         "eos": "last",
     }
 )
+PRECISIONS = one_of(
+    {
+        **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half", "16", "16-mixed", "bf16-mixed"), "bf16"),
+        **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
+    }
+)

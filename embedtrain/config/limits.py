@@ -110,8 +110,11 @@ def load_yaml(path: Path, base: Any = None) -> Any:
 
 
 @contextmanager
-def limited_files(configs: Path, directory: Path | None) -> Iterator[None]:
-    """Within the block, Hydra reads only files of `configs` and of the user's `directory`, with `limited_loader`."""
+def limited_files(configs: Path, directory: Path | None, *, without: str | None = None) -> Iterator[None]:
+    """Within the block, Hydra reads only files of `configs` and of the user's `directory`, with `limited_loader`.
+
+    The key `without` of the user's files is left out.
+    """
     get_loader = omegaconf._utils.get_yaml_loader
     roots = [Path(hydra.__file__).parent, configs, *([] if directory is None else [directory.resolve()])]
     files = [file.resolve() for file in configs.rglob("*.yaml")]  # which an installer may have linked
@@ -125,6 +128,13 @@ def limited_files(configs: Path, directory: Path | None) -> Iterator[None]:
                         f"{path} is outside of --config-dir, and recipes read only the files within it"
                     )
                 super().__init__(stream)
+                self._is_of_user = directory is not None and path.is_relative_to(directory.resolve())
+
+            def get_single_data(self) -> Any:
+                data = super().get_single_data()
+                if self._is_of_user and isinstance(data, dict):
+                    data.pop(without, None)
+                return data
 
         return ComposedLoader
 

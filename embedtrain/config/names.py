@@ -143,9 +143,9 @@ def _suggest_for_command(option: str, name: str, allowed: Sequence[str], value: 
     for row in migration.COMMANDS:
         if _has_name(row, name) and _option(row) in allowed:
             return _sentence(row, value)
-    launcher = _row_of(name, migration.LAUNCHERS)
-    if launcher is not None:
-        return _sentence(launcher, None)
+    general = _row_of(name, (*migration.ANY_COMMAND, *migration.LAUNCHERS)) if "." not in option else None
+    if general is not None:
+        return _sentence(general, None)
     if option not in _recipe_options():
         return None
     ours = _OF_COMMANDS.get(option, name)

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-from embedtrain.config.compose import quote
+from embedtrain.config.arguments import quote
 from embedtrain.errors import ConfigError
 
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
+from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.parsing import parse_sources

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.accelerate import apply_accelerate_config
+from embedtrain.config.arguments import option_of
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.command_line import asks_for_help, parse_command_line
-from embedtrain.config.compose import compose_command, compose_recipe, option_of
+from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.names import suggest
 from embedtrain.config.parsing import GROUPS
 from embedtrain.config.recipe import Recipe, TrainSource

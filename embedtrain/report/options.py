@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedtrain.config.compose import compose_command, quote_value
+from embedtrain.config.arguments import quote_value
+from embedtrain.config.compose import compose_command
 from embedtrain.config.validation import OptionChecks, require_single_process
 
 HELP = """embedtrain report: one or several runs on one page, as an HTML file

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from embedtrain.config.compose import compose_command, quote_value
+from embedtrain.config.arguments import quote_value
+from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import OptionChecks, require_single_process
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.accelerate import apply_accelerate_config
+from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.command_line import asks_for_help
-from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
+from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import did_you_mean, require_single_process, written
 from embedtrain.errors import ConfigError

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from embedtrain import __version__
-from embedtrain.config.compose import option_of
+from embedtrain.config.arguments import option_of
 from embedtrain.formatting import format_count
 from embedtrain.submit.options import Submission
 from embedtrain.submit.slurm_options import Launcher, SlurmConfig, ranks_per_node

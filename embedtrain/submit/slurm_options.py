@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from embedtrain.config.compose import option_of, quote
+from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.validation import OptionChecks, unknown_option
 from embedtrain.errors import ConfigError

@@ -11,7 +11,14 @@ import yaml
 
 from embedtrain.config.compose import choices, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig
+from embedtrain.config.losses import (
+    LOSSES,
+    CombinedConfig,
+    CoSENTConfig,
+    InfoNCEConfig,
+    MarginMSEConfig,
+    TripletConfig,
+)
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, ScheduleKind, Strategy, TrainSource
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import compose_evaluate
@@ -110,6 +117,52 @@ loss:
     assert [(part.name, part.weight) for part in recipe.loss.losses] == [("infonce", 1.0), ("margin_mse", 0.1)]
 
 
+OWN_LOSS = """# @package _global_
+defaults:
+  - override /loss: cosent
+name: own
+loss: {temperature: 0.5, matryoshka_dims: [4]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (["loss=infonce"], InfoNCEConfig()),
+        (["loss=triplet", "loss.margin=0.1"], TripletConfig(margin=0.1)),
+        (["loss=infonce", "loss.temperature=0.3"], InfoNCEConfig(temperature=0.3)),
+        (["loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka_dims=[4])),
+        (["loss.temperature=0.7"], CoSENTConfig(temperature=0.7, matryoshka_dims=[4])),
+    ],
+)
+@pytest.mark.parametrize("inherits", [False, True])
+def test_another_loss_starts_from_its_defaults(tmp_path, chosen, expected, inherits):
+    """The options of the recipe's own loss belong to that loss, in a file that it includes as well."""
+    name, arguments = "own", user_recipe(tmp_path, "own", OWN_LOSS)
+    if inherits:
+        name, arguments = "heir", user_recipe(tmp_path, "heir", "# @package _global_\ndefaults: [own]\nname: heir\n")
+    (recipe,) = compose_recipes([*arguments, *GOOD[1:], *chosen])
+    assert (recipe.name, recipe.loss) == (name, expected)
+
+
+def test_jobs_with_several_losses(tmp_path):
+    text = "# @package _global_\nname: own\nloss: {temperature: 0.5}\n"
+    arguments = [*user_recipe(tmp_path, "own", text), *GOOD[1:], "-m", "loss=infonce,cosent"]
+    recipes = compose_recipes([*arguments, "output_dir=runs/${loss.name}"])
+    assert [recipe.loss for recipe in recipes] == [InfoNCEConfig(temperature=0.5), CoSENTConfig()]
+    built_in = compose_recipes(["recipe=minilm", GOOD[2], "-m", "loss=infonce,cosent", "output_dir=runs/${loss.name}"])
+    own, other = (recipe.loss for recipe in built_in)
+    assert own != InfoNCEConfig()
+    assert other == CoSENTConfig()
+
+
+def test_a_loss_that_the_recipe_needs_on_the_command_line(tmp_path):
+    """Its options do not fit the default loss, so that the command line has to choose it."""
+    text = "# @package _global_\nname: own\nloss: {distance: euclidean}\n"
+    (recipe,) = compose_recipes([*user_recipe(tmp_path, "own", text), *GOOD[1:], "loss=triplet"])
+    assert recipe.loss == TripletConfig(distance="euclidean")
+
+
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
@@ -141,16 +194,11 @@ def test_a_wrong_loss_is_named(arguments, words):
     assert all(word in sentence for word in words), sentence
 
 
-def test_another_loss_on_the_command_line_starts_from_its_defaults(tmp_path):
-    """Options of the loss of a shipped recipe are dropped; those of a user's recipe are an error."""
+def test_another_loss_than_that_of_a_shipped_recipe():
     (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=cosent", "data.train=[x]"])
     assert recipe.loss == CoSENTConfig()
     (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=infonce", "data.train=[x]"])
     assert recipe.loss == InfoNCEConfig(temperature=0.02)
-    own = user_recipe(tmp_path, "own", "# @package _global_\nname: own\nloss: {temperature: 0.3}\n")
-    assert compose_recipes([*own, *GOOD[1:]])[0].loss == InfoNCEConfig(temperature=0.3)
-    sentence = error_of([*own, *GOOD[1:], "loss=triplet"])
-    assert sentence.startswith("the recipe sets loss.temperature, ")
 
 
 @pytest.mark.parametrize(

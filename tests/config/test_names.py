@@ -14,7 +14,9 @@ from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.export.options import compose_export
 from embedtrain.mine.options import compose_mine
+from embedtrain.search.options import compose_search
 
 GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
 
@@ -116,12 +118,12 @@ def test_nor_in_a_part_of_a_combined_loss():
 
 def test_nor_in_a_file(tmp_path):
     (tmp_path / "recipe").mkdir()
-    text = "# @package _global_\nname: own\nloss: {temperature: 0.05}\n"
+    text = "# @package _global_\ndefaults: [override /loss: triplet]\nname: own\nloss: {temperature: 0.05}\n"
     (tmp_path / "recipe" / "own.yaml").write_text(text)
     with pytest.raises(
         ConfigError, match=r"the recipe sets loss\.temperature, .* Allowed are .*remove it from the rec"
     ):
-        compose_recipes(["--config-dir", str(tmp_path), "recipe=own", *GOOD[1:], "loss=triplet"])
+        compose_recipes(["--config-dir", str(tmp_path), "recipe=own", *GOOD[1:]])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,11 @@ def test_nor_in_a_file(tmp_path):
         (compose_evaluate, ["sets=[x]"], "model.path=x", "model=x"),
         (compose_evaluate, ["model=m"], "evaluator=TripletEvaluator", "sets=[{path: PATH, kind: reranking}]"),
         (compose_evaluate, ["model=m", "sets=[x]"], "kind=sts", "sets=[{path: PATH, kind: sts}]"),
+        (compose_evaluate, ["model=m", "sets=[x]"], "k_values=[10]", "metrics=[ndcg@10,recall@100]"),
+        (compose_evaluate, ["model=m", "sets=[x]"], "dtype=float16", "precision=bf16"),
+        (compose_export, ["run=r"], "format=onnx", "formats=[onnx]"),
+        (compose_export, [], "--model=runs/x", "run=runs/x"),
+        (compose_search, ["model=m", "corpus=c"], "how many bones", "query='how many bones'"),
         (compose_evaluate, ["sets=[x]"], "--model_name_or_path=x", "model=x"),
         (compose_mine, ["model=m", "data=[x]", "output_dir=o"], "range_for_sampling=2-200", "rank_min=2 rank_max=200"),
     ],

@@ -4,12 +4,13 @@ Messages about unknown names are made from these tables (`config/names.py`), and
 into the pages for migrating users, docs/from-*.md.
 """
 
-from embedtrain.config.migration.commands import COMMANDS
+from embedtrain.config.migration.commands import ANY_COMMAND, COMMANDS
 from embedtrain.config.migration.libraries import FLAGEMBEDDING, SENTENCE_TRANSFORMERS, TEVATRON
 from embedtrain.config.migration.losses import EVALUATORS, LOSS_ARGUMENTS, LOSSES
 from embedtrain.config.migration.trainer import LAUNCHERS, TRAINER
 
 __all__ = [
+    "ANY_COMMAND",
     "COMMANDS",
     "EVALUATORS",
     "FLAGEMBEDDING",

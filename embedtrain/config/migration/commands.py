@@ -2,7 +2,7 @@
 
 import re
 
-from embedtrain.config.conversions import POOLING, Flag, Row, in_list, same
+from embedtrain.config.conversions import POOLING, PRECISIONS, Flag, Row, in_list, integer, same
 
 # The command that is meant by a word after `embedtrain`.
 SUBCOMMANDS = {
@@ -46,8 +46,9 @@ COMMANDS = (
     Row("use_fp16 fp16 bf16", "`precision`", Flag("precision=bf16", "precision=fp32")),
     Row("search_top_k top_k depth", "`run_depth`", same),
     Row("corpus_embd_save_dir", "`vectors_dir`", same),
-    Row("output_folder eval_output_path output_path output_file", "`output_dir`, a directory"),
-    Row("input_file train_data dataset", "`data`", in_list),
+    Row("output out o output_folder save_dir", "`output_dir`", same),
+    Row("eval_output_path output_path output_file", "`output_dir`, a directory"),
+    Row("input_file train_data dataset input train train_file data_path file path", "`data`", in_list),
     Row("candidate_pool corpus_file", "`corpus`", in_list),
     Row("negative_number num_negatives n_negatives", "`negatives`", same),
     Row("range_min", "`rank_min`", same),
@@ -61,5 +62,38 @@ COMMANDS = (
     Row("sampling_strategy", "`sampling`", same),
     Row("cross_encoder reranker_name_or_path", "`teacher`", same),
     Row("fp16 dtype torch_dtype", "`dtype`", same),
+    Row("dtype torch_dtype mixed_precision", "`precision=bf16` or `fp32`", PRECISIONS),
+    Row("k_values cutoffs k main_score", "`metrics=[ndcg@10,recall@100]`"),
+    Row("corpus queries qrels eval_name data_dir", "`sets=[PATH]`, a folder with corpus, queries and qrels"),
+    Row(
+        "split config subset_name",
+        "`sets=[{path: PATH, split: test}]`",
+        lambda _, value: f"sets=[{{path: PATH, split: {value}}}]",
+    ),
+    Row("prompt_name query_prompt_name prompt prompts", "`query_prompt`, a text; the default is the model's"),
+    Row(
+        "anchor_column_name positive_column_name columns",
+        "`data=[{path: PATH, columns: [QUERY,POSITIVE]}]`",
+    ),
+    Row("checkpoint checkpoint_step", "`step=latest`, `best`, or the number of a step", same),
+    Row("model model_name_or_path model_path run_dir path", "`run`, the output_dir of a run", same),
+    Row("format to", "`formats`", in_list),
+    Row("onnx", "`formats=[onnx]`"),
+    Row("k top topk num_results", "`top_k`", same),
+    Row("index documents docs", "`corpus`", same),
+    Row("test_size val_size dev_size eval_size hold_out num_dev n", "`dev`, a number of queries", integer),
+    Row("n num_examples num_rows", "`examples`", same),
+    Row("gpu gpu_type device memory vram", "`gpu_memory=80`, in GB"),
     Row("num_gpus n_gpu n_gpus devices world_size nproc_per_node", "`gpus`", same),
+)
+
+# For all commands, if they have no option of the name.
+ANY_COMMAND = (
+    Row("use_faiss use_gpu_for_searching faiss", "not needed: the search is exact, on GPUs if there are any"),
+    Row("show_progress_bar verbose v debug quiet", "not an option: every command prints its progress as lines of text"),
+    Row("similarity_fn_name score_function similarity", "not an option: vectors are compared as the model prescribes"),
+    Row(
+        "as_triplets output_format include_positives",
+        "not an option: rows have `query`, `pos` and `neg`, which training reads with any number of negatives",
+    ),
 )

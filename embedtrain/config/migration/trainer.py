@@ -1,14 +1,8 @@
 """Arguments of the Trainer of transformers, which other libraries have as well, and settings of launchers."""
 
-from embedtrain.config.conversions import Answer, Flag, Row, in_list, of_source, one_of, same
+from embedtrain.config.conversions import PRECISIONS, Answer, Flag, Row, in_list, of_source, one_of, same
 
 _PRECISION = "`parallel.precision=bf16` or `fp32`; fp16 is a type of exported models only (`export.dtype=fp16`)"
-_PRECISIONS = one_of(
-    {
-        **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half", "16", "16-mixed", "bf16-mixed"), "bf16"),
-        **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
-    }
-)
 _STRATEGIES = one_of(
     {
         **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "full", "shard", "deepspeed", "zero"), "fsdp"),
@@ -72,7 +66,7 @@ TRAINER = (
     ),
     Row("bf16", "`parallel.precision`", Flag("parallel.precision=bf16", "parallel.precision=fp32")),
     Row("fp16", _PRECISION),
-    Row("torch_dtype", _PRECISION, _PRECISIONS, also="mixed_precision dtype precision amp"),
+    Row("torch_dtype", _PRECISION, PRECISIONS, also="mixed_precision dtype precision amp"),
     Row("tf32", "fp32 matrix products on GPUs are set by the framework; `parallel.precision` selects bf16 or fp32"),
     Row("bf16_full_eval fp16_full_eval", "not needed: a run evaluates in its `parallel.precision`"),
     Row(
@@ -206,5 +200,11 @@ LAUNCHERS = (
         also="nproc nproc_per_node nnodes n_gpu num_gpus gpus devices world_size num_processes num_machines "
         "machine_rank main_process_ip main_process_port master_addr master_port standalone rdzv_backend "
         "rdzv_endpoint rdzv_id multi_gpu num_nodes",
+    ),
+    Row(
+        "",
+        "settings of a job are options of `embedtrain submit`: `slurm.partition`, `slurm.time`, `slurm.nodes`, "
+        "`slurm.gpus_per_node`",
+        also="partition account qos time time_limit walltime gpus_per_node cpus_per_task ntasks_per_node nodes",
     ),
 )

@@ -148,7 +148,8 @@ def evaluate(
     _take_from_memory(flat, memory, {"sets": "evaluation"})
     with own_process_state(quiet=quiet):
         composed = compose_evaluate(to_overrides(flat))
-        require_models(model=composed.model, adapter=composed.adapter)
+        reranker = composed.reranker
+        require_models(model=composed.model, adapter=composed.adapter, reranker=reranker and reranker.path)
         with joined_world(composed.timeout) as world:
             _write(memory, composed.output_dir, world)
             require_sets(composed.sets)

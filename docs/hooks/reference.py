@@ -1,8 +1,9 @@
 """Writes tables of options into docs/reference/ and docs/from-*.md: `python docs/hooks/reference.py`.
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
-of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. The meaning of an option
-is its comment in the source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration/`.
+of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `RerankerConfig`, `losses` or `commands`. The
+meaning of an option is its comment in the source, read with tokenize. For `migration_LIBRARY` it is a table of
+`config/migration/`.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.reranker import RerankerConfig
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 MIGRATION_PAGES = PAGES.parent
@@ -69,6 +71,7 @@ def section(name: str) -> str:
                 "Recipe": (Recipe, ""),
                 "TrainSource": (TrainSource, "data.train."),
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
+                "RerankerConfig": (RerankerConfig, "reranker."),
             }[name]
             return tree(kind, "", anchor)
 

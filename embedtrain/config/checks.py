@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.loss_checks import check_loss, check_score_loss
+from embedtrain.config.loss_checks import check_loss
+from embedtrain.config.losses import SCORE_LOSSES, CombinedConfig, CustomConfig, LossConfig
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
@@ -252,10 +253,6 @@ def is_repository_name(name: str) -> bool:
 
 def _check_cross_encoder(recipe: Recipe) -> None:
     """Raise a ConfigError for options about vectors, of which a cross-encoder computes none."""
-    check_score_loss(recipe.loss)
-    for index, source in enumerate(recipe.data.train):
-        if source.loss is not None:
-            check_score_loss(source_loss(source, recipe.loss), f"data.train[{index}].loss")
     formats = recipe.export.formats
     OptionChecks(recipe.export, "export.").require(
         formats == [EXPORT_FORMATS[0]], "formats", f"must be [{EXPORT_FORMATS[0]}] with model.kind=cross_encoder"
@@ -272,6 +269,21 @@ def _check_cross_encoder(recipe: Recipe) -> None:
         "function",
         "is called with an encoder of texts, which model.kind=cross_encoder has not; leave it out",
     )
+    _check_score_loss(recipe.loss)
+    for index, source in enumerate(recipe.data.train):
+        if source.loss is not None:
+            _check_score_loss(source_loss(source, recipe.loss), f"data.train[{index}].loss")
+
+
+def _check_score_loss(loss: LossConfig, option: str = "loss") -> None:
+    """Raise a ConfigError for a loss of vectors, of which a cross-encoder computes none."""
+    parts = loss.losses if isinstance(loss, CombinedConfig) else [loss]
+    for part in parts:
+        if part.name not in (*SCORE_LOSSES, CustomConfig.name):
+            raise ConfigError(
+                f"{option}={part.name}: compares vectors, and model.kind=cross_encoder scores pairs; write one of "
+                f"{', '.join(SCORE_LOSSES)}, such as loss=softmax for rows with negatives"
+            )
 
 
 def _check_tracking(recipe: Recipe) -> None:

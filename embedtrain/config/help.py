@@ -16,6 +16,7 @@ from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.names import suggest
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.recipe import TrainSource
+from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import ConfigError
 
 ALL = "all"
@@ -27,6 +28,7 @@ _ITEMS: dict[str, type] = {
     "data": TrainSource,
     "evaluation.sets": EvaluationSet,
     "sets": EvaluationSet,
+    "reranker": RerankerConfig,
 }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from embedtrain.config.code import is_code_path
 from embedtrain.config.losses import (
     LOSSES,
-    SCORE_LOSSES,
     BatchTripletConfig,
     BCEConfig,
     CombinedConfig,
@@ -39,17 +38,6 @@ def check_loss(loss: LossConfig) -> None:
     """Reject options of the recipe's loss that cannot work: a ConfigError of the first check that fails."""
     OptionChecks(loss, "loss.").require(loss.weight == 1.0, "weight", "is for the parts of loss=combined; leave it out")
     _check(loss, "loss")
-
-
-def check_score_loss(loss: LossConfig, option: str = "loss") -> None:
-    """Raise a ConfigError for a loss of vectors, of which a cross-encoder computes none."""
-    parts = loss.losses if isinstance(loss, CombinedConfig) else [loss]
-    for part in parts:
-        if part.name not in (*SCORE_LOSSES, CustomConfig.name):
-            raise ConfigError(
-                f"{option}={part.name}: compares vectors, and model.kind=cross_encoder scores pairs; write one of "
-                f"{', '.join(SCORE_LOSSES)}, such as loss=softmax for rows with negatives"
-            )
 
 
 def check_loss_name(name: Any, option: str) -> str:

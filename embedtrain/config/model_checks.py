@@ -8,12 +8,10 @@ from typing import Any
 from embedtrain.config.recipe import (
     ADAPTER,
     ALL_LINEAR,
-    PAIR_TEMPLATES,
     LoraConfig,
     ModelConfig,
     ModelKind,
     Pooling,
-    ScoreHead,
 )
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -55,7 +53,7 @@ def check_model(model: ModelConfig) -> None:
 # The options that only models of one kind have.
 _OPTIONS_OF_KIND = {
     ModelKind.dense: ("pooling", "normalize", "include_prompt", "append_eos"),
-    ModelKind.cross_encoder: ("score_head", "score_tokens", "pair_template"),
+    ModelKind.cross_encoder: ("pair_template",),
 }
 _TEMPLATE_PARTS = ("prefix", "query", "document", "suffix")
 
@@ -69,31 +67,15 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
                 name,
                 f"is for model.kind={kind.value}, not {model.kind.value}; leave it out",
             )
-    check.require(
-        model.score_tokens is None or model.score_head is not ScoreHead.classification,
-        "score_tokens",
-        "is for model.score_head=tokens",
-    )
-    check.require(
-        model.score_tokens is None
-        or (
-            (len(model.score_tokens) in (1, 2) and len(set(model.score_tokens)) == len(model.score_tokens))
-            and all(model.score_tokens)
-        ),
-        "score_tokens",
-        "must be one token for its logit, such as [Yes], or two for the difference of their logits, such as [yes,no]",
-    )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
 
 
 def _check_pair_template(template: Any, check: OptionChecks) -> None:
-    """A name, or a mapping whose query and document contain their texts as `{query}` and `{document}`."""
+    """A mapping whose query and document contain their texts as `{query}` and `{document}`."""
     example = 'such as {query: "Query: {query}\\n", document: "Document: {document}", suffix: "\\nRelevant:"}'
-    if not isinstance(template, Mapping):
-        allowed = f"must be {', '.join(PAIR_TEMPLATES)}, or a mapping of {', '.join(_TEMPLATE_PARTS)}, {example}"
-        check.require(template in PAIR_TEMPLATES, "pair_template", allowed)
-        return
+    is_mapping = isinstance(template, Mapping)
+    check.require(is_mapping, "pair_template", f"must be a mapping of {', '.join(_TEMPLATE_PARTS)}, {example}")
     for name, text in template.items():
         known = name in _TEMPLATE_PARTS and isinstance(text, str)
         check.require(

@@ -62,23 +62,6 @@ class ModelKind(str, Enum):
     cross_encoder = "cross_encoder"
 
 
-class ScoreHead(str, Enum):
-    """How a cross-encoder's score is computed.
-
-    `classification`: by the head of the architecture's sequence classification with one label. `tokens`: the logit of
-    one token after the pair (such as yes), or its difference to that of another (no). `auto`: that of the directory;
-    else `tokens` with `score_tokens` or the name of a `pair_template`, and a new `classification` head without.
-    """
-
-    auto = "auto"
-    classification = "classification"
-    tokens = "tokens"
-
-
-# Templates of pairs by name: those of Qwen3-Reranker, bge-reranker-v2-gemma and mxbai-rerank-v2.
-PAIR_TEMPLATES = ("qwen3", "gemma", "mxbai")
-
-
 class Attention(str, Enum):
     """How texts of different lengths share a forward pass.
 
@@ -212,12 +195,8 @@ class ModelConfig:
     bidirectional: bool | None = None  # tokens attend to later tokens as well; default: the configuration's
     append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
     include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
-    score_head: ScoreHead = ScoreHead.auto
-    # With score_head=tokens: [yes, no] for the difference of their logits, or one token for its logit; default: those
-    # of the directory or of the template.
-    score_tokens: list[str] | None = None
-    # The text around a pair's query and document, for a decoder: qwen3, gemma, mxbai, or a mapping of prefix, query,
-    # document and suffix; default: that of the directory, else the pairs of the tokenizer.
+    # The text around a pair's query and document, for a decoder: a mapping of prefix, query, document and suffix;
+    # default: the pairs of the tokenizer.
     pair_template: Any = None
     attention: Attention = Attention.auto
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}

@@ -1,8 +1,9 @@
 """`torchrun -m embedtrain.evaluate model=DIR sets=[...] mteb=[...]`: evaluate a model, sharded over all ranks."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sets
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
     from embedtrain.evaluation.types import LoadedSet
+    from embedtrain.inference.score import PairScorer
     from embedtrain.loading.load import LoadedModel
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
@@ -24,7 +26,8 @@ Metrics = dict[str, dict[str, float]]
 def compose(arguments: list[str]) -> EvaluateOptions:
     """The options, checked, with paths that exist."""
     options = compose_evaluate(arguments)
-    require_models(model=options.model, adapter=options.adapter)
+    reranker = options.reranker
+    require_models(model=options.model or None, adapter=options.adapter, reranker=reranker and reranker.path)
     require_sets(options.sets)
     return options
 
@@ -34,13 +37,13 @@ def main(options: EvaluateOptions) -> Metrics:
 
     Returns the metrics of each set and task, on every rank.
     """
-    from embedtrain.distributed.sharding import resolve_precision
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
-    from embedtrain.evaluation.evaluator import Evaluator
+    from embedtrain.evaluate.stages import Models, stages
+    from embedtrain.evaluation.first_stage import check_scored_sets
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.vector_cache import VectorCache, model_identity
+    from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, evaluation_row
 
@@ -49,6 +52,9 @@ def main(options: EvaluateOptions) -> Metrics:
         console = Console(enabled=world.is_main)
         console.warn(*prompt_warnings(options))
         sets = _read_sets(options, world, console)
+        with world.fail_together("reading evaluation sets"):
+            if not options.model:
+                check_scored_sets(sets, "sets")
         with world.fail_together("looking up the tasks of mteb"):
             set_names = [loaded.data.name for loaded in sets]
             tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
@@ -57,37 +63,40 @@ def main(options: EvaluateOptions) -> Metrics:
             metrics_file = _open_metrics(output_dir) if world.is_main else None
         datasets: dict[str, DatasetInfo] = {}
 
-        def record(name: str, values: Mapping[str, float], dataset: DatasetInfo) -> None:
+        def record(
+            name: str, values: Mapping[str, float], dataset: DatasetInfo, origin: Mapping[str, str] | None = None
+        ) -> None:
             datasets[name] = dataset
             if metrics_file is not None:
-                metrics_file.append_new({**evaluation_row(0, name, values, dataset), "model": options.model})
+                row = evaluation_row(0, name, values, dataset)
+                metrics_file.append_new({**row, **({"model": options.model} if origin is None else origin)})
 
-        model = _load_model(options, world, console)
-        encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
-        precision = resolve_precision(options.precision, world)
-        identity = {**model_identity(model.source, precision, world), "index": options.index.dtype.value}
-        vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity) if options.vectors_dir else None
+        model = _load_model(options, world, console) if options.model else None
+        scorer = _load_scorer(options, world, console)
+        encoder: SentenceEncoder | None = None
+        vector_cache: VectorCache | None = None
+        if model is not None:
+            encoder = SentenceEncoder.from_model(
+                model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard
+            )
+            identity = _identity(options, model, world)
+            if options.vectors_dir:
+                vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity)
 
         metrics: Metrics = {}
         task_results = TaskResults()
         with console.progress() as progress:
             if sets:
-                evaluator = Evaluator(
-                    sets,
-                    encoder,
-                    world,
-                    truncate_dims=options.truncate_dims,
-                    run_depth=options.run_depth,
-                    index=options.index,
-                    vector_cache=vector_cache,
-                )
                 with console.phase("evaluating"):
-                    metrics = evaluator.evaluate(
-                        save_runs=output_dir / "runs" if options.save_runs else None,
-                        progress=progress,
-                        on_result=_noting_speed(evaluator, record, console),
-                    )
-            if options.mteb:
+                    for stage in stages(options, sets, Models(encoder, scorer, vector_cache), world):
+                        metrics |= stage.evaluator.evaluate(
+                            save_runs=output_dir / "runs" if options.save_runs else None,
+                            progress=progress,
+                            on_result=_noting_speed(
+                                stage.evaluator, functools.partial(record, origin=stage.origin), console
+                            ),
+                        )
+            if options.mteb and model is not None and encoder is not None:
                 task_results = run_tasks(
                     tasks,
                     EvaluatedModel(encoder, model.source, options.model, identity),
@@ -153,6 +162,33 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     return model
 
 
+def _load_scorer(options: EvaluateOptions, world: "World", console: "Console") -> "PairScorer | None":
+    from embedtrain.inference.score import PairScorer
+    from embedtrain.loading.reranker import load_reranker
+
+    reranker = options.reranker
+    if reranker is None:
+        return None
+    model = load_reranker(reranker, options.precision, world, trust_remote_code=options.trust_remote_code)
+    for note in model.notes:
+        console.note(f"reranker: {note}")
+    return PairScorer.from_model(
+        model,
+        world,
+        chunk_tokens=options.chunk_tokens,
+        unshard=options.unshard,
+        windows=reranker.document_windows,
+    )
+
+
+def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") -> dict[str, Any]:
+    from embedtrain.distributed.sharding import resolve_precision
+    from embedtrain.inference.vector_cache import model_identity
+
+    precision = resolve_precision(options.precision, world)
+    return {**model_identity(model.source, precision, world), "index": options.index.dtype.value}
+
+
 def _report(
     options: EvaluateOptions,
     metrics: Metrics,
@@ -165,12 +201,18 @@ def _report(
     from embedtrain.tracking.metrics import METRICS_FILE
     from embedtrain.tracking.tracker import describe_peak_memory, peak_memory_gib
 
-    console.evaluation(0, metrics, datasets=datasets, title=f"evaluation of {options.model}")
+    console.evaluation(0, metrics, datasets=datasets, title=f"evaluation of {' and '.join(_names(options))}")
     peak = max(world.gather(peak_memory_gib(world.device)))
     measured = describe_peak_memory(world.device)
     console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each ({measured})")
     if metrics:
         console.note(f"rows are in {Path(options.output_dir) / METRICS_FILE}")
+
+
+def _names(options: EvaluateOptions) -> list[str]:
+    """What is evaluated, for the user."""
+    reranker = [] if options.reranker is None else [f"the reranker {options.reranker.path}"]
+    return [*([options.model] if options.model else []), *reranker]
 
 
 if __name__ == "__main__":

@@ -9,20 +9,29 @@ from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import Pooling, Precision
+from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks
+
+BM25, MODEL = "bm25", "model"  # of `first_stage`
+# Options of the bi-encoder, without effect if there is only a reranker.
+OF_MODELS = (
+    "adapter", "pooling", "normalize", "max_length", "query_prompt", "document_prompt", "revision", "truncate_dims",
+    "vectors_dir",
+)  # fmt: skip
 
 HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
 
   embedtrain evaluate model=DIR sets=[PATH,...] [option=value ...]
   embedtrain evaluate model=DIR mteb=[TASK,...]
+  embedtrain evaluate [model=DIR] reranker=DIR sets=[PATH,...]
   torchrun --nproc-per-node 8 -m embedtrain.evaluate model=DIR sets=[PATH,...]
 
 PATH: a BEIR folder, a table (scored or labelled pairs, ...), the id of a Hub
 data set, or a mapping: sets='[{{path: DIR, kind: reranking, metrics: [map]}}]'.
 TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
 
-{{options: model! sets mteb subset metrics truncate_dims query_prompt max_length precision
-  output_dir save_runs vectors_dir}}
+{{options: model! sets mteb reranker subset metrics truncate_dims query_prompt
+  max_length precision output_dir save_runs vectors_dir}}
 
 {LAUNCH_HELP}
 
@@ -33,8 +42,14 @@ Metrics are printed and added to OUTPUT_DIR/metrics.jsonl."""
 class EvaluateOptions:
     """Options of `python -m embedtrain.evaluate`."""
 
-    model: str = ""  # model directory or Hub id
+    model: str = ""  # model directory or Hub id; may be left out with a reranker
     adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
+    # A cross-encoder that orders the first documents of each query again: options of RerankerConfig, or its path.
+    reranker: Any = None
+    rerank_depth: int = 100  # documents per query for the reranker
+    # What finds them: [model], [bm25], or [bm25,model] for both, one after the other. Default: the model if there is
+    # one, else BM25. Sets with candidates of their own have no other first stage.
+    first_stage: list[str] | None = None
     sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
     subset: int | None = None  # maximum number of queries or rows of each set
@@ -62,7 +77,7 @@ class EvaluateOptions:
 def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     """The options themselves, if they can work."""
     check = OptionChecks(options)
-    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(bool(options.model or options.reranker), "model", "is missing; write a model directory or a Hub id")
     check.require(
         bool(options.sets or options.mteb),
         "sets",
@@ -73,14 +88,43 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "chunk_tokens")
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
+    _check_reranker(options, check)
     check.at_least(1, "run_depth", "null writes all documents that the metrics need, at least 1000")
     check.length("max_length")
     check.positive("timeout")
     return options
 
 
+def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
+    if options.reranker is None:
+        for name in ("rerank_depth", "first_stage"):
+            default = getattr(EvaluateOptions, name)
+            message = "has no effect without a reranker; write reranker=DIR"
+            check.require(getattr(options, name) == default, name, message)
+        return
+    check.at_least(1, "rerank_depth")
+    if options.first_stage is None:
+        options.first_stage = [MODEL if options.model else BM25]
+    allowed = "must be [model], [bm25] or [bm25,model]"
+    stages = options.first_stage
+    check.require(
+        bool(stages) and set(stages) <= {BM25, MODEL} and len(set(stages)) == len(stages), "first_stage", allowed
+    )
+    check.require(
+        bool(options.model) or MODEL not in stages, "first_stage", "needs a model; write model=DIR, or [bm25]"
+    )
+    message = "needs a model; write model=DIR: a reranker alone measures sets"
+    check.require(bool(options.model) or not options.mteb, "mteb", message)
+    if not options.model:
+        for name in OF_MODELS:
+            check.require(
+                getattr(options, name) == getattr(EvaluateOptions(), name), name, "is of a model; write model=DIR"
+            )
+
+
 def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
     """The options, checked."""
     options = compose_command("evaluate", EvaluateOptions, arguments, HELP)
     options.sets = parse_items(options.sets, EvaluationSet, "sets")
+    options.reranker = parse_reranker(options.reranker, "reranker")
     return check_evaluate(options)

@@ -43,10 +43,17 @@ MODEL_OPTION_NAMES = {
     "lora.path": "adapter",
     **{name: name for name in ("pooling", "normalize", "max_length", "revision", "trust_remote_code")},
 }
+RERANKER_OPTION_NAMES = {
+    "path": "reranker",
+    "lora.path": "reranker.adapter",
+    "trust_remote_code": "trust_remote_code",
+    **{name: f"reranker.{name}" for name in ("max_length", "revision", "pair_template")},
+}
 TEACHER_OPTION_NAMES = {
     "path": "teacher",
     "max_length": "teacher_max_length",
     "revision": "teacher_revision",
+    "pair_template": "teacher_pair_template",
     "trust_remote_code": "trust_remote_code",
 }
 
@@ -57,5 +64,9 @@ def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        message = re.sub(r"\bmodel\.((?:lora\.)?\w+)", lambda match: options.get(match[1], match[0]), str(error))
+        # The advice of training: commands have no `model.kind`.
+        message = re.sub(
+            r"set model\.kind=cross_encoder,.*", "write it as reranker (evaluate, search) or teacher (mine)", str(error)
+        )
+        message = re.sub(r"\bmodel\.((?:lora\.)?\w+)", lambda match: options.get(match[1], match[0]), message)
         raise type(error)(message) from error.__cause__

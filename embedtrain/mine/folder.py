@@ -43,7 +43,6 @@ _NOT_IN_IDENTITY = {
     "timeout",
     "unshard",
     "chunk_tokens",
-    "teacher_batch_size",
     "trust_remote_code",
 }
 

@@ -66,13 +66,14 @@ class MineOptions:
     seed: int = 42  # which negatives `sampling=random` draws
     keep_existing_negatives: bool = False  # keep the rows' negatives before the new ones, except for positives
 
-    # Bi-encoder or cross-encoder whose scores are written and used for margins and the ranks of negatives.
+    # Bi-encoder or cross-encoder whose scores are written and used for margins and the ranks of negatives. Those of a
+    # cross-encoder are raw, before any sigmoid.
     teacher: str | None = None
     teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
-    # Pairs per batch of a cross-encoder. After running out of memory, mining resumes with a smaller one, or another
-    # `chunk_tokens`, `unshard` or `index.place`: only the last bits of scores may differ.
-    teacher_batch_size: int = 32
-    teacher_max_length: int | None = None  # tokens; default: the teacher's
+    teacher_max_length: int | None = None  # tokens, of a pair for a cross-encoder; default: the teacher's
+    teacher_pair_template: Any = None  # of a cross-encoder, as model.pair_template
+    # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
+    teacher_document_windows: bool = False
     scores: bool = True  # write pos_scores and neg_scores
 
     pooling: Pooling | None = None
@@ -123,11 +124,10 @@ def check_mine(options: MineOptions) -> MineOptions:
         f"is above max_score={options.max_score}",
     )
     check.seed("seed")
-    for name in ("teacher_max_length", "teacher_revision"):
-        has_effect = getattr(options, name) is None or options.teacher is not None
+    for name in ("teacher_max_length", "teacher_revision", "teacher_pair_template", "teacher_document_windows"):
+        has_effect = not getattr(options, name) or options.teacher is not None
         check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
     check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
-    check.at_least(1, "teacher_batch_size")
     check.length("max_length")
     check.length("teacher_max_length")
     check.instruction_format()

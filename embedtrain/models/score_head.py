@@ -1,15 +1,14 @@
 """The head of a cross-encoder as its directory describes it: of which kind, with which activation, trained or new."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
-from embedtrain.config.validation import written
-from embedtrain.errors import ConfigError, ModelError
+from embedtrain.config.recipe import ModelKind, Pooling
+from embedtrain.errors import ModelError
 from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.file_references import read_json
 
@@ -69,26 +68,6 @@ def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
         raise ModelError(f"{where}: {config.model_type} has no class for sequence classification, which scores pairs")
     config.num_labels = 1
     return HeadSource(is_new=True)
-
-
-def with_template(head: HeadSource, model: ModelConfig) -> HeadSource:
-    """The head with `model.pair_template`; a ConfigError for a head that is not supported."""
-    for name, is_rejected in (
-        ("score_head", model.score_head is ScoreHead.tokens),
-        ("score_tokens", model.score_tokens is not None),
-    ):
-        if is_rejected:
-            raise ConfigError(
-                f"model.{name}={written(getattr(model, name))}: scores by tokens of a language model are not "
-                "supported; leave it out, for a classification head"
-            )
-    template = model.pair_template
-    if template is not None and not isinstance(template, Mapping):
-        raise ConfigError(
-            f"model.pair_template={written(template)}: templates by name are not supported; write its parts as a "
-            "mapping of prefix, query, document and suffix"
-        )
-    return replace(head, template=template)
 
 
 def is_reranker(config: PretrainedConfig) -> bool:

@@ -28,7 +28,6 @@ from embedtrain.models.score_head import (
     new_score_head,
     read_score_head,
     score_pooling,
-    with_template,
 )
 from embedtrain.models.security import require_bounded_numbers, require_safe_config, require_safe_files
 
@@ -112,7 +111,7 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     config = set_attention_direction(source.config, model.bidirectional)
     scale_rope(config, model.rope_scaling)
     if source.head is not None:
-        pooling, head = score_pooling(config), with_template(source.head, model)
+        pooling, head = score_pooling(config), replace(source.head, template=model.pair_template)
         return replace(source, config=config, head=head, pooling=pooling, include_prompt=True, normalize=False)
     if model.pooling is not None:
         require_pooling(config, model.pooling)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
@@ -10,13 +11,17 @@ from embedtrain.errors import DataError
 from embedtrain.formatting import decode_argument
 from embedtrain.search.options import SearchOptions, compose_search
 
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.distributed.world import World
+    from embedtrain.inference.score import PairScorer
+
 _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero
 
 
 def compose(arguments: list[str]) -> SearchOptions:
     """The options, checked, with paths that exist."""
     options = compose_search(arguments)
-    require_models(model=options.model)
+    require_models(model=options.model, reranker=options.reranker and options.reranker.path)
     require_sources((), [str(Path(options.corpus).expanduser().absolute())])  # it cannot be an id on the Hub
     return options
 
@@ -29,6 +34,7 @@ def main(options: SearchOptions) -> None:
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.index import ShardedIndex, trec_order
+    from embedtrain.inference.score import best_first
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import load_model
     from embedtrain.tracking.console import Console
@@ -41,14 +47,31 @@ def main(options: SearchOptions) -> None:
         with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
             model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
+        scorer = _load_scorer(options, world)
         index = ShardedIndex(trec_order(ids), world)
         with console.phase(f"encoding {len(texts):,} texts"):
             index.add_texts(encoder, texts, encoder.document_prompt)
         for query in _queries(options.query):
             vector = unit_vectors(encoder.encode_all([query], encoder.query_prompt))
-            ranking = index.search(vector, options.top_k)
-            results = zip(ranking.documents[0].tolist(), ranking.scores[0].tolist(), strict=True)
+            ranking = index.search(vector, options.top_k if scorer is None else options.rerank_depth)
+            numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
+            if scorer is not None:
+                scores = scorer.score([query] * len(numbers), [texts[number] for number in numbers]).tolist()
+                order = best_first(scores, [ids[number] for number in numbers])[: options.top_k]
+                numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
+            results = zip(numbers, scores, strict=True)
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
+
+
+def _load_scorer(options: SearchOptions, world: "World") -> "PairScorer | None":
+    from embedtrain.inference.score import PairScorer
+    from embedtrain.loading.reranker import load_reranker
+
+    reranker = options.reranker
+    if reranker is None:
+        return None
+    model = load_reranker(reranker, options.precision, world, trust_remote_code=options.trust_remote_code)
+    return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=reranker.document_windows)
 
 
 def _queries(query: str | None) -> Iterator[str]:

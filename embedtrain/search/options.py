@@ -1,17 +1,20 @@
 """Options of `python -m embedtrain.search`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from embedtrain.config.arguments import quote_value
 from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import Precision
+from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks, require_single_process
 
 HELP = """embedtrain search: find texts with a model
 
   embedtrain search model=DIR corpus=PATH query="what you look for"
+  embedtrain search model=DIR reranker=DIR corpus=PATH query="..."
 
-{options: model! corpus! query top_k precision trust_remote_code}"""
+{options: model! corpus! query top_k reranker rerank_depth precision trust_remote_code}"""
 
 
 @dataclass(kw_only=True)
@@ -23,6 +26,9 @@ class SearchOptions:
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     top_k: int = 5  # results per query
+    # A cross-encoder that orders the first documents again: options of RerankerConfig, or its path. Scores are its own.
+    reranker: Any = None
+    rerank_depth: int = 100  # documents for the reranker
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384  # per forward pass, including padding
     trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
@@ -40,4 +46,11 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     )
     check.at_least(1, "chunk_tokens")
     check.at_least(1, "top_k")
+    check.at_least(1, "rerank_depth")
+    options.reranker = parse_reranker(options.reranker, "reranker")
+    if options.reranker is None:
+        message = "has no effect without a reranker; write reranker=DIR"
+        check.require(options.rerank_depth == SearchOptions.rerank_depth, "rerank_depth", message)
+    elif options.rerank_depth < options.top_k:
+        check.require(False, "rerank_depth", f"must be at least top_k={options.top_k}, which are shown of them")
     return options

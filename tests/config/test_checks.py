@@ -10,6 +10,7 @@ from embedtrain.config import checks, model_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.losses import BCEConfig
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -17,7 +18,6 @@ from embedtrain.config.recipe import (
     ModelKind,
     Pooling,
     Recipe,
-    ScoreHead,
     Strategy,
     TrainSource,
     WandbMode,
@@ -31,7 +31,7 @@ Change = Callable[[Recipe], None]
 NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
 CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
-OF_CROSS_ENCODERS = {"score_head": ScoreHead.tokens, "score_tokens": ["yes", "no"], "pair_template": "qwen3"}
+OF_CROSS_ENCODERS = {"pair_template": {"query": "{query}", "document": "{document}"}}
 OF_DENSE_MODELS = {"pooling": Pooling.cls, "normalize": False, "include_prompt": True, "append_eos": True}
 ROPE = {"rope_type": "yarn", "factor": 2}
 
@@ -79,14 +79,14 @@ CASES = [
     case(r"model\.pooling", model=ModelConfig(config=SCRATCH)),
     *[option(f"model.{name}", value) for name, value in OF_CROSS_ENCODERS.items()],
     *[option(f"model.{name}", value, **CROSS_ENCODER) for name, value in OF_DENSE_MODELS.items()],
-    option("model.score_tokens", ["yes"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
-    *[option("model.score_tokens", tokens, **CROSS_ENCODER) for tokens in ([], [""], ["a", "a"], ["a", "b", "c"])],
     option("model.pair_template", "qwen", **CROSS_ENCODER),
     option("model.pair_template", {"query": "{query}", "document": "{document}", "sufix": "x"}, **CROSS_ENCODER),
     option("model.pair_template", {"query": "Q: {query}", "document": "{documents}"}, **CROSS_ENCODER),
     option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
     option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
     option("export.truncate_dim", 8, **CROSS_ENCODER),
+    option("export.formats", ["onnx"], **CROSS_ENCODER),
+    case(r"loss=infonce: .*loss=softmax", **CROSS_ENCODER),
     option("model.max_length", 2),
     *(
         case(
@@ -222,8 +222,9 @@ def test_valid_recipes_pass():
     recipe.data.train = [TrainSource(path="a", name="x"), TrainSource(path="b/x")]
     check_recipe(recipe)
     cross_encoder = ModelConfig(kind=ModelKind.cross_encoder, config=SCRATCH)
-    for template in (None, "gemma", {"query": "{query}", "document": "{document}", "suffix": "?"}):
-        recipe.model = replace(cross_encoder, pair_template=template, score_tokens=template and ["yes", "no"])
+    recipe.loss = BCEConfig()
+    for template in (None, {"query": "{query}", "document": "{document}", "suffix": "?"}):
+        recipe.model = replace(cross_encoder, pair_template=template)
         check_recipe(recipe)
 
 

@@ -134,7 +134,7 @@ def test_interrupted_end_is_written_again(ranks, workshop, mined):
     assert error == "stopped"
     kept = shutil.copytree(workshop / "end" / ".mining", workshop / "kept")
     (workshop / "end" / "train.jsonl").write_text("cut sho")
-    assert mined(*OPTIONS, "output_dir=end", "chunk_tokens=99", "teacher_batch_size=2", size=2)[1] == ""
+    assert mined(*OPTIONS, "output_dir=end", "chunk_tokens=99", size=2)[1] == ""
     assert contents(workshop / "end") == contents(workshop / "undisturbed")
     shutil.move(kept, workshop / "end" / ".mining")
     assert "nothing to do" in mined(*OPTIONS, "output_dir=end")[0]
@@ -179,7 +179,7 @@ def test_beir_folders_are_mined_from_their_corpus(workshop, mined):
     [
         (["teacher=nowhere/at/all"], r"teacher=nowhere/at/all: "),
         (["teacher=model/guide/../backbone"], r"teacher=model/guide/../backbone: .*sentence-transformers directory"),
-        (["teacher=classes"], r"teacher=classes: .*BertForSequenceClassification of 3 classes"),
+        (["teacher=classes"], r"teacher=classes: .*BertForSequenceClassification has 3 labels"),
         (["model=nowhere/at/all"], r"model=nowhere/at/all: "),
         (["max_length=999"], r"max_length=999.*64"),
         (["teacher=cross", "teacher_max_length=999"], r"teacher_max_length=999.*64"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests.mine.models import save_cross_encoder
@@ -62,7 +63,7 @@ def cosines_of(directory):
 
 
 def pairs_of(directory):
-    model = CrossEncoder(str(directory), device="cpu")
+    model = CrossEncoder(str(directory), device="cpu", activation_fn=torch.nn.Identity())
     return lambda query, documents: model.predict([(query, document) for document in documents]).astype(np.float64)
 
 

@@ -14,7 +14,7 @@ from tokenizers import processors
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision, ScoreHead, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision, Strategy
 from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
@@ -263,10 +263,6 @@ def test_the_template_of_a_decoder_survives_truncation():
     assert long[-3:] == short[-3:]
     with pytest.raises(ConfigError, match=r"model\.pair_template"):
         read_pair_format(open_model_source(replace(reranker("bert"), pair_template=model.pair_template)), words)
-    unsupported = {"score_head": ScoreHead.tokens, "score_tokens": ["yes", "no"], "pair_template": "qwen3"}
-    for name, value in unsupported.items():
-        with pytest.raises(ConfigError, match=rf"model\.{name}="):
-            open_model_source(replace(reranker("qwen3"), **{name: value}))
     bare = small_tokenizer()
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     with pytest.raises(ConfigError, match=r"model\.pair_template=null"):

@@ -250,13 +250,11 @@ def cross_encoder_pickle(directory: Path, marker: Path) -> None:
 CROSS_ENCODERS: dict[str, tuple[Attack, str]] = {
     "module type": (cross_encoder_modules, "evil.Mod"),
     "unpickling": (cross_encoder_pickle, "use_safetensors"),
-    "pickle": (pickled_weights, "cannot be loaded"),
-    "activation": (config(sentence_transformers={"activation_fn": "evil.Mod"}), "the activation evil.Mod"),
-    "function of torch": (
-        config(sentence_transformers={"activation_fn": "torch.utils.collect_env.main"}),
-        "the activation torch.utils.collect_env.main",
-    ),
-    "older name": (config(sbert_ce_default_activation_function="evil.Mod"), "the activation evil.Mod"),
+    "pickle": (pickled_weights, "pickle"),
+    # Scores are raw: the function that sentence-transformers would call is not.
+    "activation": (config(sentence_transformers={"activation_fn": "evil.Mod"}), ""),
+    "function of torch": (config(sentence_transformers={"activation_fn": "torch.utils.collect_env.main"}), ""),
+    "older name": (config(sbert_ce_default_activation_function="evil.Mod"), ""),
     "own classes": (own_classes, "auto_map"),
     "own head": (config(auto_map={"AutoModelForSequenceClassification": "evil.Model"}), ""),
     "kernel": (kernel, "evil/kernel"),

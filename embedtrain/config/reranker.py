@@ -1,0 +1,58 @@
+"""The cross-encoder of a command that ranks documents: the options `reranker` and `teacher`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from embedtrain.config.model_checks import check_model
+from embedtrain.config.parsing import parse_items
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind
+from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class RerankerConfig:
+    """A finished cross-encoder, the option `reranker` of `evaluate` and `search` (a string is its `path`)."""
+
+    path: str  # model directory or Hub id
+    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
+    revision: str | None = None  # a commit, tag or branch of its Hub repository
+    max_length: int | None = None  # tokens of a pair; default: the reranker's
+    query_prompt: str | None = None  # default: the reranker's
+    document_prompt: str | None = None  # default: the reranker's
+    pair_template: Any = None  # as model.pair_template
+    document_windows: bool = False  # read a document that is too long in overlapping windows, of which the best counts
+
+    def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
+        """The options of the model, as a recipe has them."""
+        return ModelConfig(
+            kind=ModelKind.cross_encoder,
+            path=self.path,
+            lora=LoraConfig(path=self.adapter),
+            revision=self.revision,
+            max_length=self.max_length,
+            query_prompt=self.query_prompt,
+            document_prompt=self.document_prompt,
+            pair_template=self.pair_template,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def parse_reranker(value: Any, option: str) -> RerankerConfig | None:
+    """The value of an option, a path or a mapping, with its values checked; None stays.
+
+    Raises ConfigError, with the name of the option, for a value that cannot work.
+    """
+    if value is None:
+        return None
+    if isinstance(value, list):
+        raise ConfigError(f"{option}={value!r} is neither a path nor a mapping with `path`")
+    (reranker,) = parse_items(value, RerankerConfig, option)
+    check = OptionChecks(reranker, f"{option}.")
+    check.require(bool(reranker.path), "path", "is empty; write a directory or a Hub id")
+    check.length("max_length")
+    try:
+        check_model(reranker.model_config(trust_remote_code=False))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.", f"{option}.")) from None
+    return reranker

@@ -1,0 +1,105 @@
+"""A reranker in `evaluate` and `search`: after BM25, a bi-encoder and a run file, on one rank and on several."""
+
+import json
+
+import pytest
+import torch
+from sentence_transformers import CrossEncoder
+
+from embedtrain.evaluate.__main__ import main
+from embedtrain.evaluate.options import compose_evaluate
+from tests.commands import call
+from tests.evaluation.tiny import save_tiny_cross_encoder
+from tests.small import save_guide, small_model, text, write_beir
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reranker")
+    save_guide(small_model("bert"), folder)
+    save_tiny_cross_encoder(folder / "cross")
+    write_beir(folder / "dev", 20)
+    rows = [{"query": text(i, 3), "positive": [text(i, 5)], "negative": [text(i + 1, 4), text(i, 2)]} for i in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def evaluated(world, folder, output, *arguments):
+    """Metrics by set; `world` is the one that the command joins."""
+    sets = f"sets=[{folder / 'dev'},{folder / 'rows.jsonl'}]"
+    options = [sets, f"reranker={folder / 'cross'}", "rerank_depth=7", f"output_dir={output}", *arguments]
+    return main(compose_evaluate([option.replace("@", f"{folder}/") for option in options]))
+
+
+def rows_of(output):
+    return {row["set"]: row for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
+
+
+def test_every_stage_has_its_row_on_any_number_of_ranks(ranks, workshop, tmp_path):
+    results = []
+    for size in (1, 2):
+        results += ranks(size, evaluated, workshop, tmp_path / str(size), "model=@guide", "save_runs=true")
+    assert all(result == results[0] for result in results)
+    assert list(results[0]) == ["dev", "rows", "mean", "dev+reranker", "rows+reranker", "mean+reranker"]
+    rows = rows_of(tmp_path / "1")
+    assert rows["dev"]["model"] == rows["dev+reranker"]["model"] == str(workshop / "guide")
+    assert rows["dev+reranker"]["reranker"] == str(workshop / "cross")
+    assert "reranker" not in rows["dev"]
+    # The same documents from the run file of the first stage, without the bi-encoder.
+    run = tmp_path / "1" / "runs" / "dev.run"
+    sets = f"sets=[{{path: {workshop / 'dev'}, candidates: {run}, kind: reranking}}]"
+    (from_run,) = ranks(1, evaluated, workshop, tmp_path / "run", sets)
+    assert list(from_run) == ["dev+run", "dev+run+reranker"]
+    assert from_run["dev+run+reranker"] == results[0]["dev+reranker"]
+    assert from_run["dev+run"]["ndcg@10"] == results[0]["dev"]["ndcg@10"]
+    written = (tmp_path / "1" / "runs" / "dev+reranker.run").read_text().splitlines()
+    query, _, document, _, score, _ = written[0].split()
+    texts = [json.loads(line)["text"] for line in (workshop / "dev" / "corpus.jsonl").read_text().splitlines()]
+    queries = [json.loads(line)["text"] for line in (workshop / "dev" / "queries.jsonl").read_text().splitlines()]
+    cross = CrossEncoder(str(workshop / "cross"), device="cpu", activation_fn=torch.nn.Identity())
+    expected = cross.predict([(queries[int(query[1:])], texts[int(document[1:])])])[0]
+    assert float(score) == pytest.approx(expected, abs=1e-5)
+
+
+def test_bm25_and_the_model_one_after_the_other(ranks, workshop, tmp_path):
+    pytest.importorskip("bm25s")
+    (both,) = ranks(1, evaluated, workshop, tmp_path, "model=@guide", "first_stage=[bm25,model]", "sets=[@dev]")
+    assert list(both) == ["dev", "dev+bm25", "dev+bm25+reranker", "dev+reranker"]
+    assert rows_of(tmp_path)["dev+bm25"]["model"] == "bm25"
+    (alone,) = ranks(1, evaluated, workshop, tmp_path / "alone", "sets=[@dev]")
+    assert alone == {name: both[name] for name in ("dev+bm25", "dev+bm25+reranker")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reranker=@guide"], "reranker=.*guide: "),
+        (["reranker=null", "model=@cross"], "cross.* is a reranker .*reranker"),
+        (["reranker={path: @cross, max_length: 999}"], r"reranker\.max_length=999"),
+        (["reranker={path: @cross, pair_template: none}"], r"reranker\.pair_template=none"),
+        (["first_stage=[model]"], r"first_stage=\[model\]: "),
+        (["first_stage=[bm52]"], r"first_stage=\[bm52\]: "),
+        (["rerank_depth=0"], "rerank_depth=0: "),
+        (["mteb=[SciFact]"], r"mteb=\[SciFact\]: "),
+        (["pooling=cls"], "pooling=cls: "),
+        (["reranker=null", "model=@guide", "rerank_depth=9"], "rerank_depth=9: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_name_the_option(ranks, workshop, tmp_path, arguments, message):
+    if "reranker=null" in arguments and "rerank_depth=9" not in arguments:
+        arguments = [*arguments, "rerank_depth=100"]
+    with pytest.raises(AssertionError, match=f"(Config|Model)Error: .*{message}"):
+        ranks(1, evaluated, workshop, tmp_path, *arguments)
+
+
+def test_search_orders_the_first_documents_again(workshop):
+    common = ["embedtrain.search", "model=guide", "corpus=dev", "query=alpha beta", "top_k=3"]
+    printed = call(*common, "reranker=cross", "rerank_depth=20", cwd=workshop)
+    documents = [json.loads(line) for line in (workshop / "dev" / "corpus.jsonl").read_text().splitlines()]
+    cross = CrossEncoder(str(workshop / "cross"), device="cpu", activation_fn=torch.nn.Identity())
+    scores = cross.predict([("alpha beta", document["text"]) for document in documents])
+    ranked = sorted(zip(scores.tolist(), (document["_id"] for document in documents), strict=True), reverse=True)
+    shown = [line.split()[:2] for line in printed.splitlines() if line.strip()[:1] in "-0123456789" and line.strip()]
+    assert shown == [[f"{score:.3f}", document] for score, document in ranked[:3]]
+    assert "rerank_depth=2: " in call(*common, "reranker=cross", "rerank_depth=2", cwd=workshop, code=1)

@@ -65,7 +65,8 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
             check.require(
                 model.kind is kind or getattr(model, name) == getattr(defaults, name),
                 name,
-                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out",
+                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write null where a recipe "
+                "sets it",
             )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)

@@ -25,6 +25,8 @@ BLOCKS = {
     "modernbert": "ModernBertEncoderLayer",
     "mpnet": "MPNetLayer",
     "distilbert": "TransformerBlock",
+    "electra": "ElectraLayer",
+    "deberta-v2": "DebertaV2Layer",
 }
 
 

@@ -20,7 +20,7 @@ from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.tokens import pack_texts
-from embedtrain.data.types import GlobalBatch, Row, Tokens
+from embedtrain.data.types import GlobalBatch, Row, TextInputs, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
@@ -188,7 +188,7 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
     )
     texts = _Texts(rows, case.length)
     batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, has_loss_columns=False)
-    tokenizer: Any = SimpleNamespace(packed=True, make_chunk=pack_texts)
+    tokenizer: Any = SimpleNamespace(packed=True, make_chunk=pack_texts, encoder_inputs=TextInputs)
     for _ in range(STEPS):
         train_step(run, make_rank_batch(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
     return choice.best.memory.total, choice.best.name, choice.best.memory.phase

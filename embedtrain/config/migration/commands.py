@@ -83,7 +83,7 @@ COMMANDS = (
     Row("index documents docs", "`corpus`", same),
     Row("test_size val_size dev_size eval_size hold_out num_dev n", "`dev`, a number of queries", integer),
     Row("n num_examples num_rows", "`examples`", same),
-    Row("gpu_type device memory vram", "`gpu_memory=80`, in GB"),
+    Row("gpu gpu_type device memory vram", "`gpu_memory=80`, in GB"),
     Row("num_gpus n_gpu n_gpus devices world_size nproc_per_node", "`gpus`", same),
 )
 

@@ -70,7 +70,8 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
 @pytest.mark.parametrize(("model", "loss", "lora"), [("bert", "bce", 0), ("qwen3", "ranknet", 4)])
 def test_exports_score_as_the_run_did(ranks, inputs, tmp_path, model, loss, lora):
     """The run itself compares its export with transformers and sentence-transformers."""
-    more = [f"loss={loss}", f"model.lora.rank={lora}"] if lora else [f"loss={loss}"]
+    template = 'model.pair_template={query: "alpha {query} mu", document: "beta {document}", suffix: " nu"}'
+    more = [f"loss={loss}", f"model.lora.rank={lora}", template] if lora else [f"loss={loss}"]
     output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model=model))[0]
     assert "reopening it with sentence-transformers" in output
     reranker = CrossEncoder(str(tmp_path / "run/model"), device="cpu")

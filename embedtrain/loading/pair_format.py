@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.data.pairs import PairFormat, PairTruncation
+from embedtrain.data.pairs import PairFormat
 from embedtrain.data.tokens import FastTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import is_decoder
@@ -16,7 +16,7 @@ _MAX_TEMPLATE = 100_000  # tokens
 def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> PairFormat:
     """The format in which a cross-encoder reads pairs.
 
-    A template is tokenised apart from the texts, and its end survives truncation, which cuts the document.
+    A template is tokenised apart from the texts, and its end survives truncation.
 
     A ConfigError if an encoder has a template, or a new head is trained on pairs with nothing between their texts; a
     ModelError if the tokenizer's pairs are not its texts and special tokens around them.
@@ -42,7 +42,6 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
             before=pair_format.before + first,
             between=between,
             after=last + pair_format.after,
-            truncation=PairTruncation.only_second,
         )
     if source.head is not None and source.head.is_new and is_decoder(source.config) and not pair_format.between:
         raise ConfigError(

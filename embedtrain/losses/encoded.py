@@ -16,9 +16,6 @@ class Part:
     values: Tensor  # float32 or float64 [R, D], the rows of all texts, text by text
     sizes: NDArray[np.int64] | None = None  # [N], rows of each text, in host memory; None: one row each
 
-    def __len__(self) -> int:
-        return len(self.values) if self.sizes is None else len(self.sizes)
-
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -32,20 +29,11 @@ class Encoded:
         return cls((Part(values),))
 
     @property
-    def values(self) -> Tensor:
-        """The rows of the only part, [R, D]."""
-        (part,) = self.parts
-        return part.values
-
-    @property
     def vectors(self) -> Tensor:
         """The vector of each text, [N, D], of a model with one vector per text."""
         (part,) = self.parts
         assert part.sizes is None, "only a Score compares texts with several rows each"
         return part.values
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
 
 
 def split_queries(

@@ -1,14 +1,21 @@
 """The directory of a cross-encoder, as sentence-transformers and transformers read it, and its verification."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
-from embedtrain.data.pairs import Pair
+from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.files import write_json
@@ -62,6 +69,7 @@ def write_cross_encoder_settings(
     """
     assert source.head is not None
     activation = {"activation_fn": source.head.activation}
+    prompts = {role: text for role, text in source.prompts.items() if text}
     name = classifier_class(source.config).__name__
     if config.get("pad_token_id") is None:
         config = config | {"pad_token_id": padding}
@@ -77,14 +85,37 @@ def write_cross_encoder_settings(
     )
     write_json(
         directory / "config_sentence_transformers.json",
-        {"__version__": {}, "model_type": "CrossEncoder", "default_prompt_name": None, "prompts": {}} | activation,
+        {"__version__": {}, "model_type": "CrossEncoder", "default_prompt_name": None, "prompts": prompts} | activation,
     )
 
 
-def open_classifier(directory: Path, source: ModelSource) -> Any:
-    """Transformers' class with its weights in float32; CheckpointError if any is missing or unexpected."""
+def with_pair_format(tokenizer: PairTokenizer) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer whose own pairs have the format, so that other libraries need no `pair_template`.
+
+    Raises a ModelError if it cannot be written into the tokenizer.
+    """
+    copied, pair_format = copy.deepcopy(tokenizer.tokenizer), tokenizer.pair_format
+    ids = {"before": pair_format.before, "between": pair_format.between, "after": pair_format.after}
+    names = [[name] if ids[name] else [] for name in ids]
+    tokens = [
+        {"id": name, "ids": list(part), "tokens": copied.convert_ids_to_tokens(part)}
+        for name, part in ids.items()
+        if part
+    ]
+    copied.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*names[0], "$A", *names[2]],
+        pair=[*names[0], "$A:0", *names[1], "$B:0", *names[2]],
+        special_tokens=tokens,
+    )
+    if PairFormat.of(copied) != pair_format:
+        raise ModelError(f"model.pair_template cannot be exported with {type(copied).__name__}; leave it out")
+    return copied
+
+
+def open_checked(auto_class: Any, directory: Path, source: ModelSource) -> Any:
+    """The float32 model that a class of transformers loads; CheckpointError if a weight is missing or unexpected."""
     try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = auto_class.from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,
@@ -96,12 +127,12 @@ def open_classifier(directory: Path, source: ModelSource) -> Any:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         for name in report[kind]:
             raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
-    return model.eval()
+    return model
 
 
 def scores_of_transformers(directory: Path, source: ModelSource, tokenizer: Any, texts: tuple[str, ...]) -> Tensor:
     """Scores of `probe_pairs` by transformers alone, [1, N]."""
-    model = open_classifier(directory, source)
+    model = open_checked(AutoModelForSequenceClassification, directory, source).eval()
     with torch.no_grad():
         scores = [
             model(**tokenizer(pair.query, pair.document, truncation=True, return_tensors="pt")).logits

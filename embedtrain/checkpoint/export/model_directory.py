@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from embedtrain.checkpoint.export.cross_encoder import stored_name, write_cross_encoder_settings
+from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
+from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
 from embedtrain.files import write_json
@@ -86,7 +87,11 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     _write_code(directory, source)
     _write_dtype(directory, stored_dtype(source))
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
-    tokenizer.tokenizer.save_pretrained(directory)
+    own = tokenizer.tokenizer
+    if source.head is not None and source.head.template is not None:
+        assert isinstance(tokenizer, PairTokenizer)
+        own = with_pair_format(tokenizer)
+    own.save_pretrained(directory)
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer.pad_token_id)

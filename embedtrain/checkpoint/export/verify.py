@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from embedtrain.checkpoint.export.cross_encoder import (
+    open_checked,
     probe_scores,
     scores_of_sentence_transformers,
     scores_of_transformers,
@@ -253,20 +254,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
 
 def open_encoder(directory: Path, source: ModelSource) -> Encoder:
     """The fp32 backbone that transformers loads from a directory, with our pooling and heads."""
-    try:
-        backbone, report = AutoModel.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
-            output_loading_info=True,
-        )
-    except Exception as error:  # a model's own code may raise anything
-        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        for name in report[kind]:
-            raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
-    return add_heads(backbone, source)
+    return add_heads(open_checked(AutoModel, directory, source), source)
 
 
 def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:

@@ -11,7 +11,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 
 from embedtrain.config.compose import choices
-from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import Recipe
 
 SHELLS = ("bash", "zsh", "fish")

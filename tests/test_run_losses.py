@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.config.losses import LOSSES
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.distributed.world import World
 from tests.runs import losses, metric_rows, run_without_base
 from tests.small import batch, save_guide, save_small, small_model, text

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.losses import SCORE_LOSSES, CombinedConfig, CustomConfig, LossConfig
+from embedtrain.config.loss_registry import SCORE_LOSSES
+from embedtrain.config.losses import CombinedConfig, CustomConfig, LossConfig
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (

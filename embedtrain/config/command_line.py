@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from embedtrain.config.losses import LOSSES
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError

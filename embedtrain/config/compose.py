@@ -40,7 +40,8 @@ from embedtrain.config.limits import (
     refuse_hydra_settings,
 )
 from embedtrain.config.loss_checks import check_loss_name
-from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import CombinedConfig, LossConfig
 from embedtrain.config.names import explain_unknown
 from embedtrain.config.parsing import (
     escape_interpolations,

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.names import suggest
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.recipe import TrainSource

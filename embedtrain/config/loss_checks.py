@@ -5,18 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from embedtrain.config.code import is_code_path
+from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListConfig, SoftmaxConfig
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
-    LOSSES,
     BatchTripletConfig,
-    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CustomConfig,
     DistillEmbeddingsConfig,
     Hardness,
     InfoNCEConfig,
-    LambdaLossConfig,
-    ListConfig,
     LossConfig,
     LossDirection,
     OnlineContrastiveConfig,
@@ -24,7 +22,6 @@ from embedtrain.config.losses import (
     PartitionMode,
     SentenceTransformersConfig,
     SigLIPConfig,
-    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.names import unknown_loss

@@ -74,21 +74,6 @@ class TripletMining(str, Enum):
     semi_hard = "semi_hard"  # the nearest negative farther than each positive
 
 
-class MeanOver(str, Enum):
-    """What a loss of pairs of documents is a mean over."""
-
-    queries = "queries"  # the mean over each query's pairs, then over queries: long lists weigh as much as short ones
-    pairs = "pairs"  # over all pairs of the global batch
-
-
-class LambdaWeighting(str, Enum):
-    """The weight of a pair of documents in LambdaLoss (Wang et al., 2018)."""
-
-    lambdarank = "lambdarank"
-    ndcg_loss2 = "ndcg_loss2"
-    ndcg_loss2pp = "ndcg_loss2pp"
-
-
 class Reduction(str, Enum):
     """Reduction over the terms of a batch."""
 
@@ -238,81 +223,6 @@ class MarginMSEConfig(LossConfig):
 
 
 @dataclass(kw_only=True)
-class ListConfig(LossConfig):
-    """Options of the losses of each query's own documents."""
-
-    # Scores are divided by it: 1 for the logits of a cross-encoder, 0.02 to 0.1 for cosines.
-    temperature: float = 1.0
-    similarity: Similarity = Similarity.cosine  # of a dense model; a cross-encoder's scores are taken as they are
-
-
-@dataclass(kw_only=True)
-class BCEConfig(ListConfig):
-    """Binary cross entropy of single pairs of query and document, labelled from 0 to 1."""
-
-    name: str = "bce"
-    pos_weight: float = 1.0  # factor of the positives' part of the loss
-
-
-@dataclass(kw_only=True)
-class SoftmaxConfig(ListConfig):
-    """Softmax over a query's own documents, without those of other queries (Gao et al., 2021)."""
-
-    name: str = "softmax"
-    # A document with a higher label is a positive, and a row must have one; null: the first document of a row is.
-    positive_above: float | None = None
-
-
-@dataclass(kw_only=True)
-class ListNetConfig(ListConfig):
-    """Cross entropy of the softmax of labels and that of scores (Cao et al., 2007)."""
-
-    name: str = "listnet"
-
-
-@dataclass(kw_only=True)
-class RankNetConfig(ListConfig):
-    """Logistic loss of each query's pairs of documents with different labels (Burges et al., 2005)."""
-
-    name: str = "ranknet"
-    mean_over: MeanOver = MeanOver.queries
-
-
-@dataclass(kw_only=True)
-class LambdaLossConfig(ListConfig):
-    """RankNet's pairs weighted by their effect on nDCG (Wang et al., 2018)."""
-
-    name: str = "lambdaloss"
-    weighting: LambdaWeighting = LambdaWeighting.ndcg_loss2pp
-    mu: float = 10.0  # of ndcg_loss2pp: factor of ndcg_loss2 beside lambdarank
-    top_k: int | None = None  # only pairs with a document among the first k by score, for nDCG@k; null: all pairs
-    mean_over: MeanOver = MeanOver.queries
-
-
-@dataclass(kw_only=True)
-class PListMLEConfig(ListConfig):
-    """Likelihood of the documents' order by label (Lan et al., 2014)."""
-
-    name: str = "plistmle"
-    position_weights: bool = True  # weigh the first positions higher; false: ListMLE (Xia et al., 2008)
-
-
-@dataclass(kw_only=True)
-class ADRMSEConfig(ListConfig):
-    """Squared difference of a document's rank by label and its approximate rank by score (Schlatt et al., 2024)."""
-
-    name: str = "adr_mse"
-
-
-@dataclass(kw_only=True)
-class MSEConfig(LossConfig):
-    """Squared difference of a pair's score and the teacher's."""
-
-    name: str = "mse"
-    similarity: Similarity = Similarity.dot  # of a dense model; a cross-encoder's scores are taken as they are
-
-
-@dataclass(kw_only=True)
 class DistillEmbeddingsConfig(LossConfig):
     """Distance of vectors from a teacher's (Kim et al., 2023)."""
 
@@ -378,48 +288,3 @@ class CustomConfig(LossConfig):
         """A default of {} would reject new keys on the command line."""
         if self.kwargs is None:
             self.kwargs = {}
-
-
-LOSSES: dict[str, type[LossConfig]] = {
-    kind.name: kind
-    for kind in (
-        InfoNCEConfig,
-        SigLIPConfig,
-        CoSENTConfig,
-        AnglEConfig,
-        CosineMSEConfig,
-        ContrastiveConfig,
-        OnlineContrastiveConfig,
-        TripletConfig,
-        BatchTripletConfig,
-        DistillScoresConfig,
-        MarginMSEConfig,
-        BCEConfig,
-        SoftmaxConfig,
-        ListNetConfig,
-        RankNetConfig,
-        LambdaLossConfig,
-        PListMLEConfig,
-        ADRMSEConfig,
-        MSEConfig,
-        DistillEmbeddingsConfig,
-        OrthogonalConfig,
-        CombinedConfig,
-        SentenceTransformersConfig,
-        CustomConfig,
-    )
-}
-
-# The losses that are functions of scores, and fit a cross-encoder as well as a model of vectors.
-SCORE_LOSSES = (
-    "bce",
-    "softmax",
-    "listnet",
-    "ranknet",
-    "lambdaloss",
-    "plistmle",
-    "adr_mse",
-    "mse",
-    "distill_scores",
-    "margin_mse",
-)

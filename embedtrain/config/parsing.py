@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from embedtrain.config.loss_checks import check_loss_name
-from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import CombinedConfig, LossConfig
 from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, unknown_loss
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource
 from embedtrain.config.validation import did_you_mean

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from embedtrain.config.listwise_losses import SoftmaxConfig
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
     DistillEmbeddingsConfig,
     LossConfig,
     SentenceTransformersConfig,
-    SoftmaxConfig,
 )
 
 

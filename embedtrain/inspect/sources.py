@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache

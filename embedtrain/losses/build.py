@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
-    LOSSES,
     CombinedConfig,
     CustomConfig,
     DistillEmbeddingsConfig,

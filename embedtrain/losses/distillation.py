@@ -9,12 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embedtrain.config.losses import (
-    DistillEmbeddingsConfig,
-    DistillScoresConfig,
-    EmbeddingDistance,
-    MarginMSEConfig,
-)
+from embedtrain.config.losses import DistillEmbeddingsConfig, DistillScoresConfig, EmbeddingDistance, MarginMSEConfig
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.score import Score, VectorScore

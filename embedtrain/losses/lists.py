@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import MeanOver
+from embedtrain.config.listwise_losses import MeanOver
 from embedtrain.distributed.collectives import sum_over_ranks
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.score import Score

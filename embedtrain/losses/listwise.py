@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import BCEConfig, ListNetConfig, MSEConfig, PListMLEConfig, SoftmaxConfig
+from embedtrain.config.listwise_losses import BCEConfig, ListNetConfig, MSEConfig, PListMLEConfig, SoftmaxConfig
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.lists import Lists
 from embedtrain.losses.score import Score, VectorScore

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.losses import ADRMSEConfig, LambdaLossConfig, LambdaWeighting, RankNetConfig
+from embedtrain.config.listwise_losses import ADRMSEConfig, LambdaLossConfig, LambdaWeighting, RankNetConfig
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.lists import Lists
 from embedtrain.losses.score import Score, VectorScore

@@ -12,7 +12,8 @@ from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
 from embedtrain.checkpoint.step_directory import MANIFEST, Checkpoint
 from embedtrain.config.compose import to_plain
-from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import TextTokenizer

@@ -10,7 +10,7 @@ from embedtrain.config import checks, model_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.losses import BCEConfig
+from embedtrain.config.listwise_losses import BCEConfig
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,

@@ -11,14 +11,8 @@ import yaml
 
 from embedtrain.config.compose import choices, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.losses import (
-    LOSSES,
-    CombinedConfig,
-    CoSENTConfig,
-    InfoNCEConfig,
-    MarginMSEConfig,
-    TripletConfig,
-)
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, ScheduleKind, Strategy, TrainSource
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import compose_evaluate

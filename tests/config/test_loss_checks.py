@@ -3,11 +3,11 @@
 import pytest
 
 from embedtrain.config import loss_checks, sentence_transformers
+from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListNetConfig, SoftmaxConfig
 from embedtrain.config.loss_checks import check_loss, guide_paths
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
-    LOSSES,
     BatchTripletConfig,
-    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
@@ -16,8 +16,6 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     Hardness,
     InfoNCEConfig,
-    LambdaLossConfig,
-    ListNetConfig,
     LossConfig,
     LossDirection,
     MarginMSEConfig,
@@ -25,7 +23,6 @@ from embedtrain.config.losses import (
     PartitionMode,
     SentenceTransformersConfig,
     SigLIPConfig,
-    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements

@@ -8,7 +8,7 @@ import pytest
 from embedtrain.config import migration
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
-from embedtrain.config.losses import LOSSES
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedtrain.config.losses import RankNetConfig
+from embedtrain.config.listwise_losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache

@@ -15,22 +15,19 @@ from sentence_transformers.cross_encoder import CrossEncoder
 from sentence_transformers.cross_encoder import losses as reference
 from torch import Tensor
 
-from embedtrain.config.losses import (
+from embedtrain.config.listwise_losses import (
     ADRMSEConfig,
     BCEConfig,
-    DistillScoresConfig,
     LambdaLossConfig,
     LambdaWeighting,
     ListNetConfig,
-    LossConfig,
-    MarginMSEConfig,
     MeanOver,
     MSEConfig,
     PListMLEConfig,
     RankNetConfig,
-    Similarity,
     SoftmaxConfig,
 )
+from embedtrain.config.losses import DistillScoresConfig, LossConfig, MarginMSEConfig, Similarity
 from embedtrain.losses.lists import constant_scores_warning
 from tests.losses.global_batch import Case, GlobalVectors, check_all, run, run_in_chunks, scored_pairs, vectors
 

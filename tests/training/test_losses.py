@@ -14,11 +14,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from embedtrain.config.listwise_losses import ADRMSEConfig, BCEConfig, LambdaLossConfig, PListMLEConfig, SoftmaxConfig
 from embedtrain.config.losses import (
-    ADRMSEConfig,
     AnglEConfig,
     BatchTripletConfig,
-    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
@@ -28,17 +27,14 @@ from embedtrain.config.losses import (
     Hardness,
     Implementation,
     InfoNCEConfig,
-    LambdaLossConfig,
     LossConfig,
     LossDirection,
     MarginMSEConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
-    PListMLEConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
     Similarity,
-    SoftmaxConfig,
     TripletConfig,
     TripletMining,
 )

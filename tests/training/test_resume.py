@@ -10,7 +10,7 @@ import pytest
 
 from embedtrain.checkpoint.step_directory import Checkpoint, Manifest
 from embedtrain.config.compose import compose_recipes, to_plain
-from embedtrain.config.losses import LOSSES
+from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.recipe import CheckpointLayout, Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import load_recipe_data

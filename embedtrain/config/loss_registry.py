@@ -1,0 +1,75 @@
+"""The dataclass of each `loss=NAME`."""
+
+from embedtrain.config.listwise_losses import (
+    ADRMSEConfig,
+    BCEConfig,
+    LambdaLossConfig,
+    ListNetConfig,
+    MSEConfig,
+    PListMLEConfig,
+    RankNetConfig,
+    SoftmaxConfig,
+)
+from embedtrain.config.losses import (
+    AnglEConfig,
+    BatchTripletConfig,
+    CombinedConfig,
+    ContrastiveConfig,
+    CoSENTConfig,
+    CosineMSEConfig,
+    CustomConfig,
+    DistillEmbeddingsConfig,
+    DistillScoresConfig,
+    InfoNCEConfig,
+    LossConfig,
+    MarginMSEConfig,
+    OnlineContrastiveConfig,
+    OrthogonalConfig,
+    SentenceTransformersConfig,
+    SigLIPConfig,
+    TripletConfig,
+)
+
+LOSSES: dict[str, type[LossConfig]] = {
+    kind.name: kind
+    for kind in (
+        InfoNCEConfig,
+        SigLIPConfig,
+        CoSENTConfig,
+        AnglEConfig,
+        CosineMSEConfig,
+        ContrastiveConfig,
+        OnlineContrastiveConfig,
+        TripletConfig,
+        BatchTripletConfig,
+        DistillScoresConfig,
+        MarginMSEConfig,
+        BCEConfig,
+        SoftmaxConfig,
+        ListNetConfig,
+        RankNetConfig,
+        LambdaLossConfig,
+        PListMLEConfig,
+        ADRMSEConfig,
+        MSEConfig,
+        DistillEmbeddingsConfig,
+        OrthogonalConfig,
+        CombinedConfig,
+        SentenceTransformersConfig,
+        CustomConfig,
+    )
+}
+
+# The losses that are functions of scores, and fit a cross-encoder as well as a model of vectors.
+SCORE_LOSSES = (
+    "bce",
+    "softmax",
+    "listnet",
+    "ranknet",
+    "lambdaloss",
+    "plistmle",
+    "adr_mse",
+    "mse",
+    "distill_scores",
+    "margin_mse",
+)

@@ -71,15 +71,17 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
 def test_exports_score_as_the_run_did(ranks, inputs, tmp_path, model, loss, lora):
     """The run itself compares its export with transformers and sentence-transformers."""
     template = 'model.pair_template={query: "alpha {query} mu", document: "beta {document}", suffix: " nu"}'
-    more = [f"loss={loss}", f"model.lora.rank={lora}", template] if lora else [f"loss={loss}"]
+    more = [f"loss={loss}", f"model.lora.rank={lora}", template] if lora else [f"loss={loss}", "export.formats=[onnx]"]
     output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model=model))[0]
     assert "reopening it with sentence-transformers" in output
+    assert ("reopening it with onnxruntime" in output) == (not lora)
     reranker = CrossEncoder(str(tmp_path / "run/model"), device="cpu")
     assert isinstance(reranker.activation_fn, torch.nn.Sigmoid)
     ranking = reranker.rank(text(1, 3), [text(2, 4), text(3, 30), text(4, 1)])
     assert sorted(entry["corpus_id"] for entry in ranking) == [0, 1, 2]
     card = (tmp_path / "run/model/README.md").read_text()
     assert "CrossEncoder(" in card
+    assert ("onnx/model.onnx" in card) == (not lora)
     assert "pipeline_tag: text-ranking" in card
 
 
@@ -87,7 +89,9 @@ def test_a_loss_of_vectors_is_rejected(inputs, tmp_path):
     with pytest.raises(ConfigError, match=r"loss=infonce.*loss=softmax"):
         compose_recipes([*BASE, *options(inputs, tmp_path)])
     with pytest.raises(ConfigError, match=r"export.formats"):
-        compose_recipes([*BASE, *options(inputs, tmp_path, "loss=bce", "export.formats=[onnx]")])
+        compose_recipes(
+            [*BASE, *options(inputs, tmp_path, "loss=bce", "export.formats=[adapter]", "model.lora.rank=2")]
+        )
 
 
 def test_the_recipe(ranks, inputs, tmp_path):

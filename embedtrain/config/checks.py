@@ -15,6 +15,7 @@ from embedtrain.config.losses import CombinedConfig, CustomConfig, LossConfig
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
+    ADAPTER,
     EXPORT_FORMATS,
     DataConfig,
     ExportConfig,
@@ -254,9 +255,8 @@ def is_repository_name(name: str) -> bool:
 
 def _check_cross_encoder(recipe: Recipe) -> None:
     """Raise a ConfigError for options about vectors, of which a cross-encoder computes none."""
-    formats = recipe.export.formats
     OptionChecks(recipe.export, "export.").require(
-        formats == [EXPORT_FORMATS[0]], "formats", f"must be [{EXPORT_FORMATS[0]}] with model.kind=cross_encoder"
+        ADAPTER not in recipe.export.formats, "formats", f"{ADAPTER} is not for model.kind=cross_encoder; leave it out"
     )
     for options, prefix, name in (
         (recipe.loss, "loss.", "matryoshka_dims"),

@@ -12,10 +12,10 @@ from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import ModelSource, open_model_source
-from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
+from embedtrain.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Architecture:
 def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
     """The architecture of a source, its weights, and its embeddings of the probes."""
     source = open_model_source(model)
-    loaded = load_tokenizer(source)
-    tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
+    tokenizer = bound_tokenizer(source, load_tokenizer(source))
     state = full_state_dict(source, seed=0)
     write_architecture(directory, source, tokenizer)
     encoder = assemble_encoder(source)

@@ -1,5 +1,6 @@
 """The ONNX graph of an export: the same embeddings in onnxruntime, used as its users do."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 import embedtrain.checkpoint.export.onnx as onnx_graph
 from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
 from embedtrain.checkpoint.export.verify import PROBES, require_shapes
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import CheckpointError
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model
@@ -59,6 +60,45 @@ def test_the_graph_gives_the_embeddings_of_the_encoder(tmp_path, architecture):
     export_model(tmp_path / "half", small, formats=["onnx"], dtype=torch.bfloat16)
     rounded = session_vectors(tmp_path / "half", list(PROBES), pooling)
     assert 1e-5 < np.abs(rounded - small.vectors.numpy()).max() < 5e-2
+
+
+def session_scores(directory: Path, queries: list[str], documents: list[str]) -> np.ndarray:
+    """Scores with nothing but onnxruntime and a tokenizer."""
+    session = onnxruntime.InferenceSession(str(directory / GRAPH))
+    tokens = AutoTokenizer.from_pretrained(directory)(
+        queries, documents, padding=True, truncation=True, return_tensors="np"
+    )
+    (scores,) = session.run(["logits"], {given.name: tokens[given.name] for given in session.get_inputs()})
+    assert scores.shape == (len(queries), 1)
+    return scores[:, 0]
+
+
+@pytest.mark.parametrize("architecture", _ALWAYS_TESTED)
+def test_the_graph_of_a_cross_encoder_contains_its_head(tmp_path, architecture):
+    """One by one and padded; BERT with token types."""
+    model = small_model(architecture, kind=ModelKind.cross_encoder)
+    model.config |= {"bert": {"type_vocab_size": 2}, "qwen3": {"pad_token_id": None}}.get(architecture, {})
+    save_small(model, tmp_path / "model")
+    if architecture == "bert":
+        settings = tmp_path / "model" / "tokenizer_config.json"
+        names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | names))
+    source = ModelConfig(path=str(tmp_path / "model"), kind=ModelKind.cross_encoder)
+    small = architecture_of(tmp_path / "architecture", source)
+    exported = export_model(tmp_path / "out", small, formats=["onnx"])
+    assert exported.difference < 1e-4
+    queries, documents = list(PROBES), [*PROBES[1:], PROBES[0]]
+    padded = session_scores(tmp_path / "out", queries, documents)
+    expected = small.vectors[0].numpy()
+    assert np.ptp(expected) > 0.01
+    assert np.allclose(padded, expected, atol=1e-5)
+    for row in range(len(queries)):
+        alone = session_scores(tmp_path / "out", [queries[row]], [documents[row]])
+        assert np.allclose(alone, expected[row], atol=1e-5)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
+    assert {given.name for given in session.get_inputs()} == {"input_ids", "attention_mask"} | (
+        {"token_type_ids"} if architecture == "bert" else set()
+    )
 
 
 def test_inputs_are_those_of_the_tokenizer(tmp_path):

@@ -144,7 +144,6 @@ def _metadata(
 
 
 def _usage_of_scores(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
-    assert not onnx, "config/checks.py rejects it"
     texts = [f"{kind} with {_code(text)}" for kind, text in prompts.items() if text]
     return [
         "```python",
@@ -156,6 +155,15 @@ def _usage_of_scores(name: str, prompts: Mapping[str, str], *, onnx: bool) -> li
         "```",
         "",
         *([f"Begin every {', and every '.join(texts)}: the library does not prepend it.", ""] if texts else []),
+        *_graph_usage("the tokens of pairs to `logits`, the scores before the activation") * onnx,
+    ]
+
+
+def _graph_usage(what: str) -> list[str]:
+    return [
+        f"`onnx/model.onnx` is the same model in fp32, from {what}, for onnxruntime, or for sentence-transformers and "
+        'optimum with `backend="onnx"`.',
+        "",
     ]
 
 
@@ -182,11 +190,7 @@ def _usage(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
             "",
         ]
     if onnx:
-        lines += [
-            "`onnx/model.onnx` is the same model in fp32, from token ids to `last_hidden_state`, for onnxruntime, or "
-            'for sentence-transformers and optimum with `backend="onnx"`.',
-            "",
-        ]
+        lines += _graph_usage("token ids to `last_hidden_state`")
     return lines
 
 

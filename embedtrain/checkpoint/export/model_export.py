@@ -58,7 +58,7 @@ class ExportResult:
 
     def describe(self) -> str:
         """Type and check, for a message."""
-        check = "not checked" if self.difference is None else "embeddings equal the encoder's"
+        check = "not checked" if self.difference is None else "outputs equal the encoder's"
         return f"{str(self.dtype).removeprefix('torch.')}, {check}"
 
 

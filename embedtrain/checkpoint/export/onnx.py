@@ -1,7 +1,8 @@
-"""The ONNX graph of an export's backbone, and its verification with onnxruntime.
+"""The ONNX graph of an export, and its verification with onnxruntime.
 
 The graph is written to `onnx/model.onnx`, where `backend="onnx"` of sentence-transformers and optimum expect it. Inputs
-are token ids and mask, the output is `last_hidden_state`, batch size and length are dynamic; pooling is not included.
+are what the tokenizer returns, such as token ids and mask; batch size and length are dynamic. The output of an
+embedding model is `last_hidden_state`, without pooling; that of a cross-encoder is `logits` [N, 1], with the head.
 Weights are always fp32, because few CPUs compute in less.
 """
 
@@ -9,12 +10,14 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, BatchEncoding, PreTrainedTokenizerBase
 
+from embedtrain.checkpoint.export.cross_encoder import open_checked, probe_pairs
 from embedtrain.checkpoint.export.verify import (
     PROBES,
     add_heads,
@@ -36,29 +39,40 @@ _TOLERANCE = 1e-4
 
 
 def write_graph(directory: Path, source: ModelSource) -> Tensor:
-    """Write the graph of a directory; returns embeddings of PROBES by the traced model, [len(PROBES), D].
+    """Write the graph of a directory; returns what the traced model computes of PROBES.
 
-    Raises CheckpointError if the model cannot be expressed as a graph.
+    These are embeddings [len(PROBES), D], or the scores [1, len(PROBES)] of a cross-encoder. Raises CheckpointError if
+    the model cannot be expressed as a graph.
     """
-    encoder, tokenizer = open_encoder(directory, source), open_tokenizer(directory, source)
-    expected = encode_probes(encoder, tokenizer)
-    backbone = encoder.backbone
-    names = [name for name in tokenizer.model_input_names if name in inspect.signature(backbone.forward).parameters]
+    tokenizer = open_tokenizer(directory, source)
+    output = _output(source)
+    model: nn.Module
+    if source.head is None:
+        encoder = open_encoder(directory, source)
+        expected, model = encode_probes(encoder, tokenizer), encoder.backbone
+        del encoder
+    else:
+        model = open_checked(AutoModelForSequenceClassification, directory, source).eval()
+        with torch.no_grad():
+            batches = (_probe_batch(tokenizer, source, [row]) for row in range(len(PROBES)))
+            expected = torch.cat([model(**batch).logits for batch in batches]).T
+    names = [name for name in tokenizer.model_input_names if name in inspect.signature(model.forward).parameters]
     # Two texts of different lengths, so that the trace does not assume a batch size of one or a mask of ones.
-    batch = tokenize_padded(tokenizer, [PROBES[1], PROBES[4]])
+    batch = _probe_batch(tokenizer, source, [1, 4])
     path = directory / GRAPH
     path.parent.mkdir()
-    dynamic_axes = {name: {0: "batch", 1: "length"} for name in [*names, "last_hidden_state"]}
+    dynamic_axes = {name: {0: "batch", 1: "length"} for name in names}
+    dynamic_axes[output] = {0: "batch", 1: "length"} if source.head is None else {0: "batch"}
     try:
         with _silence(), torch.no_grad():
             # By tracing: the newer exporter (dynamo=True) gives the same values for every architecture that we tried,
             # takes 10 to 40 times as long (torch 2.13), and needs another package.
             torch.onnx.export(
-                _Backbone(backbone, names),
+                _Traced(model, names, output),
                 tuple(batch[name] for name in names),
                 str(path),
                 input_names=names,
-                output_names=["last_hidden_state"],
+                output_names=[output],
                 dynamic_axes=dynamic_axes,
                 opset_version=_OPSET,
                 dynamo=False,
@@ -68,33 +82,38 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
             f"this {source.config.model_type} model cannot be written as an ONNX graph: {one_line(error)} "
             "(remove onnx from formats; checkpoints can be exported again at any time)"
         ) from error
-    del backbone, encoder
+    del model
     _gather_weights(path)
     return expected
 
 
 def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float:
-    """Run the graph on PROBES one by one and as a padded batch; the largest relative difference of its embeddings.
+    """Run the graph on PROBES one by one and as a padded batch; the largest relative difference of what it computes.
 
-    Raises CheckpointError if onnxruntime cannot run it, or its embeddings differ from those of `write_graph`.
+    Raises CheckpointError if onnxruntime cannot run it, or it computes something else than `write_graph` returned.
     """
     import onnxruntime
 
-    path = directory / GRAPH
-    tokenizer, heads = open_tokenizer(directory, source), add_heads(nn.Identity(), source)
+    path, rows = directory / GRAPH, range(len(PROBES))
+    tokenizer = open_tokenizer(directory, source)
+    heads = add_heads(nn.Identity(), source) if source.head is None else None
 
-    def encode(texts: list[str]) -> Tensor:
-        batch = tokenize_padded(tokenizer, texts)
+    def run(rows: Sequence[int]) -> Tensor:
+        batch = _probe_batch(tokenizer, source, rows)
         feed = {node.name: batch[node.name].numpy() for node in session.get_inputs()}
+        output = torch.from_numpy(session.run([_output(source)], feed)[0])
+        if heads is None:
+            return output
         with torch.no_grad():
-            return heads.vectors(torch.from_numpy(session.run(["last_hidden_state"], feed)[0]), batch["attention_mask"])
+            return heads.vectors(output, batch["attention_mask"])
 
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        single = torch.cat([encode([text]) for text in PROBES])
-        batched = encode(list(PROBES))
+        single, batched = torch.cat([run([row]) for row in rows]), run(rows)
     except Exception as error:  # onnxruntime's exceptions have no common base
         raise CheckpointError(f"onnxruntime cannot run {path}: {one_line(error)}") from error
+    if source.head is not None:
+        single, batched = single.T, batched.T
     subject = f"onnxruntime opens {path} (a {source.config.model_type} model)"
     return max(
         require_close(single, expected, _TOLERANCE, subject),
@@ -102,17 +121,29 @@ def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float
     )
 
 
-class _Backbone(nn.Module):
-    """The backbone as a function from tensors, in the order of `names`, to a tensor."""
+def _output(source: ModelSource) -> str:
+    return "last_hidden_state" if source.head is None else "logits"
 
-    def __init__(self, backbone: nn.Module, names: list[str]) -> None:
+
+def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: Sequence[int]) -> BatchEncoding:
+    """These rows of PROBES, or of the pairs of them that a cross-encoder is compared on, as one padded batch."""
+    if source.head is None:
+        return tokenize_padded(tokenizer, [PROBES[row] for row in rows])
+    pairs = [probe_pairs(PROBES)[row] for row in rows]
+    return tokenize_padded(tokenizer, [pair.query for pair in pairs], [pair.document for pair in pairs])
+
+
+class _Traced(nn.Module):
+    """A model as a function from tensors, in the order of `names`, to the tensor `output`."""
+
+    def __init__(self, model: nn.Module, names: list[str], output: str) -> None:
         super().__init__()
-        self.backbone = backbone
-        self._names = names
+        self.model = model
+        self._names, self._output = names, output
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        hidden: Tensor = self.backbone(**dict(zip(self._names, inputs, strict=True))).last_hidden_state
-        return hidden
+        output: Tensor = self.model(**dict(zip(self._names, inputs, strict=True)))[self._output]
+        return output
 
 
 def _gather_weights(path: Path) -> None:

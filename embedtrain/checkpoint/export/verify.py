@@ -119,7 +119,7 @@ def require_close(vectors: Tensor, expected: Tensor, tolerance: float, subject: 
     difference = max_relative_difference(vectors, expected)
     if not difference <= tolerance:  # also true of NaN
         raise CheckpointError(
-            f"{subject} but its embeddings differ from the encoder's by {difference:.1e} (allowed {tolerance:.0e})"
+            f"{subject} but its outputs differ from the encoder's by {difference:.1e} (allowed {tolerance:.0e})"
         )
     return difference
 
@@ -130,7 +130,7 @@ def require_match(vectors: Tensor, reference: ExportReference, subject: str) -> 
     fraction = _effect_fraction(vectors, reference)
     if fraction is not None and not fraction > _MIN_EFFECT_FRACTION:
         raise CheckpointError(
-            f"{subject} but its embeddings contain only {max(0.0, fraction):.0%} of the effect of its adapters: they "
+            f"{subject} but its outputs contain only {max(0.0, fraction):.0%} of the effect of its adapters: they "
             "are nearly those of the base model; if the type of the weights is too coarse for such a small change, "
             "export as fp32"
         )
@@ -280,9 +280,11 @@ def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def tokenize_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
-    """One padded batch [N, L], truncated to the model's maximum length."""
-    return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+def tokenize_padded(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], documents: list[str] | None = None
+) -> BatchEncoding:
+    """One padded batch [N, L] of texts, or of their pairs with `documents`, cut to the model's maximum length."""
+    return tokenizer(texts, documents, padding=True, truncation=True, return_tensors="pt")
 
 
 def encode_probes(encoder: Encoder, tokenizer: PreTrainedTokenizerBase) -> Tensor:

@@ -2,12 +2,13 @@
 
 import contextlib
 import io
+import json
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Pooling, Recipe, Strategy
@@ -17,17 +18,22 @@ from embedtrain.plan.compute import plan
 from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
 from tests.conftest import ROOT
-from tests.small import save_small, small_model, write_rows
+from tests.small import batch, save_small, small_model, text, write_rows
 
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
     "bce_xlmr": "xlm-roberta", "bge_m3_dense": "xlm-roberta", "e5_mistral_lora": "mistral", "llama_embedder": "llama",
     "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3",
 }  # fmt: skip
+RERANKERS = {"bce_reranker": "xlm-roberta", "bge_reranker": "xlm-roberta", "modernbert_reranker": "modernbert"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _XLMR_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_MODERNBERT = {
+    "model_type": "modernbert", "vocab_size": 50368, "hidden_size": 768, "num_hidden_layers": 22,
+    "num_attention_heads": 12, "intermediate_size": 1152, "max_position_embeddings": 8192,
+}  # fmt: skip
 SIZES: dict[str, tuple[dict[str, object], float]] = {
     "bce_xlmr": (_XLMR | _XLMR_BASE, 0.28),
     "bge_m3_dense": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
@@ -43,14 +49,14 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
         {"model_type": "bert", "vocab_size": 30522, "hidden_size": 384, "num_hidden_layers": 6,
          "num_attention_heads": 12, "intermediate_size": 1536}, 0.0225,
     ),
-    "modernbert": (
-        {"model_type": "modernbert", "vocab_size": 50368, "hidden_size": 768, "num_hidden_layers": 22,
-         "num_attention_heads": 12, "intermediate_size": 1152}, 0.149,
-    ),
+    "modernbert": (_MODERNBERT, 0.149),
     "qwen3_embedder": (
         {"model_type": "qwen3", "vocab_size": 151669, "hidden_size": 1024, "num_hidden_layers": 28,
          "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128}, 0.595,
     ),
+    "bce_reranker": (_XLMR | _XLMR_BASE, 0.28),
+    "bge_reranker": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
+    "modernbert_reranker": (_MODERNBERT, 0.149),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
@@ -77,7 +83,7 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS])
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -87,13 +93,13 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS])
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
     written = ", ".join(f"{key}: {value}" for key, value in config.items())
     arguments = [f"recipe={name}", "model.path=null", f"model.config={{{written}}}", "gpus=8", "gpu_memory=80"]
-    arguments += [f"model.vocab_size={config['vocab_size']}", "model.pooling=mean"]
+    arguments += [f"model.vocab_size={config['vocab_size']}", *(["model.pooling=mean"] if name in MODELS else [])]
     planned = plan(*compose_plan(arguments))
     assert planned.best.fits
     assert planned.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
@@ -101,8 +107,8 @@ def test_a_recipe_is_planned(name):
 
 
 def test_every_recipe_has_a_run():
-    # `make demo` and its own tests run the quickstart, tests/test_run_cross_encoder.py the reranker.
-    assert set(PATHS) == {*MODELS, "quickstart", "bce_reranker"}
+    # `make demo` and its own tests run the quickstart.
+    assert set(PATHS) == {*MODELS, *RERANKERS, "quickstart"}
 
 
 def test_the_larger_llama_is_an_override():
@@ -132,6 +138,14 @@ def test_instructions_are_those_of_the_model_cards():
         assert recipe.model.document_prompt == ""
         assert recipe.data.instruction_format == f"Instruct: {{instruction}}\n{before}{{text}}"
         assert (recipe.model.pooling, recipe.model.append_eos) == (Pooling.last, True)
+
+
+def test_max_lengths_of_rerankers_are_those_of_their_models():
+    """The positions of the models, of which XLM-R reserves two."""
+    for name in RERANKERS:
+        positions = SIZES[name][0]["max_position_embeddings"]
+        expected = positions if name == "modernbert_reranker" else positions - 2
+        assert compose_named(name, "data.train=[my.jsonl]").model.max_length == expected
 
 
 def run(world: World, arguments: list[str]) -> str:
@@ -176,3 +190,27 @@ def test_a_small_version_trains(ranks, tmp_path, name):
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
     adapter = tmp_path / "run" / "model" / "adapter"
     assert adapter.is_dir() == (name == "e5_mistral_lora")
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_a_small_reranker_trains(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included; bge_reranker also with the distillation that its comment shows."""
+    rows = [
+        {"query": row.query, "pos": [text(300 + i, 4)], "neg": [text(400 + i, 5), text(500 + i, 3 + i % 5)],
+         "pos_scores": [2.5], "neg_scores": [-1.0, 0.5]}
+        for i, row in enumerate(batch(16).rows)
+    ]  # fmt: skip
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_small(small_model(RERANKERS[name]), tmp_path / "plain")
+    arguments = [
+        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "model.max_length=48",
+        "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=128", "optim.warmup=0",
+        f"output_dir={tmp_path / 'run'}", f"export.check={str(name == 'bge_reranker').lower()}",
+    ]  # fmt: skip
+    if name == "bge_reranker":
+        (line,) = [line for line in header(name) if line.startswith("loss=")]
+        arguments += shlex.split(line)
+    ranks(2, run, arguments)
+    opened = CrossEncoder(str(tmp_path / "run" / "model"), device="cpu")
+    scores = opened.predict([(text(1, 3), text(2, 4)), (text(1, 3), text(3, 30))])
+    assert np.isfinite(scores).all()

@@ -12,8 +12,6 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
 from embedtrain.export.__main__ import compose
 from embedtrain.export.__main__ import main as export
-from embedtrain.plan.compute import plan
-from embedtrain.plan.options import compose_plan
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
@@ -92,16 +90,3 @@ def test_a_loss_of_vectors_is_rejected(inputs, tmp_path):
         compose_recipes(
             [*BASE, *options(inputs, tmp_path, "loss=bce", "export.formats=[adapter]", "model.lora.rank=2")]
         )
-
-
-def test_the_recipe(ranks, inputs, tmp_path):
-    """It trains with a small model, and its own model fits on one GPU."""
-    more = [f"model.path={inputs / 'xlm-roberta'}", f"data.train=[{inputs / 'train.jsonl'}]", "model.max_length=40"]
-    more += [f"output_dir={tmp_path}", "train.steps=2", "train.epochs=null", "train.global_batch_size=8"]
-    ranks(1, run_without_base, "recipe=bce_reranker", *more)
-    assert (tmp_path / "model" / "model.safetensors").is_file()
-    config = "{model_type: xlm-roberta, vocab_size: 250002, max_position_embeddings: 514, type_vocab_size: 1}"
-    options = ["recipe=bce_reranker", "model.path=null", f"model.config={config}", "model.vocab_size=250002"]
-    planned = plan(*compose_plan([*options, "gpus=1", "gpu_memory=80"]))
-    assert planned.best.fits
-    assert planned.model.weights.parameters == pytest.approx(0.28e9, rel=0.02)

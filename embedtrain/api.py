@@ -141,11 +141,13 @@ def evaluate(
     Args:
         model: a model directory or Hub id, or the result of `train`.
         sets: as `evaluation` of `train`.
-        options, more: other options of the command, such as `precision`, `subset`, `output_dir`.
+        options, more: other options of the command, such as `precision`, `subset`, `output_dir`, or `function`, a
+            function of your own that measures the model.
     """
     memory = InMemoryData()
     flat = flatten(EvaluateOptions, {"model": _model_path(model)}, _given(sets=sets), options or {}, more)
     _take_from_memory(flat, memory, {"sets": "evaluation"})
+    flat = {option: _with_code_paths(value) for option, value in flat.items()}
     with own_process_state(quiet=quiet):
         composed = compose_evaluate(to_overrides(flat))
         reranker = composed.reranker

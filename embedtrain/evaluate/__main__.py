@@ -14,9 +14,9 @@ from embedtrain.loading.command_model import command_model_config
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
-    from embedtrain.evaluation.types import LoadedSet
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.load import LoadedModel
+    from embedtrain.models.source import ModelSource
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
 
@@ -39,9 +39,9 @@ def main(options: EvaluateOptions) -> Metrics:
     """
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
-    from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
+    from embedtrain.evaluate.inputs import read_inputs
+    from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, run_tasks
     from embedtrain.evaluate.stages import Models, stages
-    from embedtrain.evaluation.first_stage import check_scored_sets
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.tracking.console import Console
@@ -51,13 +51,8 @@ def main(options: EvaluateOptions) -> Metrics:
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
         console.warn(*prompt_warnings(options))
-        sets = _read_sets(options, world, console)
-        with world.fail_together("reading evaluation sets"):
-            if not options.model:
-                check_scored_sets(sets, "sets")
-        with world.fail_together("looking up the tasks of mteb"):
-            set_names = [loaded.data.name for loaded in sets]
-            tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
+        inputs = read_inputs(options, world, console)
+        reranker = _open_reranker(options, world)
         with world.fail_together("opening metrics.jsonl"):
             output_dir.mkdir(parents=True, exist_ok=True)
             metrics_file = _open_metrics(output_dir) if world.is_main else None
@@ -72,7 +67,7 @@ def main(options: EvaluateOptions) -> Metrics:
                 metrics_file.append_new({**row, **({"model": options.model} if origin is None else origin)})
 
         model = _load_model(options, world, console) if options.model else None
-        scorer = _load_scorer(options, world, console)
+        scorer = _load_scorer(options, reranker, world, console)
         encoder: SentenceEncoder | None = None
         vector_cache: VectorCache | None = None
         if model is not None:
@@ -83,12 +78,13 @@ def main(options: EvaluateOptions) -> Metrics:
             if options.vectors_dir:
                 vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity)
 
+        models = Models(encoder, scorer, vector_cache, inputs.function)
         metrics: Metrics = {}
         task_results = TaskResults()
         with console.progress() as progress:
-            if sets:
+            if inputs.sets or inputs.function is not None:
                 with console.phase("evaluating"):
-                    for stage in stages(options, sets, Models(encoder, scorer, vector_cache), world):
+                    for stage in stages(options, inputs.sets, models, world):
                         metrics |= stage.evaluator.evaluate(
                             save_runs=output_dir / "runs" if options.save_runs else None,
                             progress=progress,
@@ -98,7 +94,7 @@ def main(options: EvaluateOptions) -> Metrics:
                         )
             if options.mteb and model is not None and encoder is not None:
                 task_results = run_tasks(
-                    tasks,
+                    inputs.tasks,
                     EvaluatedModel(encoder, model.source, options.model, identity),
                     console,
                     output_dir / "mteb",
@@ -111,20 +107,6 @@ def main(options: EvaluateOptions) -> Metrics:
         if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
         return metrics | task_results.metrics
-
-
-def _read_sets(options: EvaluateOptions, world: "World", console: "Console") -> "list[LoadedSet]":
-    from embedtrain.data.cache.cache import Cache, writable_cache_directory
-    from embedtrain.evaluation.sets import load_sets
-
-    directory = writable_cache_directory(None, Path(options.output_dir) / "cache", world, console.note)
-    cache = Cache.of_world(directory, world)
-    sets = load_sets(options.sets, world, subset=options.subset, metrics=options.metrics, cache=cache, option="sets")
-    with world.fail_together("verifying cached documents"):
-        cache.verification.wait()
-    for note in (note for loaded in sets for note in loaded.notes):
-        console.note(note)
-    return sets
 
 
 def _noting_speed(evaluator: "Evaluator", record: "ResultCallback", console: "Console") -> "ResultCallback":
@@ -162,14 +144,26 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     return model
 
 
-def _load_scorer(options: EvaluateOptions, world: "World", console: "Console") -> "PairScorer | None":
+def _open_reranker(options: EvaluateOptions, world: "World") -> "ModelSource | None":
+    """Before the model is loaded, which may take minutes."""
+    from embedtrain.loading.reranker import open_reranker
+
+    with world.fail_together("opening the reranker"):
+        if options.reranker is None:
+            return None
+        return open_reranker(options.reranker, trust_remote_code=options.trust_remote_code)
+
+
+def _load_scorer(
+    options: EvaluateOptions, source: "ModelSource | None", world: "World", console: "Console"
+) -> "PairScorer | None":
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.reranker import load_reranker
 
-    reranker = options.reranker
-    if reranker is None:
+    if source is None:
         return None
-    model = load_reranker(reranker, options.precision, world, trust_remote_code=options.trust_remote_code)
+    with console.phase("loading the reranker"):
+        model = load_reranker(source, options.reranker, options.precision, world)
     for note in model.notes:
         console.note(f"reranker: {note}")
     return PairScorer.from_model(
@@ -177,7 +171,7 @@ def _load_scorer(options: EvaluateOptions, world: "World", console: "Console") -
         world,
         chunk_tokens=options.chunk_tokens,
         unshard=options.unshard,
-        windows=reranker.document_windows,
+        windows=options.reranker.document_windows,
     )
 
 

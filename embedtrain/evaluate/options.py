@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.checks import check_sets, check_truncate_dims
+from embedtrain.config.code import is_code_path
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -16,7 +17,7 @@ BM25, MODEL = "bm25", "model"  # of `first_stage`
 # Options of the bi-encoder, without effect if there is only a reranker.
 OF_MODELS = (
     "adapter", "pooling", "normalize", "max_length", "query_prompt", "document_prompt", "revision", "truncate_dims",
-    "vectors_dir",
+    "vectors_dir", "function",
 )  # fmt: skip
 
 HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
@@ -52,6 +53,8 @@ class EvaluateOptions:
     first_stage: list[str] | None = None
     sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
+    # module:function, called with the encoder after the sets; its metrics are a set of the function's name.
+    function: str | None = None
     subset: int | None = None  # maximum number of queries or rows of each set
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = None
@@ -79,10 +82,11 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check = OptionChecks(options)
     check.require(bool(options.model or options.reranker), "model", "is missing; write a model directory or a Hub id")
     check.require(
-        bool(options.sets or options.mteb),
+        bool(options.sets or options.mteb or options.function),
         "sets",
         "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), or mteb=[TASK,...]",
     )
+    check.require(options.function is None or is_code_path(options.function), "function", "must be module:function")
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")
     check.at_least(1, "subset", "null takes all queries or rows")

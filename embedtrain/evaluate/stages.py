@@ -17,6 +17,7 @@ from embedtrain.distributed.world import World
 from embedtrain.evaluate.options import BM25, MODEL, EvaluateOptions
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import has_scores, limit_candidates, with_bm25_candidates, with_rankings
+from embedtrain.evaluation.function import EvaluationFunction
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, required_depth
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
@@ -33,6 +34,7 @@ class Models:
     encoder: SentenceEncoder | None
     scorer: PairScorer | None
     vector_cache: VectorCache | None = None  # of the encoder
+    function: EvaluationFunction | None = None  # measures the encoder after the sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, 
             models.encoder,
             truncate_dims=options.truncate_dims,
             vector_cache=models.vector_cache,
+            function=models.function,
             keep_rankings=depth if MODEL in first_stages else 0,
             **common,
         )

@@ -4,35 +4,28 @@ import contextlib
 import functools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, explain_lost_contact
-from embedtrain.errors import ConfigError, EvaluationInterrupted
-from embedtrain.evaluation.dataset_info import dataset_info
-from embedtrain.evaluation.metrics import MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
+from embedtrain.errors import EvaluationInterrupted
+from embedtrain.evaluation.function import EvaluationFunction, call_function, function_name
+from embedtrain.evaluation.metrics import MEAN
+from embedtrain.evaluation.set_kinds import dataset_info, metric_names_of_set, name_at, shared_metrics
 from embedtrain.evaluation.tasks.context import EncodedSet, EncoderContext, EvaluationContext, ScorerContext
 from embedtrain.evaluation.tasks.labels import (
-    CLUSTERING_METRICS,
-    classification_metrics,
     measure_classification,
     measure_clustering,
 )
 from embedtrain.evaluation.tasks.pairs import (
-    BITEXT_METRICS,
-    PAIR_CLASSIFICATION_METRICS,
-    STS_METRICS,
     measure_bitext,
     measure_pair_classification,
     measure_sts,
 )
 from embedtrain.evaluation.tasks.rankings import (
-    RERANKING_METRICS,
     measure_first_stage,
     measure_reranking,
     measure_retrieval,
@@ -41,7 +34,6 @@ from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
     ClusteringSet,
-    EvaluationData,
     LabelledPairs,
     LoadedSet,
     RetrievalSet,
@@ -51,33 +43,13 @@ from embedtrain.formatting import format_duration
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.tracking.metrics import DATASET, DatasetInfo
+from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.query_metrics import QueryMetrics
-
-if TYPE_CHECKING:
-    from embedtrain.evaluation.sentence_transformers import TextEncoder
 
 # Called with the name of a set, its metrics, and what was measured.
 ResultCallback = Callable[[str, Mapping[str, float], DatasetInfo], None]
 # Called with the name of a set, and the metrics of each of its queries.
 QueryCallback = Callable[[str, QueryMetrics], None]
-# Called with the encoder on every rank, which encodes the same texts; returns metrics by name.
-EvaluationFunction = Callable[["TextEncoder"], Mapping[str, float]]
-
-
-def function_name(function: EvaluationFunction) -> str:
-    """The name of its metrics among those of the evaluation sets."""
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_metric(item: tuple[Any, Any]) -> bool:
-    name, value = item
-    return (
-        isinstance(name, str)
-        and name not in ("step", "set", DATASET)
-        and isinstance(value, Real)
-        and math.isfinite(value)
-    )
 
 
 class Evaluator:
@@ -171,10 +143,10 @@ class Evaluator:
             results |= measured
             for row_name, metrics in measured.items():
                 self._report_result(row_name, metrics, on_result)
-        shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets}, self.mean)
+        shared = shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets}, self.mean)
         for dimension in (None, *self.truncate_dims) if shared else ():
-            of_sets = [results[_name_at(loaded.data.name, dimension)] for loaded in self.sets]
-            mean = _name_at(self.mean, dimension)
+            of_sets = [results[name_at(loaded.data.name, dimension)] for loaded in self.sets]
+            mean = name_at(self.mean, dimension)
             results[mean] = {}
             for metric in shared:
                 values = [metrics[metric] for metrics in of_sets if metric in metrics]
@@ -182,7 +154,8 @@ class Evaluator:
             self._report_result(mean, results[mean], on_result)
         if self.function is not None:
             name = function_name(self.function)
-            results[name] = self._call(self.function, name)
+            assert isinstance(self.encoder, SentenceEncoder), "a function of the user encodes texts"
+            results[name] = call_function(self.function, self.encoder, self.world)
             self._report_result(name, results[name], on_result)
         return results
 
@@ -194,18 +167,6 @@ class Evaluator:
         if isinstance(self.encoder, PairScorer) and isinstance(data, RetrievalSet):
             unit, counts["pairs"] = "pairs", sum(map(len, (data.candidates or {}).values()))
         return f"{format_duration(seconds)} ({counts[unit] / max(seconds, 1e-9):,.0f} {unit}/s)"
-
-    def _call(self, function: EvaluationFunction, name: str) -> dict[str, float]:
-        """The metrics of a function of the user: those that rank 0 gets."""
-        from embedtrain.evaluation.sentence_transformers import TextEncoder  # takes seconds to import
-
-        assert isinstance(self.encoder, SentenceEncoder), "a function of the user encodes texts"
-        with explain_lost_contact(f"evaluating {name}"), TextEncoder(self.encoder, {}, close=lambda: None) as encoder:
-            metrics: Any = function(encoder)
-        with self.world.fail_together(f"evaluating {name}"):
-            if self.world.is_main and not (isinstance(metrics, Mapping) and all(map(_is_metric, metrics.items()))):
-                raise ConfigError(f"evaluation.function {name} must return numbers by name, not {metrics!r}")
-        return self.world.broadcast({key: float(value) for key, value in metrics.items()} if self.world.is_main else {})
 
     def _report_result(self, name: str, metrics: Mapping[str, float], on_result: ResultCallback | None) -> None:
         if on_result is not None:
@@ -282,88 +243,18 @@ def _measure_scores(context: ScorerContext) -> dict[str, float]:
             raise AssertionError(f"{data.name} has no pairs to score")
 
 
-def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
-    """The metrics of a set, the main one first."""
-    return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
-
-
-def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int] = ()) -> dict[str, tuple[str, ...]]:
-    """The metrics of an evaluation by the name of the set; `mean` has those that several sets have.
-
-    With `truncate_dims` also those of truncated vectors, such as `SET@256`.
-    """
-    by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
-    shared = _shared_metrics(by_set, MEAN)
-    names = by_set | {MEAN: shared} if shared else by_set
-    return {_name_at(name, dimension): of_set for name, of_set in names.items() for dimension in (None, *truncate_dims)}
-
-
 def _named_at(loaded: LoadedSet, dimension: int | None) -> LoadedSet:
     """The set with the name that its row has, which is also that of its files."""
-    return replace(loaded, data=replace(loaded.data, name=_name_at(loaded.data.name, dimension)))
-
-
-def _name_at(name: str, dimension: int | None) -> str:
-    """The name of a set whose vectors have so many dimensions."""
-    return name if dimension is None else f"{name}@{dimension}"
+    return replace(loaded, data=replace(loaded.data, name=name_at(loaded.data.name, dimension)))
 
 
 def _datasets(sets: Sequence[LoadedSet], truncate_dims: Sequence[int], mean: str) -> dict[str, DatasetInfo]:
     infos = {loaded.data.name: dataset_info(loaded) for loaded in sets}
-    shared = set(_shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in sets}, mean))
+    shared = set(shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in sets}, mean))
     of_mean = [infos[loaded.data.name] for loaded in sets if shared & set(metric_names_of_set(loaded))]
     infos |= {mean: DatasetInfo.of_mean(of_mean)} if of_mean else {}
     return {
-        _name_at(name, dimension): replace(info, dimension=dimension)
+        name_at(name, dimension): replace(info, dimension=dimension)
         for name, info in infos.items()
         for dimension in (None, *truncate_dims)
     }
-
-
-def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:
-    """Raise ConfigError for metrics that a set does not have; `option` is the name of the option for the message."""
-    kind, allowed = _kind_and_metrics(data)
-    if not metrics:
-        raise ConfigError(f"{option}=[] is empty: name metrics, or write null for those of {kind}")
-    if isinstance(data, RetrievalSet):
-        check_retrieval_metrics(metrics, option)
-        return
-    for metric in metrics:
-        if metric not in allowed:
-            raise ConfigError(f"{option}: {metric!r} is not a metric of {kind}: allowed are {', '.join(allowed)}")
-
-
-def has_metric(data: EvaluationData, metric: str) -> bool:
-    """Whether a set has a metric."""
-    try:
-        check_metrics(data, [metric], "")
-    except ConfigError:
-        return False
-    return True
-
-
-def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
-    """The name of a kind of set, and its metrics, the main one first."""
-    match data:
-        case RetrievalSet(candidates=None):
-            return "retrieval", RETRIEVAL_METRICS
-        case RetrievalSet():
-            return "reranking", RERANKING_METRICS
-        case ScoredPairs():
-            return "semantic textual similarity", STS_METRICS
-        case LabelledPairs():
-            return "pair classification", PAIR_CLASSIFICATION_METRICS
-        case Bitext():
-            return "bitext mining", BITEXT_METRICS
-        case ClassificationSet():
-            return "classification", classification_metrics(data)
-        case ClusteringSet():
-            return "clustering", CLUSTERING_METRICS
-
-
-def _shared_metrics(metrics_by_set: Mapping[str, Sequence[str]], mean: str) -> tuple[str, ...]:
-    """The metrics that several sets have; none if a set has the name `mean` itself."""
-    if mean in metrics_by_set:
-        return ()
-    counts = Counter(metric for metrics in metrics_by_set.values() for metric in metrics)
-    return tuple(metric for metric, count in counts.items() if count > 1)

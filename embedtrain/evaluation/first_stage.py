@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.documents import select_texts
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
-from embedtrain.evaluation.dataset_info import kind_of
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS
+from embedtrain.evaluation.set_kinds import kind_of
 from embedtrain.evaluation.types import Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs
 from embedtrain.inference.index import trec_order
 

@@ -10,7 +10,6 @@ from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_of
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, HubUnavailable
-from embedtrain.evaluation.evaluator import check_metrics, has_metric
 from embedtrain.evaluation.readers.reranking import read_run, with_candidates
 from embedtrain.evaluation.readers.retrieval import (
     is_beir_folder,
@@ -20,6 +19,7 @@ from embedtrain.evaluation.readers.retrieval import (
 )
 from embedtrain.evaluation.readers.subset import take_subset
 from embedtrain.evaluation.readers.tables import read_tables, tables_of_file, tables_of_folder, tables_of_repository
+from embedtrain.evaluation.set_kinds import check_metrics, has_metric
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,

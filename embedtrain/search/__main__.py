@@ -14,6 +14,8 @@ from embedtrain.search.options import SearchOptions, compose_search
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.inference.score import PairScorer
+    from embedtrain.models.source import ModelSource
+    from embedtrain.tracking.console import Console
 
 _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero
 
@@ -43,11 +45,12 @@ def main(options: SearchOptions) -> None:
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:
+        reranker = _open_reranker(options, world)
         config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
         with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
             model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
-        scorer = _load_scorer(options, world)
+        scorer = _load_scorer(options, reranker, world, console)
         index = ShardedIndex(trec_order(ids), world)
         with console.phase(f"encoding {len(texts):,} texts"):
             index.add_texts(encoder, texts, encoder.document_prompt)
@@ -63,15 +66,28 @@ def main(options: SearchOptions) -> None:
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
 
 
-def _load_scorer(options: SearchOptions, world: "World") -> "PairScorer | None":
+def _open_reranker(options: SearchOptions, world: "World") -> "ModelSource | None":
+    """Before the model is loaded and the corpus encoded, which may take minutes."""
+    from embedtrain.loading.reranker import open_reranker
+
+    with world.fail_together("opening the reranker"):
+        if options.reranker is None:
+            return None
+        return open_reranker(options.reranker, trust_remote_code=options.trust_remote_code)
+
+
+def _load_scorer(
+    options: SearchOptions, source: "ModelSource | None", world: "World", console: "Console"
+) -> "PairScorer | None":
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.reranker import load_reranker
 
-    reranker = options.reranker
-    if reranker is None:
+    if source is None:
         return None
-    model = load_reranker(reranker, options.precision, world, trust_remote_code=options.trust_remote_code)
-    return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=reranker.document_windows)
+    with console.phase("loading the reranker"):
+        model = load_reranker(source, options.reranker, options.precision, world)
+    windows = options.reranker.document_windows
+    return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=windows)
 
 
 def _queries(query: str | None) -> Iterator[str]:

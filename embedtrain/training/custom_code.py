@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from embedtrain.config.code import code_paths, load_code
+from embedtrain.config.code import code_paths
 from embedtrain.config.recipe import Recipe
-from embedtrain.errors import ConfigError
-from embedtrain.evaluation.evaluator import EvaluationFunction, function_name, metric_names
+from embedtrain.evaluation.function import EvaluationFunction, check_function_name, function_name, load_function
 from embedtrain.evaluation.metrics import parse_best_metric
+from embedtrain.evaluation.set_kinds import metric_names
 from embedtrain.evaluation.types import LoadedSet
 from embedtrain.losses.custom import load_loss_class
 
@@ -16,9 +16,7 @@ def import_code(recipe: Recipe) -> EvaluationFunction | None:
     function: EvaluationFunction | None = None
     for option, path in code_paths(recipe):
         if option == "evaluation.function":
-            function = load_code(path, option)
-            if not callable(function):
-                raise ConfigError(f"{option}={path}: must be a function of an encoder, not {function!r}")
+            function = load_function(path, option)
         else:
             load_loss_class(path, option)
     return function
@@ -30,8 +28,8 @@ def parse_recipe_metric(
     """Set and metric of `checkpoint.best_metric`. The metrics of a function are known when it has been called."""
     best, name = recipe.checkpoint.best_metric, None if function is None else function_name(function)
     metrics = metric_names(sets, truncate_dims)
-    if name in metrics:
-        raise ConfigError(f"evaluation.function={recipe.evaluation.function}: a set of evaluation.sets has its name")
+    if function is not None:
+        check_function_name(function, metrics, "evaluation.function")
     if best is None:
         return None
     if name is not None and best.rpartition("/")[0] == name:

@@ -23,8 +23,9 @@ from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.evaluator import EvaluationFunction, Evaluator
+from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
+from embedtrain.evaluation.function import EvaluationFunction
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet

@@ -82,6 +82,8 @@ def test_bm25_and_the_model_one_after_the_other(ranks, workshop, tmp_path):
         (["rerank_depth=0"], "rerank_depth=0: "),
         (["mteb=[SciFact]"], r"mteb=\[SciFact\]: "),
         (["pooling=cls"], "pooling=cls: "),
+        (["function=my_metrics:support"], "function=my_metrics:support: "),
+        (["function=support", "model=@guide"], "function=support: "),
         (["reranker=null", "model=@guide", "rerank_depth=9"], "rerank_depth=9: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

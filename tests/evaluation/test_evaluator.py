@@ -7,8 +7,9 @@ import pytrec_eval
 import torch
 
 from embedtrain.errors import EmbedtrainError
-from embedtrain.evaluation.evaluator import Evaluator, metric_names
+from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, retrieval_metrics
+from embedtrain.evaluation.set_kinds import metric_names
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet, ScoredPairs
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text

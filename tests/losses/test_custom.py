@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedtrain import train
+from embedtrain import evaluate, train
 from embedtrain.config.compose import compose_recipe
 from embedtrain.config.losses import CustomConfig
 from embedtrain.distributed.world import World
@@ -105,6 +105,10 @@ def test_training_with_a_class_or_its_path(run_inputs, folder, tmp_path, monkeyp
     evaluated = [row for row in one.history if row.get("set") == "support"]
     assert [row["step"] for row in evaluated] == [0, 2, 4] and 0 <= evaluated[0]["accuracy"] <= 1
     assert one.metrics["support"].keys() == {"accuracy"}
+    measured = evaluate(one, function=support, quiet=True, output_dir=tmp_path / "evaluated")
+    assert measured == {"support": pytest.approx({"accuracy": evaluated[-1]["accuracy"]})}
+    with pytest.raises(ConfigError, match="function=support: "):
+        evaluate(one, DEV | {"name": "support"}, function=support, quiet=True, output_dir=tmp_path / "evaluated")
     with pytest.raises(ConfigError, match=r"best_metric=support/precision: support has the metrics accuracy"):
         train(
             **arguments, output_dir=tmp_path / "best", evaluation={"function": support},
@@ -131,7 +135,7 @@ def test_classes_of_a_program_need_no_module(run_inputs, tmp_path):
     assert trained.history[0]["loss"] < 0
     with pytest.raises(ConfigError, match=r"loss\.kwargs=\{\}: .*ScaledCosine.*scale"):
         train(**arguments, loss=ScaledCosine, output_dir=tmp_path / "kwargs")
-    with pytest.raises(ConfigError, match=r"evaluation\.function no_numbers"):
+    with pytest.raises(ConfigError, match=r"the evaluation function no_numbers"):
         train(**arguments, evaluation={"function": no_numbers}, output_dir=tmp_path / "function")
 
 

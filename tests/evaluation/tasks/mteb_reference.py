@@ -9,7 +9,8 @@ from datasets import Dataset, DatasetDict
 from mteb import TaskMetadata
 from mteb.abstasks import AbsTask
 
-from embedtrain.evaluation.evaluator import Evaluator, metric_names
+from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.set_kinds import metric_names
 from embedtrain.evaluation.types import LoadedSet
 from tests.evaluation.tiny import sentence_encoder
 

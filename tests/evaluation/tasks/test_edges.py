@@ -9,9 +9,9 @@ import torch
 
 from embedtrain.config.evaluation import Classifier, EvaluationSet, SetKind
 from embedtrain.errors import ConfigError, EmbedtrainError, EvaluationInterrupted
-from embedtrain.evaluation.dataset_info import dataset_info
-from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metric_names
+from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import parse_best_metric
+from embedtrain.evaluation.set_kinds import check_metrics, dataset_info, metric_names
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import (
     Bitext,

@@ -1,0 +1,127 @@
+"""The kinds of evaluation sets: their names, sizes and metrics, and the names of their rows."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from embedtrain.config.evaluation import SetKind
+from embedtrain.errors import ConfigError
+from embedtrain.evaluation.metrics import MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
+from embedtrain.evaluation.tasks.labels import CLUSTERING_METRICS, classification_metrics
+from embedtrain.evaluation.tasks.pairs import BITEXT_METRICS, PAIR_CLASSIFICATION_METRICS, STS_METRICS
+from embedtrain.evaluation.tasks.rankings import RERANKING_METRICS
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    EvaluationData,
+    LabelledPairs,
+    LoadedSet,
+    RetrievalSet,
+    ScoredPairs,
+)
+from embedtrain.tracking.metrics import DatasetInfo
+
+
+def dataset_info(loaded: LoadedSet) -> DatasetInfo:
+    """Kind and size of a set. Queries are those with judgements, documents those that are searched or ranked."""
+    data = loaded.data
+    return DatasetInfo(kind_of(data).value, _counts(data), loaded.is_subset)
+
+
+def kind_of(data: EvaluationData) -> SetKind:
+    """The kind of a set, never `auto`."""
+    match data:
+        case RetrievalSet():
+            return SetKind.retrieval if data.candidates is None else SetKind.reranking
+        case ScoredPairs():
+            return SetKind.sts
+        case LabelledPairs():
+            return SetKind.pair_classification
+        case Bitext():
+            return SetKind.bitext
+        case ClassificationSet():
+            return SetKind.classification
+        case ClusteringSet():
+            return SetKind.clustering
+
+
+def _counts(data: EvaluationData) -> dict[str, int]:
+    match data:
+        case RetrievalSet():
+            return {"queries": len(data.judged_queries), "documents": len(data.documents)}
+        case ScoredPairs() | LabelledPairs() | Bitext():
+            return {"pairs": len(data.first)}
+        case ClassificationSet():
+            return {"texts": len(data.texts), "train_texts": len(data.train_texts)}
+        case ClusteringSet():
+            return {"texts": len(data.texts)}
+
+
+def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
+    """The metrics of a set, the main one first."""
+    return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
+
+
+def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int] = ()) -> dict[str, tuple[str, ...]]:
+    """The metrics of an evaluation by the name of the set; `mean` has those that several sets have.
+
+    With `truncate_dims` also those of truncated vectors, such as `SET@256`.
+    """
+    by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
+    shared = shared_metrics(by_set, MEAN)
+    names = by_set | {MEAN: shared} if shared else by_set
+    return {name_at(name, dimension): of_set for name, of_set in names.items() for dimension in (None, *truncate_dims)}
+
+
+def name_at(name: str, dimension: int | None) -> str:
+    """The name of a set whose vectors have so many dimensions."""
+    return name if dimension is None else f"{name}@{dimension}"
+
+
+def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:
+    """Raise ConfigError for metrics that a set does not have; `option` is the name of the option for the message."""
+    kind, allowed = _kind_and_metrics(data)
+    if not metrics:
+        raise ConfigError(f"{option}=[] is empty: name metrics, or write null for those of {kind}")
+    if isinstance(data, RetrievalSet):
+        check_retrieval_metrics(metrics, option)
+        return
+    for metric in metrics:
+        if metric not in allowed:
+            raise ConfigError(f"{option}: {metric!r} is not a metric of {kind}: allowed are {', '.join(allowed)}")
+
+
+def has_metric(data: EvaluationData, metric: str) -> bool:
+    """Whether a set has a metric."""
+    try:
+        check_metrics(data, [metric], "")
+    except ConfigError:
+        return False
+    return True
+
+
+def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
+    """The name of a kind of set, and its metrics, the main one first."""
+    match data:
+        case RetrievalSet(candidates=None):
+            return "retrieval", RETRIEVAL_METRICS
+        case RetrievalSet():
+            return "reranking", RERANKING_METRICS
+        case ScoredPairs():
+            return "semantic textual similarity", STS_METRICS
+        case LabelledPairs():
+            return "pair classification", PAIR_CLASSIFICATION_METRICS
+        case Bitext():
+            return "bitext mining", BITEXT_METRICS
+        case ClassificationSet():
+            return "classification", classification_metrics(data)
+        case ClusteringSet():
+            return "clustering", CLUSTERING_METRICS
+
+
+def shared_metrics(metrics_by_set: Mapping[str, Sequence[str]], mean: str) -> tuple[str, ...]:
+    """The metrics that several sets have; none if a set has the name `mean` itself."""
+    if mean in metrics_by_set:
+        return ()
+    counts = Counter(metric for metrics in metrics_by_set.values() for metric in metrics)
+    return tuple(metric for metric, count in counts.items() if count > 1)

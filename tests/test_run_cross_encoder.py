@@ -1,17 +1,24 @@
 """Whole runs of cross-encoders: from rows to an exported reranker, on any number of ranks, stopped and resumed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.errors import ConfigError
+from embedtrain.config.recipe import Precision
+from embedtrain.config.reranker import RerankerConfig
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import compose
 from embedtrain.export.__main__ import main as export
+from embedtrain.inference.score import PairScorer
+from embedtrain.loading.reranker import load_reranker, open_reranker
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
@@ -65,28 +72,62 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() | weights[1].keys())
 
 
-@pytest.mark.parametrize(("model", "loss", "lora"), [("bert", "bce", 0), ("qwen3", "ranknet", 4)])
-def test_exports_score_as_the_run_did(ranks, inputs, tmp_path, model, loss, lora):
-    """The run itself compares its export with transformers and sentence-transformers."""
-    template = 'model.pair_template={query: "alpha {query} mu", document: "beta {document}", suffix: " nu"}'
-    more = [f"loss={loss}", f"model.lora.rank={lora}", template] if lora else [f"loss={loss}", "export.formats=[onnx]"]
-    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model=model))[0]
+def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
+    """The run itself compares its export with transformers, sentence-transformers and onnxruntime."""
+    output = ranks(2, run, *options(inputs, tmp_path / "run", "loss=bce", "export.formats=[onnx]", model="bert"))[0]
     assert "reopening it with sentence-transformers" in output
-    assert ("reopening it with onnxruntime" in output) == (not lora)
+    assert "reopening it with onnxruntime" in output
     reranker = CrossEncoder(str(tmp_path / "run/model"), device="cpu")
     assert isinstance(reranker.activation_fn, torch.nn.Sigmoid)
     ranking = reranker.rank(text(1, 3), [text(2, 4), text(3, 30), text(4, 1)])
     assert sorted(entry["corpus_id"] for entry in ranking) == [0, 1, 2]
     card = (tmp_path / "run/model/README.md").read_text()
     assert "CrossEncoder(" in card
-    assert ("onnx/model.onnx" in card) == (not lora)
+    assert "onnx/model.onnx" in card
     assert "pipeline_tag: text-ranking" in card
+
+
+def scores_with_adapter(world, model, adapter, pairs):
+    template = {"query": "alpha {query} mu", "document": "beta {document}", "suffix": " nu"}
+    reranker = RerankerConfig(path=str(model), adapter=adapter and str(adapter), pair_template=template)
+    source = open_reranker(reranker, trust_remote_code=False)
+    loaded = load_reranker(source, reranker, Precision.fp32, world)
+    return PairScorer.from_model(loaded, world, chunk_tokens=64).score(*zip(*pairs, strict=True)).tolist()
+
+
+def test_adapters_and_the_head_score_on_the_base_as_the_merged_model(ranks, inputs, tmp_path):
+    """Opened by PEFT on transformers' class, and by `reranker={path: BASE, adapter: DIR}`; of the right base only."""
+    base = tmp_path / "base"
+    shutil.copytree(inputs / "qwen3", base)
+    template = 'model.pair_template={query: "alpha {query} mu", document: "beta {document}", suffix: " nu"}'
+    more = ("loss=ranknet", "model.lora.rank=4", "optim.lr=1e-2", template, f"model.path={base}")
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, "export.formats=[adapter]"))[0]
+    assert "reopening the adapter with PEFT" in output
+    merged, adapter = tmp_path / "run/model", tmp_path / "run/model/adapter"
+    pairs = [(text(1, 3), text(2, 4)), (text(2, 5), text(3, 30))]
+    reranker = CrossEncoder(str(merged), device="cpu", activation_fn=torch.nn.Identity())
+    expected = reranker.predict(pairs).tolist()
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    peft = PeftModel.from_pretrained(classifier, str(adapter)).eval()
+    assert peft.peft_config["default"].task_type == "SEQ_CLS"
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    scores = [peft(**tokenizer(*pair, truncation=True, return_tensors="pt")).logits.item() for pair in pairs]
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert ranks(1, scores_with_adapter, base, adapter, pairs)[0] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(AssertionError, match="reranker="):
+        ranks(1, scores_with_adapter, base, None, pairs)
+    again = export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'again'}"]))
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        first, second = load_file(merged / name), load_file(again / name)
+        assert first.keys() == second.keys()
+        for key, weight in first.items():
+            torch.testing.assert_close(second[key], weight, rtol=0, atol=1e-6, msg=key)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: weight + 0.1 for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"other weights than {base}"):
+        export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'other'}"]))
 
 
 def test_a_loss_of_vectors_is_rejected(inputs, tmp_path):
     with pytest.raises(ConfigError, match=r"loss=infonce.*loss=softmax"):
         compose_recipes([*BASE, *options(inputs, tmp_path)])
-    with pytest.raises(ConfigError, match=r"export.formats"):
-        compose_recipes(
-            [*BASE, *options(inputs, tmp_path, "loss=bce", "export.formats=[adapter]", "model.lora.rank=2")]
-        )

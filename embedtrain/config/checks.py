@@ -15,7 +15,6 @@ from embedtrain.config.losses import CombinedConfig, CustomConfig, LossConfig
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
-    ADAPTER,
     EXPORT_FORMATS,
     DataConfig,
     ExportConfig,
@@ -255,9 +254,6 @@ def is_repository_name(name: str) -> bool:
 
 def _check_cross_encoder(recipe: Recipe) -> None:
     """Raise a ConfigError for options about vectors, of which a cross-encoder computes none."""
-    OptionChecks(recipe.export, "export.").require(
-        ADAPTER not in recipe.export.formats, "formats", f"{ADAPTER} is not for model.kind=cross_encoder; leave it out"
-    )
     for options, prefix, name in (
         (recipe.loss, "loss.", "matryoshka_dims"),
         (recipe.evaluation, "evaluation.", "truncate_dims"),

@@ -6,14 +6,16 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.command_model import RERANKER_OPTION_NAMES, command_option_names
 from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.source import ModelSource, open_model_source
 
 
 def open_reranker(reranker: RerankerConfig, *, trust_remote_code: bool) -> ModelSource:
     """The files of a finished cross-encoder; errors name the option `reranker`."""
     with command_option_names(RERANKER_OPTION_NAMES):
-        source = open_model_source(reranker.model_config(trust_remote_code=trust_remote_code))
-        if source.head is None or source.head.is_new:
+        config = reranker.model_config(trust_remote_code=trust_remote_code)
+        source, adapter = open_model_source(config), open_adapter(config.lora)
+        if source.head is None or (source.head.is_new and (adapter is None or not adapter.has_head)):
             raise ConfigError(
                 f"reranker={reranker.path}: it has no weights of a head that scores pairs; write a finished "
                 "cross-encoder, such as a ...ForSequenceClassification with num_labels 1"

@@ -1,7 +1,7 @@
 """Reads an adapter written by PEFT: its configuration, if it is supported, and its weights."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ _PREFIX = "base_model.model."
 # Python's regular expressions have no limit of time: one with more repetitions, or of a group, may never end.
 _MAX_REPETITIONS = 6
 _POOLER = _PREFIX + "pooler."  # unused
+# PEFT adds these names to `modules_to_save` of every classifier, whether or not it has such a module.
+CLASSIFIER, CLASSIFIER_MODULES = "SEQ_CLS", ("classifier", "score")
 # The supported keys of a configuration; others are informative or rejected below.
 _SUPPORTED = (
     "r",
@@ -64,17 +66,25 @@ class AdapterFiles:
     modules_to_save: tuple[str, ...]  # stored in full
     revision: str | None = None  # commit of the base model's Hub repository, if recorded
 
-    def read(self, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Weights by the encoder's names; `names` has their shapes.
+    @property
+    def has_head(self) -> bool:
+        """Whether it holds the head of a sequence classifier."""
+        return self.config.task_type == CLASSIFIER and bool(self.modules_to_save)
+
+    def read(self, names: Mapping[str, Sequence[int]], stored_name: Callable[[str], str]) -> dict[str, Tensor]:
+        """Weights by the encoder's names; `names` has their shapes, `stored_name` is the encoder's.
 
         Weights that are missing, left over, or of other shapes raise a ModelError: the adapter is of another model.
         """
         path = self.directory / WEIGHTS
-        expected = {peft_key(name): name for name in names}
+        expected = {peft_key(stored_name(name)): name for name in names}
+        # The adapter of an embedding model on the backbone of a cross-encoder.
+        aliases = {peft_key(name.removeprefix("backbone.")): key for key, name in expected.items()}
         tensors: dict[str, Tensor] = {}
         try:
             with safe_open(path, framework="pt") as file:
-                stored = {_normalized(key, expected): key for key in file.keys() if not key.startswith(_POOLER)}  # noqa: SIM118 - not a dict
+                stored = {_normalized(key, aliases): key for key in file.keys()}  # noqa: SIM118 - not a dict
+                stored = {key: own for key, own in stored.items() if key in expected or not key.startswith(_POOLER)}
                 for key in sorted(stored.keys() ^ expected.keys()):
                     raise ModelError(
                         self.mismatch_message(f"{key} is only in {'its files' if key in stored else 'the model'}")
@@ -119,16 +129,18 @@ def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
     return files
 
 
-def peft_key(name: str) -> str:
-    """The key of a weight in an adapter's file, from the encoder's name."""
-    return f"{_PREFIX}{name.removeprefix('backbone.').replace('.default.', '.')}"
+def peft_key(stored_name: str) -> str:
+    """The key of a weight in an adapter's file, from its name in transformers' class."""
+    return f"{_PREFIX}{stored_name.replace('.default.', '.')}"
 
 
-def _normalized(key: str, expected: Mapping[str, str]) -> str:
+def _normalized(key: str, aliases: Mapping[str, str]) -> str:
     """A key without the additions of some PEFT versions, and without the `model.` of a model with a language head."""
     key = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".").replace(".default.", ".")
     without_head = _PREFIX + key.removeprefix(_PREFIX).removeprefix("model.")
-    return key if key in expected or without_head not in expected else without_head
+    if key in aliases.values():
+        return key
+    return aliases.get(key, aliases.get(without_head, key))
 
 
 def read_settings(directory: Path) -> AdapterFiles:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precision
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.adapter_files import AdapterFiles
+from embedtrain.models.adapter_files import CLASSIFIER, CLASSIFIER_MODULES, AdapterFiles
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
@@ -38,7 +38,8 @@ class AdapterInfo:
     config: peft.LoraConfig  # with resolved names of layers, saved with the adapter
     files: AdapterFiles | None  # of the initial weights; None: they are random
     stored: tuple[str, ...]  # the encoder's names of the weights in `files`
-    modules_to_save: tuple[str, ...]  # the backbone's modules that are trained in full
+    # Modules that are trained in full: the backbone's, and in transformers' class those of a cross-encoder's head.
+    modules_to_save: tuple[str, ...]
     heads: bool  # whether dense heads are trained, which PEFT's format cannot store
 
 
@@ -69,6 +70,10 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         parameter.requires_grad_(False)
     stored_modules = _modules_of_files(encoder, files)
     modules = stored_modules | find_modules(encoder, lora.modules_to_save)
+    if isinstance(encoder, CrossEncoder) and not isinstance(config.target_modules, str):
+        # Names in transformers' class, which PEFT writes for target_modules="all-linear".
+        prefix = encoder.stored_name("backbone.")
+        config.target_modules = {name.removeprefix(prefix) for name in config.target_modules or ()}
     on_meta = any(parameter.is_meta for parameter in encoder.parameters())
     with init_empty_weights(include_buffers=False) if on_meta else contextlib.nullcontext():
         _inject(encoder, config, files)
@@ -82,7 +87,10 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
-    saved = tuple(sorted(name.removeprefix("backbone.") for name in modules if name.startswith("backbone.")))
+    saved = tuple(sorted(encoder.stored_name(name) for name in modules if name.startswith("backbone.")))
+    if isinstance(encoder, CrossEncoder):
+        saved += tuple(encoder.head_modules)
+        config.task_type = CLASSIFIER
     config.modules_to_save = list(saved) or None
     stored = [name for name, _ in encoder.named_parameters() if ".lora_" in name]
     stored += [f"{name}.{inside}" for name, module in stored_modules.items() for inside, _ in module.named_parameters()]
@@ -127,14 +135,14 @@ def initial_adapter_weight(name: str, shape: Sequence[int], seed: int) -> Tensor
     return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
 
 
-def initial_adapters(encoder: nn.Module, adapters: AdapterInfo, seed: int) -> dict[str, Tensor]:
+def initial_adapters(encoder: Encoder, adapters: AdapterInfo, seed: int) -> dict[str, Tensor]:
     """The initial weights of adapters, unsharded, by the encoder's names: from the adapter's files, or random.
 
     Files of another model's adapter raise a ModelError.
     """
     shapes = {name: tensor.shape for name, tensor in encoder.state_dict().items()}
     if adapters.files is not None:
-        return adapters.files.read({name: shapes[name] for name in adapters.stored})
+        return adapters.files.read({name: shapes[name] for name in adapters.stored}, encoder.stored_name)
     return {
         name: initial_adapter_weight(name, shape, seed) for name, shape in shapes.items() if base_name(name) is None
     }
@@ -208,8 +216,14 @@ def _inject(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles | Non
 def _modules_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str, nn.Module]:
     if files is None:
         return {}
+    names, modules = set(files.modules_to_save), {}
+    if isinstance(encoder, CrossEncoder):
+        # PEFT stores the parts whose names end with one of these.
+        parts = [part for part in encoder.head_modules if part.endswith(files.modules_to_save)]
+        modules = {f"{HEAD}{part}": encoder.get_submodule(f"{HEAD}{part}") for part in parts}
+        names -= {name for name in names if any(part.endswith(name) for part in parts)} | set(CLASSIFIER_MODULES)
     try:
-        return find_modules(encoder, files.modules_to_save)
+        return modules | find_modules(encoder, sorted(names))
     except ConfigError:
         kind = type(encoder.backbone).__name__
         raise ModelError(

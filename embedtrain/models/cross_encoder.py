@@ -48,6 +48,18 @@ class CrossEncoder(Encoder):
         """1, the score."""
         return 1
 
+    def stored_name(self, name: str) -> str:
+        """The name of a weight or module in transformers' class."""
+        return classifier_name(name, self.head.base_model_prefix)
+
+    @property
+    def head_modules(self) -> list[str]:
+        """The parts of the head with weights, by their names in transformers' class."""
+        named = {name: part for name, part in self.head.named_children() if not isinstance(part, PooledVectors)}
+        pooler = _backbone_of(self.head).pooler
+        named |= {} if pooler is None else {f"{self.head.base_model_prefix}.pooler": pooler}
+        return [name for name, part in named.items() if next(part.parameters(), None) is not None]
+
     def forward(
         self,
         ids: Tensor,

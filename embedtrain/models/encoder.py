@@ -109,6 +109,10 @@ class Encoder(nn.Module):
         """D, the dimension of the vectors."""
         return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
 
+    def stored_name(self, name: str) -> str:
+        """The name of a weight or module, `backbone.NAME`, in the files of transformers and PEFT."""
+        return name.removeprefix("backbone.")
+
     def forward(
         self,
         ids: Tensor,

@@ -85,7 +85,6 @@ CASES = [
     option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
     option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
     option("export.truncate_dim", 8, **CROSS_ENCODER),
-    option("export.formats", ["adapter"], **CROSS_ENCODER, model__lora__rank=4),
     case(r"loss=infonce: .*loss=softmax", **CROSS_ENCODER),
     option("model.max_length", 2),
     *(

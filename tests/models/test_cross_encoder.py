@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder as CrossEncoder_
 from tokenizers import processors
 from torch import Tensor
@@ -20,6 +23,8 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.load import load_model
 from embedtrain.loading.pair_format import read_pair_format
+from embedtrain.models.adapter_files import open_adapter, peft_key
+from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters
 from embedtrain.models.attention_kernels import CPU
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, classifier_name, has_token_types
@@ -122,6 +127,43 @@ def save_reranker(case: str, directory: Path) -> Path:
     whole_class(build(case)).save_pretrained(directory)
     tokenizer(case, packed=False).tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.mark.parametrize("case", ["bert", "xlm-roberta", "distilbert", "deberta-v2", "modernbert", "qwen3"])
+def test_peft_reads_adapters_with_the_head_and_ours_read_those_of_peft(case, tmp_path):
+    """Adapters and head on transformers' class of the base model, which PEFT opens by the adapter's task type."""
+    base, encoder = build(case), build(case)
+    adapted = add_adapters(encoder, LoraConfig(rank=2), None, torch.float32)
+    with torch.no_grad():
+        for weight in (w for w in encoder.parameters() if w.requires_grad):
+            weight.normal_(std=0.2)
+    weights = {peft_key(encoder.stored_name(n)): w.detach() for n, w in encoder.named_parameters() if w.requires_grad}
+    (tmp_path / "ours").mkdir()
+    save_file(weights, tmp_path / "ours" / "adapter_model.safetensors")
+    settings = adapter_settings(adapted.config) | {"base_model_name_or_path": "base"}
+    (tmp_path / "ours" / "adapter_config.json").write_text(json.dumps(settings))
+    (chunk,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
+    types = {} if chunk.types is None else {"token_type_ids": chunk.types}
+    opened = PeftModel.from_pretrained(whole_class(base), str(tmp_path / "ours")).eval()
+    scores = opened(input_ids=chunk.ids, attention_mask=chunk.mask, **types).logits
+    assert (scores - base(*chunk.inputs)).abs().max() > 0.1
+    torch.testing.assert_close(encoder(*chunk.inputs), scores, rtol=1e-4, atol=1e-5)
+    layers = [n for n, part in base.named_modules() if isinstance(part, torch.nn.Linear) and n.startswith("backbone.")]
+    targets = [base.stored_name(name) for name in layers]
+    made = get_peft_model(whole_class(base), PeftLoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
+    with torch.no_grad():
+        for weight in (w for w in made.parameters() if w.requires_grad):
+            weight.normal_(std=0.2)
+    made.save_pretrained(str(tmp_path / "theirs"))
+    for directory, model in ((tmp_path / "ours", opened), (tmp_path / "theirs", made)):
+        again = build(case)
+        files = open_adapter(LoraConfig(path=str(directory)))
+        assert files is not None
+        assert files.has_head
+        read = initial_adapters(again, add_adapters(again, LoraConfig(), files, torch.float32), seed=0)
+        again.load_state_dict(read, strict=False)
+        expected = model.eval()(input_ids=chunk.ids, attention_mask=chunk.mask, **types).logits
+        torch.testing.assert_close(again(*chunk.inputs), expected, rtol=1e-4, atol=1e-5)
 
 
 def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora: int) -> tuple[list[float], list[str]]:

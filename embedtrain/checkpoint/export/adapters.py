@@ -46,6 +46,7 @@ from embedtrain.models.build import (
     locate_weights,
     weights_digest,
 )
+from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers, quantization_round_trip
 from embedtrain.models.source import ModelSource, open_model_source
@@ -116,7 +117,8 @@ def _read(location: TensorLocation) -> Tensor:
 
 
 def _adapter_weights(encoder: nn.Module) -> set[str]:
-    return {name for name, p in encoder.named_parameters() if p.requires_grad and name.startswith("backbone.")}
+    parts = ("backbone.", HEAD)
+    return {name for name, p in encoder.named_parameters() if p.requires_grad and name.startswith(parts)}
 
 
 def write_adapter_config(directory: Path, adapted: AdapterInfo, model: ModelConfig, source: ModelSource) -> None:

@@ -1,17 +1,18 @@
 """The directory of a cross-encoder, as sentence-transformers and transformers read it, and its verification."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -130,9 +131,23 @@ def open_checked(auto_class: Any, directory: Path, source: ModelSource) -> Any:
     return model
 
 
+def whole_classifier(source: ModelSource, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Transformers' class of sequence classification, with the weights of a CrossEncoder."""
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+        source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+    )
+    model.load_state_dict({classifier_name(n, model.base_model_prefix): weight for n, weight in weights.items()})
+    return model.eval()
+
+
 def scores_of_transformers(directory: Path, source: ModelSource, tokenizer: Any, texts: tuple[str, ...]) -> Tensor:
     """Scores of `probe_pairs` by transformers alone, [1, N]."""
-    model = open_checked(AutoModelForSequenceClassification, directory, source).eval()
+    return classifier_scores(open_checked(AutoModelForSequenceClassification, directory, source), tokenizer, texts)
+
+
+def classifier_scores(model: nn.Module, tokenizer: Any, texts: tuple[str, ...]) -> Tensor:
+    """Scores of `probe_pairs` by a model of transformers, [1, N], one pair per forward pass."""
+    model.eval()
     with torch.no_grad():
         scores = [
             model(**tokenizer(pair.query, pair.document, truncation=True, return_tensors="pt")).logits

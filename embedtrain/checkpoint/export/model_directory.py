@@ -172,8 +172,9 @@ def plan_weights(
         locations |= {prefix + name: (file, name) for name in members[file]}
     if adapter:
         file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
-        members[file] = {peft_key(name): _convert(spec, torch.float32) for name, spec in adapter.items()}
-        locations |= {ADAPTER_PREFIX + name: (file, peft_key(name)) for name in adapter}
+        keys = {name: peft_key(stored) for name, stored in _stored_names(architecture, adapter).items()}
+        members[file] = {keys[name]: _convert(spec, torch.float32) for name, spec in adapter.items()}
+        locations |= {ADAPTER_PREFIX + name: (file, key) for name, key in keys.items()}
     return WeightPlan({file: file_layout(tensors) for file, tensors in members.items()}, locations)
 
 

@@ -25,10 +25,12 @@ from transformers import (
 )
 
 from embedtrain.checkpoint.export.cross_encoder import (
+    classifier_scores,
     open_checked,
     probe_scores,
     scores_of_sentence_transformers,
     scores_of_transformers,
+    whole_classifier,
 )
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.pairs import PairTokenizer
@@ -232,18 +234,28 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
 
     `source` is the merged model, whose tokenizer the adapter shares.
     """
-    encoder = assemble_encoder(base.source)
-    encoder.load_state_dict(full_state_dict(base.source, base.seed))
+    weights = full_state_dict(base.source, base.seed)
+    if base.source.head is None:
+        encoder = assemble_encoder(base.source)
+        encoder.load_state_dict(weights)
+        model: nn.Module = encoder.backbone
+    else:
+        model = whole_classifier(base.source, weights)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # PEFT (0.21) only warns about missing weights.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            encoder.backbone = PeftModel.from_pretrained(encoder.backbone, str(directory))
+            model = PeftModel.from_pretrained(model, str(directory))
     except Exception as error:
         raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
     assert source.directory is not None
-    vectors = encode_probes(encoder.eval(), open_tokenizer(source.directory, source))
+    tokenizer = open_tokenizer(source.directory, source)
+    if base.source.head is None:
+        encoder.backbone = model
+        vectors = encode_probes(encoder.eval(), tokenizer)
+    else:
+        vectors = classifier_scores(model, tokenizer, PROBES)
     if base.load_in_4bit:
         return 0.0  # the adapter was trained on the quantized base, not on this one: embeddings are not comparable
     if base.rounded:

@@ -115,6 +115,7 @@ class QueryCandidates:
     existing_scores: FloatArray  # [n]
     candidates: IntArray  # [C], best first
     scores: FloatArray  # [C], of the candidates
+    logits: bool  # whether scores are logits of a probability, instead of similarities
 
     @property
     def reference_score(self) -> float:
@@ -132,6 +133,7 @@ class BlockCandidates:
     answer_scores: FloatArray  # of `queries.answers`
     answer_ranks: IntArray  # the number of candidates ranked before each answer
     existing_scores: FloatArray  # of `queries.existing_pairs`
+    logits: bool  # whether scores are logits of a probability, instead of similarities
 
     def of_query(self, number: int, options: MineOptions) -> QueryCandidates:
         """The candidates of one query."""
@@ -151,6 +153,7 @@ class BlockCandidates:
             existing_scores=self.existing_scores[existing],
             candidates=self.candidates.documents[candidates],
             scores=self.scores[candidates],
+            logits=self.logits,
         )
 
 

@@ -173,6 +173,7 @@ class Miner:
             answer_scores=answer_scores,
             answer_ranks=ranks,
             existing_scores=existing_scores,
+            logits=self.teacher is not None and self.teacher.scores_are_logits,
         )
 
     def finish(self) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def mine_row(
         (positive_scores.tolist(), scores.tolist()) if options.scores else None,
     )
 
-    limit = threshold(query.reference_score, options)
+    limit = threshold(query.reference_score, options, logits=query.logits)
     # Without a margin the limit is infinite; a candidate that scores more than the positive is suspicious all the same.
     suspicious_above = min(query.reference_score, limit)
     best_candidate = int(query.scores.argmax()) if len(query.scores) else -1
@@ -299,18 +300,25 @@ def mine_row(
     return line, stats
 
 
-def threshold(positive_score: float, options: MineOptions) -> float:
+def threshold(positive_score: float, options: MineOptions, *, logits: bool) -> float:
     """The score above which a candidate is too close to the positive; infinity without a margin.
 
     The relative margin is a fraction of the score's magnitude, so that it lowers a negative score as well, as in
     sentence-transformers; for positive scores it is the positive-aware rule of Moreira et al., "NV-Retriever" (2024),
-    arXiv 2407.15831: 0.05 keeps candidates that score at most 95 % of the positive.
+    arXiv 2407.15831: 0.05 keeps candidates that score at most 95 % of the positive. Scores that are `logits` have no
+    zero to take a fraction of: the margin is a fraction of the positive's probability, sigmoid(score).
     """
     limit = np.inf
     if options.absolute_margin is not None:
         limit = min(limit, positive_score - options.absolute_margin)
     if options.relative_margin is not None:
-        limit = min(limit, positive_score - options.relative_margin * abs(positive_score))
+        margin = options.relative_margin
+        if logits:
+            # The logit of (1 - margin) sigmoid(score); sigmoid itself is 1 for scores above 37.
+            below = np.logaddexp(np.log(margin) if margin else -np.inf, -positive_score)
+            limit = min(limit, float(np.log1p(-margin) - below))
+        else:
+            limit = min(limit, positive_score - margin * abs(positive_score))
     return limit
 
 
@@ -325,7 +333,7 @@ def _choose(
     """
     scores = query.scores
     exact = scores.astype(np.float64)
-    qualifies = exact <= threshold(query.reference_score, options)  # all limits are inclusive
+    qualifies = exact <= threshold(query.reference_score, options, logits=query.logits)  # all limits are inclusive
     if options.max_score is not None:
         qualifies &= exact <= options.max_score
     if options.min_score is not None:

@@ -57,7 +57,9 @@ class MineOptions:
     negatives: int = 15  # maximum per row, including those that it keeps
     rank_min: int = 0  # number of the best qualifying candidates to skip
     rank_max: int = 100  # number of candidates per query
-    relative_margin: float | None = 0.05  # a negative scores at most (1 - this) times the positive: the 95 % rule
+    # A negative scores at most (1 - this) times the positive: the 95 % rule. With a cross-encoder as teacher, its
+    # probability is at most so much of the positive's, both after a sigmoid.
+    relative_margin: float | None = 0.05
     absolute_margin: float | None = None  # a negative scores at most the positive's score minus this
     max_score: float | None = None  # of a negative; the teacher's score if there is one
     min_score: float | None = None  # of a negative; the teacher's score if there is one

@@ -27,6 +27,8 @@ from embedtrain.models.source import ModelSource, open_model_source
 class Teacher(Protocol):
     """Scores pairs of queries and documents of the pool."""
 
+    scores_are_logits: bool  # of a probability, instead of similarities
+
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """Get ready to score documents of `pool`; vectors are stored in `directory`. A collective."""
         ...
@@ -96,6 +98,8 @@ def load_teacher(
 class _BiEncoder:
     """Exact cosines. Texts get the teacher's own prompts, as they do for a teacher in a loss."""
 
+    scores_are_logits = False
+
     def __init__(self, encoder: SentenceEncoder, options: MineOptions, identity: dict[str, Any]) -> None:
         self._encoder, self._options, self._identity = encoder, options, identity
         self._index: ShardedIndex | None = None
@@ -124,6 +128,8 @@ class _BiEncoder:
 
 class _CrossEncoder:
     """Raw scores, without a sigmoid, in which the best of them would tie. All ranks score together."""
+
+    scores_are_logits = True
 
     def __init__(self, scorer: PairScorer) -> None:
         self._scorer = scorer

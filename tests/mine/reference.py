@@ -27,6 +27,7 @@ def mine_reference(
     highest: bool = False,
     keep_own: bool = False,
     judged_by: Score | None = None,
+    logits: bool = False,
 ) -> list[list[tuple[list[str], list[float], list[float]]]]:
     """For each row of each source its negatives, their scores, and those of its positives."""
     documents = documents_of(sources, corpus)
@@ -34,13 +35,13 @@ def mine_reference(
     mined = []
     for number, rows in enumerate(sources):
         mined.append([_row(row, number, sources, everything, documents, found_by, judged_by or found_by,
-                           negatives, rank_min, rank_max, relative, absolute, highest, keep_own)
+                           negatives, rank_min, rank_max, relative, absolute, highest, keep_own, logits)
                       for row in rows])  # fmt: skip
     return mined
 
 
 def _row(row, number, sources, everything, documents, found_by, judged_by,
-         negatives, rank_min, rank_max, relative, absolute, highest, keep_own):  # fmt: skip
+         negatives, rank_min, rank_max, relative, absolute, highest, keep_own, logits):  # fmt: skip
     def same(other: Mapping[str, Any]) -> bool:
         return other["query"] == row["query"] and (other.get("prompt") or "") == (row.get("prompt") or "")
 
@@ -68,7 +69,11 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
     reference = max(of_answers) if highest else min(of_answers)
     limit = np.inf
     if relative is not None:
-        limit = min(limit, reference - relative * abs(reference))
+        if logits:  # a fraction of the probability
+            probability = (1 - relative) / (1 + np.exp(-reference))
+            limit = min(limit, np.log(probability / (1 - probability)))
+        else:
+            limit = min(limit, reference - relative * abs(reference))
     if absolute is not None:
         limit = min(limit, reference - absolute)
     qualified = sorted((index for index in window if scores[index] <= limit), key=lambda index: -scores[index])

@@ -88,7 +88,7 @@ def mined(ranks, folder, to, size, **options):
          {"relative": 0.01, "highest": True, "judge": cosines_of}),
         ("cross", {"teacher": "cross", "relative_margin": 0.0005, "negatives": 5, "rank_max": 30,
                    "keep_existing_negatives": "true"},
-         {"relative": 0.0005, "highest": True, "judge": pairs_of, "keep_own": True}),
+         {"relative": 0.0005, "highest": True, "judge": pairs_of, "keep_own": True, "logits": True}),
     ],
 )  # fmt: skip
 def test_rows_equal_those_of_the_definition(ranks, folder, to, options, same):

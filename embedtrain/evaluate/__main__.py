@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.models.source import ModelSource
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
+    from embedtrain.tracking.query_metrics import QueryMetrics
 
 Metrics = dict[str, dict[str, float]]
 
@@ -80,6 +81,7 @@ def main(options: EvaluateOptions) -> Metrics:
 
         models = Models(encoder, scorer, vector_cache, inputs.function)
         metrics: Metrics = {}
+        of_queries: dict[str, QueryMetrics] = {}  # of sets that a reranker orders
         task_results = TaskResults()
         with console.progress() as progress:
             if inputs.sets or inputs.function is not None:
@@ -91,6 +93,7 @@ def main(options: EvaluateOptions) -> Metrics:
                             on_result=_noting_speed(
                                 stage.evaluator, functools.partial(record, origin=stage.origin), console
                             ),
+                            on_queries=None if scorer is None else of_queries.__setitem__,
                         )
             if options.mteb and model is not None and encoder is not None:
                 task_results = run_tasks(
@@ -103,7 +106,7 @@ def main(options: EvaluateOptions) -> Metrics:
                     progress=progress,
                     on_result=record,
                 )
-        _report(options, metrics | task_results.metrics, datasets, world, console)
+        _report(options, metrics | task_results.metrics, datasets, of_queries, world, console)
         if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
         return metrics | task_results.metrics
@@ -187,15 +190,19 @@ def _report(
     options: EvaluateOptions,
     metrics: Metrics,
     datasets: "Mapping[str, DatasetInfo]",
+    of_queries: "Mapping[str, QueryMetrics]",
     world: "World",
     console: "Console",
 ) -> None:
-    """Print tables and the memory used."""
+    """Print tables, what a reranker has changed, and the memory used."""
+    from embedtrain.evaluate.gains import describe_gains
     from embedtrain.formatting import format_count
     from embedtrain.tracking.metrics import METRICS_FILE
     from embedtrain.tracking.tracker import describe_peak_memory, peak_memory_gib
 
     console.evaluation(0, metrics, datasets=datasets, title=f"evaluation of {' and '.join(_names(options))}")
+    for line in describe_gains(of_queries) if world.is_main else ():
+        console.note(line)
     peak = max(world.gather(peak_memory_gib(world.device)))
     measured = describe_peak_memory(world.device)
     console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each ({measured})")

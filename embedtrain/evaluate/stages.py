@@ -24,7 +24,7 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
 
-_RERANKED = "+reranker"
+RERANKED = "+reranker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, 
     def reranked(prepared: Sequence[LoadedSet], name: str) -> Iterator[Stage]:
         if prepared:
             best = [limit_candidates(loaded, depth) for loaded in prepared]
-            suffix = _RERANKED if name == MODEL else f"+{name}{_RERANKED}"
+            suffix = RERANKED if name == MODEL else f"+{name}{RERANKED}"
             first = options.model if name == MODEL else name
             origin = ({"model": first} if first else {}) | reranked_by
             yield Stage(Evaluator(best, models.scorer, suffix=suffix, **common), origin)

@@ -1,13 +1,19 @@
 """A reranker in `evaluate` and `search`: after BM25, a bi-encoder and a run file, on one rank and on several."""
 
+import contextlib
+import io
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
 from embedtrain.evaluate.__main__ import main
+from embedtrain.evaluate.gains import describe_gains
 from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.tracking.query_metrics import QueryMetrics
 from tests.commands import call
 from tests.evaluation.tiny import save_tiny_cross_encoder
 from tests.small import save_guide, small_model, text, write_beir
@@ -68,6 +74,29 @@ def test_bm25_and_the_model_one_after_the_other(ranks, workshop, tmp_path):
     assert rows_of(tmp_path)["dev+bm25"]["model"] == "bm25"
     (alone,) = ranks(1, evaluated, workshop, tmp_path / "alone", "sets=[@dev]")
     assert alone == {name: both[name] for name in ("dev+bm25", "dev+bm25+reranker")}
+
+
+def printed(world, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        metrics = evaluated(world, *arguments)
+    return metrics, output.getvalue() + errors.getvalue()
+
+
+def test_the_gain_has_an_interval_over_queries(ranks, workshop, tmp_path):
+    ((metrics, output),) = ranks(1, printed, workshop, tmp_path, "model=@guide", "first_stage=[bm25,model]")
+    gains = dict(re.findall(r"^(dev\S*): .* ndcg@10 by (\S+) \(95% interval .*, 20 queries\)$", output, re.MULTILINE))
+    assert {name: float(gain) for name, gain in gains.items()} == {
+        name: pytest.approx(metrics[f"{name}+reranker"]["ndcg@10"] - metrics[name]["ndcg@10"], abs=1e-4)
+        for name in ("dev", "dev+bm25")
+    }
+
+
+def test_the_queries_of_a_gain_are_paired_by_id():
+    before = QueryMetrics(["a", "b", "c"], ["mrr@10", "ndcg@10"], np.array([[1, 0.0], [1, 0.5], [1, 0.2]]))
+    after = QueryMetrics(["c", "a", "b"], ["ndcg@10"], np.array([[0.3], [0.1], [0.6]]))
+    other = QueryMetrics(["a"], ["map"], np.array([[1.0]]))
+    (line,) = describe_gains({"s": before, "s+reranker": after, "t": other, "u+reranker": other})
+    assert "+0.1000 (95% interval +0.1000 to +0.1000, 3 queries)" in line
 
 
 @pytest.mark.parametrize(

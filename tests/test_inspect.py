@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
+from embedtrain.data.pairs import PairFormat, PairTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
 from embedtrain.inspect.costs import batch_cost
@@ -144,6 +145,13 @@ def test_what_batches_cost_is_what_chunks_cost(tmp_path):
     several = batch_cost(data, range(4), 2, 64, 0)
     assert several.padding < 0.2
     assert 1 <= several.imbalance < 1.2
+    # A cross-encoder reads each document with its query.
+    own = small_tokenizer()
+    pairs = PairTokenizer(own, 999, PairFormat.of(own))
+    whole = batch_cost(data, [0], 1, 10**6, 10**6, inputs=pairs.encoder_inputs)
+    counts = data.batch(0).tokens.num_documents
+    queries, documents = np.split(lengths, [len(counts)])
+    assert whole.tokens == (queries * counts).sum() + documents.sum() + counts.sum() * pairs.pair_format.num_special
     assert several.tokens == statistics.fmean(int(data.batch(k).tokens.lengths.sum()) for k in range(4))
 
 

@@ -53,7 +53,7 @@ def options(inputs: Path, output_dir: Path, *more: str, model: str = "xlm-robert
 
 
 def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
-    common = ["loss=softmax", f"evaluation.sets=[{inputs / 'dev'}]", "checkpoint.every=2"]
+    common = ["loss=softmax", "data.batch_negatives=2", f"evaluation.sets=[{inputs / 'dev'}]", "checkpoint.every=2"]
     runs = {size: tmp_path / str(size) for size in (1, 3)}
     for size, output_dir in runs.items():
         ranks(size, run, *options(inputs, output_dir, *common))

@@ -26,7 +26,7 @@ from embedtrain.config.recipe import (
     TrainConfig,
     TrainSource,
 )
-from embedtrain.config.source_losses import source_loss, uses_batches_by_source
+from embedtrain.config.source_losses import source_loss, source_requirements, uses_batches_by_source
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -53,6 +53,14 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_lora(recipe.model.lora, recipe.export.formats)
     if recipe.model.kind is ModelKind.cross_encoder:
         _check_cross_encoder(recipe)
+    OptionChecks(recipe.data, "data.").require(
+        recipe.model.kind is ModelKind.cross_encoder or not recipe.data.batch_negatives,
+        "batch_negatives",
+        f"is for model.kind=cross_encoder; loss=infonce compares each query of a {recipe.model.kind.value} model with "
+        "all documents of the batch; leave it out",
+    )
+    for source in recipe.data.train:
+        source_requirements(source, source_loss(source, recipe.loss), recipe.data)
     _check_tracking(recipe)
     uses_batches_by_source(recipe.data.batches, [source_loss(source, recipe.loss) for source in recipe.data.train])
     return recipe
@@ -63,6 +71,7 @@ def _check_data(data: DataConfig) -> None:
     check.require(bool(data.train), "train", "is empty; give it files, such as data.train=[my.jsonl]")
     check.instruction_format()
     check.positive("mixing_temperature", "1 draws by size and weight")
+    check.at_least(0, "batch_negatives", "0 draws none")
     check.at_least(0, "workers", "0 prepares each batch when it is needed")
     check_train_sources(data.train, "data.train")
 

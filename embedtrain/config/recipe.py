@@ -243,6 +243,8 @@ class DataConfig:
     train: list[Any] = field(default_factory=list)  # sources: options of TrainSource, or paths
     on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
     batches: BatchMode = BatchMode.auto
+    # Documents of other rows of the global batch that each row gets as further negatives, for model.kind=cross_encoder.
+    batch_negatives: int = 0
     weight_mode: WeightMode = WeightMode.epochs
     # Sources are drawn in proportion to (rows x weight)^(1/temperature): above 1, small sources more often.
     mixing_temperature: float = 1.0

@@ -12,6 +12,7 @@ from embedtrain.config.losses import (
     LossConfig,
     SentenceTransformersConfig,
 )
+from embedtrain.errors import ConfigError
 
 
 class ScoreRequirement(str, Enum):
@@ -57,6 +58,7 @@ class RowRequirements:
     lists: bool = False  # a step uses a row's other positives as well, which are documents with scores like any other
     ranked: bool = False  # documents of at least two different scores
     positive_above: float | None = None  # documents with a higher score are the positives, at least one
+    batch_negatives: int = 0  # documents of other rows that each row gets as negatives, with the score 0
     loss: str = "infonce"  # its name, for messages
 
     def __or__(self, other: "RowRequirements") -> "RowRequirements":
@@ -73,6 +75,7 @@ class RowRequirements:
             lists=self.lists or other.lists,
             ranked=self.ranked or other.ranked,
             positive_above=other.positive_above if self.positive_above is None else self.positive_above,
+            batch_negatives=max(self.batch_negatives, other.batch_negatives),
             loss=" + ".join(dict.fromkeys(name for name in (self.loss, other.loss) if name)),
         )
 
@@ -176,3 +179,24 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)
         case _:
             return replace(_LOSSES.get(loss.name, RowRequirements()), loss=loss.name)
+
+
+def with_batch_negatives(needs: RowRequirements, count: int) -> RowRequirements:
+    """The same for rows that get `count` documents of other rows as further negatives, see `data.batch_negatives`.
+
+    Raises a ConfigError if 0 is not the score of a negative for this loss.
+    """
+    option = f"data.batch_negatives={count}"
+    if needs.scores is ScoreRequirement.teacher:
+        raise ConfigError(
+            f"{option}: loss={needs.loss} needs a teacher's score of every document, and documents of other rows have "
+            "none for the query; leave it out, or choose a loss of labels, such as loss=softmax"
+        )
+    if needs.positive_above is not None and needs.positive_above < 0:
+        raise ConfigError(
+            f"{option}: documents of other rows have the label 0, which is above "
+            f"loss.positive_above={needs.positive_above:g}; write positive_above=0 or more"
+        )
+    # A document of a label below 0 would count as less relevant than one of another row.
+    labels = needs.range & ScoreRange(low=0) if needs.ranked else needs.range
+    return replace(needs, negatives=False, range=labels, batch_negatives=count)

@@ -6,7 +6,8 @@ from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig
-from embedtrain.config.recipe import BatchMode, TrainSource
+from embedtrain.config.recipe import BatchMode, DataConfig, TrainSource
+from embedtrain.config.row_requirements import RowRequirements, row_requirements, with_batch_negatives
 from embedtrain.errors import ConfigError
 
 
@@ -26,6 +27,18 @@ def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
         except ConfigError as error:
             raise ConfigError(f"data.train, {source.path}: {error}") from None
     return config
+
+
+def source_requirements(source: TrainSource, loss: LossConfig, data: DataConfig) -> RowRequirements:
+    """What `loss` requires of the rows of `source`.
+
+    Documents of other rows are no negatives with `in_batch_negatives=false`. A ConfigError if the loss has no label for
+    them.
+    """
+    needs = row_requirements(loss)
+    if not data.batch_negatives or source.in_batch_negatives is False:
+        return needs
+    return with_batch_negatives(needs, data.batch_negatives)
 
 
 def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]:

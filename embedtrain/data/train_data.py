@@ -5,173 +5,39 @@ B: rows of a batch; T: texts of a batch, all queries and then all documents, row
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource, WeightMode
-from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
+from embedtrain.config.row_requirements import RowRequirements
+from embedtrain.config.source_losses import (
+    distinct_losses,
+    source_loss,
+    source_requirements,
+    uses_batches_by_source,
+)
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.sampling.draw import NO_LIMIT, Selection, draw
-from embedtrain.data.sampling.plan import BatchPlan, PlannedBatch, rows_per_source_of_epoch
+from embedtrain.data.sampling.batch_negatives import BatchNegatives, draw_batch_negatives
+from embedtrain.data.sampling.draw import NO_LIMIT, draw
+from embedtrain.data.sampling.plan import BatchPlan, rows_per_source_of_epoch
+from embedtrain.data.selection import (
+    ID_COLUMNS,
+    LOSS_COLUMNS,
+    ExtendedTokens,
+    SelectedRows,
+    SelectedTokens,
+    SourceSettings,
+)
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Example, GlobalBatch, Row
+from embedtrain.data.types import BatchTokens, GlobalBatch
 from embedtrain.formatting import format_count
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SourceSettings:
-    """Settings of all rows of a source."""
-
-    text_format: TextFormat
-    negatives: int | None = None  # hard negatives of a row that one step uses; None: all
-    lists: bool = False  # whether a step uses other positives of a row like its negatives
-
-    def row(self, example: Example, positive: int, negatives: Sequence[int]) -> Row:
-        """The query of `example` with one positive and some hard negatives, by their indices as in `Selection`.
-
-        A row with fewer negatives has fewer documents: a repeated negative would count twice in the loss.
-        """
-
-        def select(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
-            of_all, first = (*of_positives, *of_negatives), len(of_positives)
-            return (of_positives[positive], *[of_all[first + i] for i in negatives]) if of_positives else ()
-
-        documents = select(example.positives, example.negatives)
-        vectors = example.vectors * (1 + len(documents))  # if one stands for all texts
-        if len(example.vectors) > 1:
-            first_negative = 1 + len(example.positives)
-            vectors = example.vectors[:1] + select(example.vectors[1:first_negative], example.vectors[first_negative:])
-        return Row(
-            example.query,
-            documents,
-            scores=select(example.positive_scores, example.negative_scores),
-            ids=select(*_all_ids(example)),
-            label=example.label,
-            vectors=vectors,
-            source=example.source,
-        )
-
-
-def _all_ids(example: Example) -> tuple[Sequence[str], Sequence[str]]:
-    positives, negatives = example.positive_ids, example.negative_ids
-    if not positives and not negatives:
-        return (), ()
-    return positives or [""] * len(example.positives), negatives or [""] * len(example.negatives)
-
-
-class SelectedRows(Sequence[Row]):
-    """The rows of a global batch, each read when it is accessed."""
-
-    def __init__(
-        self,
-        stores: Sequence[RowStore],
-        settings: Sequence[SourceSettings],
-        planned: PlannedBatch,
-        selection: Selection,
-    ) -> None:
-        self._stores, self._settings, self._planned, self._selection = stores, settings, planned, selection
-        self._negative_starts = np.cumsum(selection.counts) - selection.counts
-
-    def __len__(self) -> int:
-        return len(self._planned.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
-        if isinstance(index, slice):
-            return tuple(self._row(i) for i in range(len(self))[index])
-        return self._row(range(len(self))[index])
-
-    def _row(self, index: int) -> Row:
-        source = int(self._planned.sources[index])
-        start, count = self._negative_starts[index], self._selection.counts[index]
-        return self._settings[source].row(
-            self._stores[source][int(self._planned.rows[index])],
-            int(self._selection.positive[index]),
-            self._selection.negatives[start : start + count].tolist(),
-        )
-
-
-class SelectedTokens:
-    """The tokens of a global batch from the stores of its sources: implements BatchTokens.
-
-    `num_positives` are those of each row: int64 [B].
-    """
-
-    def __init__(
-        self,
-        stores: Sequence[TokenStore],
-        planned: PlannedBatch,
-        selection: Selection,
-        num_positives: NDArray[np.int64],
-    ) -> None:
-        self._stores = stores
-        query_texts = np.empty(len(planned.rows), dtype=np.int64)  # of each row, the index of its query in the store
-        for source in np.unique(planned.sources):
-            of_source = planned.sources == source
-            query_texts[of_source] = stores[source].row_starts[planned.rows[of_source]]
-        self.num_documents = (selection.positive >= 0) + selection.counts
-        self._texts = np.concatenate([query_texts, _document_texts(query_texts, num_positives, selection)])
-        self._sources = np.concatenate([planned.sources, np.repeat(planned.sources, self.num_documents)])
-        self.lengths, self.keys = (np.empty(len(self._texts), dtype=np.int64) for _ in range(2))
-        for source in np.unique(planned.sources):
-            of_source = self._sources == source
-            self.lengths[of_source] = stores[source].lengths(self._texts[of_source])
-            self.keys[of_source] = stores[source].keys[self._texts[of_source]]
-
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The concatenated tokens of these texts."""
-        sources = np.unique(self._sources[texts])
-        if len(sources) == 1:
-            return self._stores[int(sources[0])].ids(self._texts[texts])
-        lengths = self.lengths[texts]
-        owners = np.repeat(self._sources[texts], lengths)
-        token_ids: NDArray[np.int32] = np.empty(int(lengths.sum()), dtype=np.int32)
-        for source in sources:
-            token_ids[owners == source] = self._stores[int(source)].ids(
-                self._texts[texts[self._sources[texts] == source]]
-            )
-        return token_ids
-
-
-def _document_texts(
-    query_texts: NDArray[np.int64], num_positives: NDArray[np.int64], selection: Selection
-) -> NDArray[np.int64]:
-    """The indices of all selected documents in the stores: of each row its positive, then its negatives.
-
-    A row with 2 positives and 3 negatives whose query is text 10 of its store has positives 11 and 12 and negatives 13,
-    14 and 15. If positive 1 and negatives 0 and 2 are selected, its documents are 12, 13 and 15.
-    """
-    has_positive = selection.positive >= 0
-    num_documents = has_positive + selection.counts
-    row_starts = np.cumsum(num_documents) - num_documents  # of each row in the result
-    documents = np.empty(int(num_documents.sum()), dtype=np.int64)
-    documents[row_starts[has_positive]] = (query_texts + 1 + selection.positive)[has_positive]
-    first_negatives = query_texts + 1 + num_positives
-    negative_starts = np.cumsum(selection.counts) - selection.counts
-    index_in_row = np.arange(len(selection.negatives)) - negative_starts[selection.owners]
-    negatives = first_negatives[selection.owners] + selection.negatives
-    documents[(row_starts + has_positive)[selection.owners] + index_in_row] = negatives
-    return documents
-
-
-# Extra columns of rows that losses use.
-ID_COLUMNS = frozenset({"positive_ids", "negative_ids"})
-LOSS_COLUMNS = ID_COLUMNS | {"positive_scores", "negative_scores", "label", "vectors"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +96,26 @@ class TrainData:
         lists = of_lists[planned.sources] if of_lists.any() else None
         selection = draw(positives, negatives, limits, positions, self.plan.seed, lists)
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
+        rows = SelectedRows(self.stores, self.settings, planned, selection)
+        has_ids = any(self.stores[source].extra_columns & ID_COLUMNS for source in sources)
+        tokens: BatchTokens | None = None
+        drawn: BatchNegatives | None = None
+        if self.tokens is not None:
+            tokens = selected = SelectedTokens(self.tokens, planned, selection, positives)
+            num_drawn = np.array([settings.batch_negatives for settings in self.settings])[planned.sources]
+            if num_drawn.any():
+                documents = selected.documents(rows.id_keys() if has_ids else None)
+                drawn = draw_batch_negatives(documents, num_drawn, self.plan.seed, k)
+                tokens = ExtendedTokens(selected, drawn)
         return GlobalBatch(
             k,
-            SelectedRows(self.stores, self.settings, planned, selection),
+            rows,
             source=planned.source,
             row_sources=planned.sources if planned.source is None and len(self.stores) > 1 else None,
-            tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, selection, positives),
+            tokens=tokens,
             has_loss_columns=any(self.stores[source].extra_columns & LOSS_COLUMNS for source in sources),
-            has_ids=any(self.stores[source].extra_columns & ID_COLUMNS for source in sources),
+            has_ids=has_ids,
+            num_batch_negatives=None if drawn is None else drawn.counts,
         )
 
     def teacher_dimension(self, source: int) -> int | None:
@@ -299,11 +177,12 @@ def load_train_data(
     text_format = text_format or TextFormat()
     source_needs = [needs] * len(sources) if isinstance(needs, RowRequirements) else needs
     settings = [
-        SourceSettings(TextFormat.of(source, text_format), source.negatives, row_needs.lists)
+        SourceSettings(TextFormat.of(source, text_format), source.negatives, row_needs.lists, row_needs.batch_negatives)
         for source, row_needs in zip(sources, source_needs, strict=True)
     ]
     notes = [str(store.report) for store in stores]
     notes += _instructions(stores, settings)
+    notes += _batch_negatives(stores, settings)
     notes.append(_epoch(stores, rows, plan, mixing))
     return TrainData(stores, plan, settings, notes)
 
@@ -317,6 +196,19 @@ def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]
     return [
         f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows go before texts as {form!r}"
         for form, names in sources.items()
+    ]
+
+
+def _batch_negatives(stores: Sequence[RowStore], settings: Sequence[SourceSettings]) -> list[str]:
+    """Notes on documents of other rows as negatives."""
+    drawn = [source_settings.batch_negatives for source_settings in settings]
+    if not any(drawn):
+        return []
+    without = [store.report.name for store, count in zip(stores, drawn, strict=True) if not count]
+    names = f"; rows of {', '.join(without)} get none, because of in_batch_negatives=false" * bool(without)
+    return [
+        f"data.batch_negatives={max(drawn)}: each row gets {format_count(max(drawn), 'document')} of other rows of its "
+        f"batch as further negatives, whose label is 0{names}"
     ]
 
 
@@ -379,7 +271,7 @@ def load_recipe_data(
         ),
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
-        needs=[row_requirements(loss) for loss in losses],
+        needs=[source_requirements(source, loss, recipe.data) for source, loss in zip(sources, losses, strict=True)],
         mixing=Mixing(
             by_source=uses_batches_by_source(recipe.data.batches, losses),
             weights=recipe.data.weight_mode,

@@ -105,6 +105,8 @@ class GlobalBatch:
     tokens: BatchTokens | None = None  # None until the data is tokenised
     has_loss_columns: bool = True  # whether rows hold scores, ids, labels or vectors besides texts
     has_ids: bool | None = None  # whether a document of any rank may have an id; None: `rows` says it
+    # int64 [B], documents of other rows that `tokens` has of each row, after those of `rows`; None: none.
+    num_batch_negatives: NDArray[np.int64] | None = None
 
     def rows_of_rank(self, rank: int, size: int) -> tuple[Row, ...]:
         """The rows of rank `rank` of `size`: every `size`-th row, so that ranks differ by at most one."""

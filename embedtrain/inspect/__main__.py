@@ -55,12 +55,12 @@ def main(arguments: tuple[Recipe, InspectOptions]) -> None:
         with console.progress() as note:
             if len(inspected.store) >= MANY_ROWS:
                 note(f"counting texts of {inspected.name}", number, len(inspected_data.sources))
-            problems, empty = _problems(inspected, options.problems, cache)
+            problems, empty = _problems(recipe, inspected, options.problems, cache)
             statistics.append(_measure(inspected, tokenizer))
             num_empty.append(empty)
         _print_source(page, inspected, statistics[-1], problems, empty, read_for)
         _print_examples(page, inspected, tokenizer, options.examples)
-    _print_whole(page, recipe, inspected_data, statistics, num_empty, of_training=not options.data)
+    _print_whole(page, recipe, inspected_data, statistics, num_empty, tokenizer, of_training=not options.data)
     print_cache_size(page, cache.directory, inspected_data.datasets)
     if no_tokenizer:
         page.subheading(no_tokenizer)
@@ -73,10 +73,10 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
     """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
     from dataclasses import replace
 
-    from embedtrain.data.tokens import TextTokenizer
     from embedtrain.inspect.texts import UntruncatedTokenizer
+    from embedtrain.loading.load import bound_tokenizer
     from embedtrain.models.source import open_model_source
-    from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
+    from embedtrain.models.tokenizer import load_tokenizer
 
     model = recipe.model
     if model.path is None and model.config is None:
@@ -88,16 +88,15 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
         note = "lengths are in characters: the vocabulary is trained when the run starts"
         return None, source.prompts, note
     loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
-    bound = TextTokenizer(loaded, resolve_max_length(source, loaded), include_prompt=source.include_prompt)
-    return UntruncatedTokenizer(bound), source.prompts, ""
+    return UntruncatedTokenizer(bound_tokenizer(source, loaded)), source.prompts, ""
 
 
-def _problems(inspected: "InspectedSource", limit: int, cache: "Cache") -> tuple[list[str], int]:
+def _problems(recipe: Recipe, inspected: "InspectedSource", limit: int, cache: "Cache") -> tuple[list[str], int]:
     """The first invalid rows, and the number of empty files.
 
     The report of a source has only a few invalid rows; for more the source is read again.
     """
-    from embedtrain.config.row_requirements import row_requirements
+    from embedtrain.config.source_losses import source_requirements
     from embedtrain.inspect.sources import first_bad_rows, num_empty_files
 
     report = inspected.store.report
@@ -107,7 +106,8 @@ def _problems(inspected: "InspectedSource", limit: int, cache: "Cache") -> tuple
     if min(limit, report.num_skipped) <= len(report.problems):
         return report.problems[:limit], num_empty
     assert inspected.loss is not None
-    return first_bad_rows(inspected.source, report.name, row_requirements(inspected.loss), limit, cache), num_empty
+    needs = source_requirements(inspected.source, inspected.loss, recipe.data)
+    return first_bad_rows(inspected.source, report.name, needs, limit, cache), num_empty
 
 
 def _measure(inspected: "InspectedSource", tokenizer: "UntruncatedTokenizer | None") -> "TextStatistics":
@@ -161,6 +161,7 @@ def _print_whole(
     inspected_data: "InspectedData",
     statistics: Sequence["TextStatistics"],
     num_empty: Sequence[int],
+    tokenizer: "UntruncatedTokenizer | None",
     *,
     of_training: bool,
 ) -> None:
@@ -191,11 +192,11 @@ def _print_whole(
         print_duplicates(page, duplicates_in(whole.keys))
     if of_training:
         print_run(page, data.plan, recipe.train)
-    if of_training and data.tokens is not None:
-        print_costs(page, _costs(recipe, data), recipe.train.chunk_tokens)
+    if of_training and tokenizer is not None:
+        print_costs(page, _costs(recipe, data, tokenizer), recipe.train.chunk_tokens)
 
 
-def _costs(recipe: Recipe, data: "TrainData") -> dict[str, "Cost"]:
+def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer") -> dict[str, "Cost"]:
     """What batches from all over an epoch cost, by the machine."""
     from embedtrain.inspect.costs import batch_cost
     from embedtrain.training.rank_batch import pass_overhead
@@ -206,7 +207,15 @@ def _costs(recipe: Recipe, data: "TrainData") -> dict[str, "Cost"]:
 
     def cost(ranks: int, on_gpu: bool) -> "Cost":
         tokens = pass_overhead(on_gpu=on_gpu, sharded=ranks > 1) if overhead is None else overhead
-        return batch_cost(data, batches, ranks, recipe.train.chunk_tokens, tokens, packed=on_gpu in packing)
+        return batch_cost(
+            data,
+            batches,
+            ranks,
+            recipe.train.chunk_tokens,
+            tokens,
+            packed=on_gpu in packing,
+            inputs=tokenizer.bound.encoder_inputs,
+        )
 
     packing = _packing(recipe)
     return {name: cost(ranks, on_gpu) for ranks, name, on_gpu in MACHINES}

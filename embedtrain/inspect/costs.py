@@ -1,6 +1,6 @@
 """The cost of batches before any is computed: padding, chunks, and the balance of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from embedtrain.data.chunks import plan_chunks
 from embedtrain.data.train_data import TrainData
+from embedtrain.data.types import BatchTokens, EncoderInputs, TextInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,21 @@ def batch_cost(
     pass_overhead_tokens: int,
     *,
     packed: bool = False,
+    inputs: Callable[[BatchTokens], EncoderInputs] = TextInputs,
 ) -> Cost:
-    """The cost of these batches of tokenised data; for other arguments see `plan_chunks`."""
+    """The cost of these batches of tokenised data; for other arguments see `plan_chunks`.
+
+    `inputs` gives what the encoder computes of a batch: texts, or pairs of texts.
+    """
     real, chunks, computed = 0, 0, []
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        plan = plan_chunks(tokens.lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
-        real, chunks = real + int(tokens.lengths.sum()), chunks + plan.num_chunks
+        lengths = inputs(tokens).lengths
+        plan = plan_chunks(lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
+        real, chunks = real + int(lengths.sum()), chunks + plan.num_chunks
         computed.append(
-            [count_computed_tokens(plan.chunks_of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)]
+            [count_computed_tokens(plan.chunks_of_rank(rank), lengths, packed=packed) for rank in range(ranks)]
         )
     by_rank = np.array(computed, dtype=np.float64)
     return Cost(

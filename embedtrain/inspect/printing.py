@@ -55,6 +55,9 @@ def print_source(
     if inspected.source.in_batch_negatives is not None:
         negation = "" if inspected.source.in_batch_negatives else "no "
         facts.append(("in a batch", f"rows are {negation}negatives of each other"))
+    if settings.batch_negatives:
+        drawn = format_count(settings.batch_negatives, "document")
+        facts.append(("in a batch", f"each row gets {drawn} of other rows as further negatives"))
     if report.num_dropped:
         dropped = format_count(report.num_dropped, "negative")
         facts.append(("left out", f"{dropped} that equal a positive or repeat another"))

@@ -3,6 +3,7 @@
 R: rows; T: texts of one role, of all rows, row by row.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,8 @@ class UntruncatedTokenizer:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.bound = tokenizer
-        self._untruncated = TextTokenizer(tokenizer.tokenizer, _UNLIMITED)
+        self._untruncated = copy.copy(tokenizer)
+        self._untruncated.max_length = _UNLIMITED
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
-from embedtrain.config.recipe import Recipe, TrainConfig
+from embedtrain.config.recipe import ModelKind, Recipe, TrainConfig
 
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
 # fragmentation of the allocator.
@@ -53,11 +53,11 @@ class StepWorkload:
 
     @classmethod
     def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int = 2) -> "StepWorkload":
-        """The workload of a recipe."""
-        train = recipe.train
+        """The workload of a recipe. A cross-encoder's texts are pairs, one for each document of a row."""
+        train, pairs = recipe.train, recipe.model.kind is ModelKind.cross_encoder
         return cls(
             rows=train.global_batch_size,
-            texts_per_row=texts_per_row,
+            texts_per_row=max(1, texts_per_row - pairs) + recipe.data.batch_negatives,
             tokens_per_text=tokens_per_text,
             chunk_tokens=train.chunk_tokens,
             activation_tokens=train.activation_tokens,

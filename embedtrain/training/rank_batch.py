@@ -218,6 +218,7 @@ def make_rank_batch(
             source=batch.source or 0,
             teacher_dimension=teacher_dimension,
             row_sources=row_sources,
+            num_negatives=None if batch.num_batch_negatives is None else batch.num_batch_negatives[rank::size],
         ),
         num_rows=len(batch.rows),
         num_cached_graphs=chunk_options.num_cached_graphs(
@@ -254,8 +255,12 @@ def _make_batch_info(
     source: int,
     teacher_dimension: int | None,
     row_sources: RowSources | None,
+    num_negatives: NDArray[np.int64] | None,
 ) -> BatchInfo:
-    """What the loss needs besides the embeddings of this rank's rows; `rows` is None if they hold nothing but texts."""
+    """What the loss needs besides the embeddings of this rank's rows; `rows` is None if they hold nothing but texts.
+
+    `num_negatives` are the documents of other rows that each row has besides its own; their scores are 0.
+    """
     local_rows, local_documents = (
         slice(r.start, r.stop) for r in (global_rows.local_rows, global_rows.local_documents)
     )
@@ -264,8 +269,12 @@ def _make_batch_info(
     owners = torch.from_numpy(np.repeat(np.arange(len(query_keys)), global_rows.local_num_documents))
     known_rows = [] if rows is None else list(rows)
     # Ids are compared within a source: "7" of another source is another document.
-    ids = [name and f"{row.source} {name}" for row in known_rows for name in row.ids or [""] * len(row.documents)]
-    scores = [score for row in known_rows for score in row.scores]
+    ids, scores = list[str](), list[float]()
+    counts = [0] * len(known_rows) if num_negatives is None else num_negatives.tolist()[: len(known_rows)]
+    for row, count in zip(known_rows, counts, strict=True):
+        own_ids = [name and f"{row.source} {name}" for name in row.ids or [""] * len(row.documents)]
+        ids += [*own_ids, *[""] * count]
+        scores += [*row.scores, *[0.0] * count] if row.scores else []
     labels = [row.label for row in known_rows if row.label is not None]
     # A rank without rows cannot know whether other ranks have scores or labels: it has an empty tensor of each.
     return BatchInfo(

@@ -16,8 +16,9 @@ from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.selection import SourceSettings
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.train_data import SourceSettings, TrainData
+from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError
 from embedtrain.formatting import format_count
@@ -28,6 +29,7 @@ from embedtrain.training.state import TrainState
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
 _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
+_BATCH_NEGATIVES = "data.batch_negatives"
 
 
 @dataclass
@@ -122,6 +124,7 @@ EFFECTS = {
     "model.attention": Effect.changes_rounding,
     "data.train": Effect.must_match,
     "data.batches": Effect.must_match,
+    "data.batch_negatives": Effect.must_match,
     # Whether these change anything shows in the rows and their number per epoch, which are part of the identity.
     "data.on_error": Effect.no_effect,
     "data.weight_mode": Effect.no_effect,
@@ -187,6 +190,7 @@ def run_identity(
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
         "loss": common_loss,
+        _BATCH_NEGATIVES: recipe.data.batch_negatives,
         "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
         _SOURCES: rows,
         _ROWS_PER_EPOCH: data.plan.rows_per_source.tolist(),
@@ -204,6 +208,7 @@ def _model_identity(options: Mapping[str, Any]) -> dict[str, Any]:
 def _source_identity(store: RowStore, settings: SourceSettings) -> dict[str, Any]:
     """Options of all rows of a source; the instruction format only matters if rows have instructions."""
     options: dict[str, Any] = {**to_plain(settings.text_format), "negatives": settings.negatives}
+    options["batch_negatives"] = settings.batch_negatives
     if not {"instruction", "document_instruction"} & store.extra_columns:
         options["instruction_format"] = None
     return options
@@ -219,7 +224,8 @@ def _loss_identity(loss: LossConfig) -> dict[str, Any]:
 
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Reject a checkpoint of a run with another identity."""
-    before = _model_identity(to_plain(ModelConfig())) | checkpoint.manifest.identity
+    defaults = {_BATCH_NEGATIVES: 0, **_model_identity(to_plain(ModelConfig()))}
+    before = defaults | checkpoint.manifest.identity
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)
         if difference is None:
@@ -304,7 +310,9 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kind = LOSSES.get(str(options.get("name")))
     if kind is not None:
         return dict(to_plain(kind()))
-    return {"query_prompt": "", "document_prompt": ""} if option.startswith(f"{_SOURCES}.") else {}
+    return (
+        {"query_prompt": "", "document_prompt": "", "batch_negatives": 0} if option.startswith(f"{_SOURCES}.") else {}
+    )
 
 
 def require_same_data(data: TrainData, world: World) -> None:

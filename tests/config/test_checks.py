@@ -10,7 +10,7 @@ from embedtrain.config import checks, model_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.listwise_losses import BCEConfig
+from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -107,6 +107,15 @@ CASES = [
     option("data.instruction_format", "{instruction}"),
     option("data.mixing_temperature", 0.0),
     option("data.workers", -1),
+    option("data.batch_negatives", -1),
+    option("data.batch_negatives", 4),
+    case(r"data\.batch_negatives=4: loss=mse ", data__batch_negatives=4, loss=MSEConfig(), **CROSS_ENCODER),
+    case(
+        r"data\.batch_negatives=4: .*loss\.positive_above=-1",
+        data__batch_negatives=4,
+        loss=SoftmaxConfig(positive_above=-1.0),
+        **CROSS_ENCODER,
+    ),
     case(r"train\.steps=null and train\.epochs=null", train__steps=None),
     case(r"train\.steps=10 and train\.epochs=1\.0", train__epochs=1.0),
     option("train.steps", 0),

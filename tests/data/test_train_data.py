@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embedtrain.config.compose import compose_recipes
 from embedtrain.config.listwise_losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.text_format import Prompt, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.train_data import Mixing, TrainData, load_train_data
+from embedtrain.data.train_data import Mixing, TrainData, load_recipe_data, load_train_data
 from embedtrain.data.types import Row
+from embedtrain.errors import DataError
 from tests.small import small_tokenizer
 
 
@@ -207,6 +209,50 @@ def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bo
         assert tokens.ids(selected).tolist() == [token for text in selected for token in expected[text]]
         plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
         assert tokens.keys.tolist() == text_keys(plain).tolist()
+
+
+def test_documents_of_other_rows(tmp_path: Path) -> None:
+    """Never a document that answers the query, used or not, nor an id of it; none with in_batch_negatives=false."""
+    rows = [{"query": f"q{i}", "pos": [f"p{i}", f"p{(i + 1) % 6}"]} for i in range(6)]
+    named = [{"query": f"r{i}", "pos": [f"s{i}"], "pos_id": ["same" if i < 3 else f"{i}"]} for i in range(4)]
+    sources = [
+        source(tmp_path, "one", rows),
+        source(tmp_path, "named", named),
+        source(tmp_path, "two", [{"query": "z", "pos": ["y"]}], in_batch_negatives=False),
+    ]
+    (recipe,) = compose_recipes(
+        ["name=t", "model.path=m", "model.kind=cross_encoder", "loss=softmax", "train.steps=4", "data.train=[x]",
+         "train.global_batch_size=11", "data.batch_negatives=5"]
+    )  # fmt: skip
+    recipe.data.train = sources
+    cache = Cache(directory=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"two\.jsonl:1: loss=softmax needs a hard negative"):
+        load_recipe_data(recipe, {}, cache)
+    sources[2] = source(tmp_path, "two", [{"query": "z", "pos": ["y"], "neg": ["x"]}], in_batch_negatives=False)
+    data, _ = load_recipe_data(recipe, {}, cache)
+    assert any("data.batch_negatives=5" in note and "rows of two get none" in note for note in data.notes)
+    assert data.batch(0).num_batch_negatives is None  # before the data is tokenised
+    tokenizer = TextTokenizer(small_tokenizer(), 16)
+    data.prepare(tokenizer, cache)
+    texts = [f"{letter}{i}" for letter in "ps" for i in range(6)] + ["x", "y"]
+    by_key = dict(zip(text_keys(texts).tolist(), texts, strict=True))
+    for k in range(4):
+        batch = data.batch(k)
+        tokens, counts = batch.tokens, batch.num_batch_negatives
+        assert tokens is not None
+        assert counts is not None
+        documents = [by_key[key] for key in tokens.keys[len(batch.rows) :].tolist()]
+        ids = np.split(tokens.ids(np.arange(len(tokens.lengths))), np.cumsum(tokens.lengths)[:-1])
+        assert [part.tolist() for part in ids[len(batch.rows) :]] == tokenizer.ids(documents)
+        for row, number, count in zip(batch.rows, tokens.num_documents, counts, strict=True):
+            own, documents = documents[:number], documents[number:]
+            assert own[: number - count] == list(row.documents)
+            drawn = set(own[number - count :])
+            assert len(drawn) == count == (0 if row.query == "z" else 5)
+            held = {document for example in rows for document in example["pos"] if example["query"] == row.query}
+            assert not drawn & held
+            same = {"s0", "s1", "s2"}  # equal by id
+            assert len(drawn & same) <= (row.documents[0] not in same)
 
 
 def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:

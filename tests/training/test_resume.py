@@ -124,6 +124,24 @@ def test_a_change_of_identity_is_rejected(rows, change, message):
         require_same_run(folder, compose(rows, change)[1])
 
 
+def test_documents_of_other_rows_are_part_of_the_identity(rows):
+    reranker = "model.kind=cross_encoder", "loss=softmax", "data.batch_negatives=2"
+    recipe, identity = compose(rows, *reranker)
+    folder = checkpoint_of(recipe, identity)
+    require_same_run(folder, compose(rows, *reranker)[1])
+    with pytest.raises(CheckpointError, match=r"data\.batch_negatives=2, this run has data\.batch_negatives=3"):
+        require_same_run(folder, compose(rows, *reranker[:2], "data.batch_negatives=3")[1])
+    path = rows / "plain.jsonl"
+    sources = [f"{{path: {path}, name: plain, in_batch_negatives: false}}", str(rows / "with_instructions.jsonl")]
+    alone, (first, _) = f"data.train=[{{path: {path}, name: plain}}]", sources
+    folder = checkpoint_of(*compose(rows, "model.kind=cross_encoder", "loss=bce", "data.batch_negatives=2", alone))
+    with pytest.raises(CheckpointError, match=r"data\.train\.plain\.batch_negatives=2, this run has .*=0"):
+        require_same_run(
+            folder,
+            compose(rows, "model.kind=cross_encoder", "loss=bce", "data.batch_negatives=2", f"data.train=[{first}]")[1],
+        )
+
+
 ALLOWED = [
     ("optim.lr=0.5", Effect.changes_training, "optim.lr 2e-05 -> 0.5"),
     ("optim.betas=[0.9,0.95]", Effect.changes_training, "optim.betas [0.9, 0.999] -> [0.9, 0.95]"),
@@ -200,6 +218,8 @@ def removing(*options: str) -> Callable[[dict[str, Any]], None]:
         ("false_negative_margin", "loss.false_negative_margin=0.1"),
         ("mask_duplicates", "loss.mask_duplicates=false"),
         ("query_max_length", None),
+        ("data.batch_negatives", None),
+        ("batch_negatives", None),
     ],
 )
 def test_an_option_missing_in_an_older_checkpoint_had_its_default(rows, option, change):

@@ -121,7 +121,8 @@ class CachedRows:
         report = RowStatistics.of(metadata["statistics"]).report(
             reading.name, metadata["layout"], reading.parts, reading.source.negatives, cached=cached
         )
-        if report.num_unscored == report.num_rows and report.counts().most == 0:
+        has_negatives = report.counts().most > 0 or reading.needs.batch_negatives > 0
+        if report.num_unscored == report.num_rows and not has_negatives:
             named = "" if reading.source.columns is None else " that columns names too"
             raise DataError(
                 f"{reading.source.path}: there are neither scores nor hard negatives to use, so all pairs would be "

@@ -88,7 +88,7 @@ class RowCheck:
             if score not in self._needs.range:
                 hint = "" if self._needs.range.integers else "; `score_scale` of a source divides its scores"
                 raise BadRow(f"loss={self._needs.loss} needs scores that are {self._needs.range}, not {score:g}{hint}")
-        scores = {*texts.positive_scores, *texts.negative_scores}
+        scores = {*texts.positive_scores, *texts.negative_scores, *[0.0] * (self._needs.batch_negatives > 0)}
         if self._needs.ranked and len(scores) < 2:
             documents = format_count(len(texts.positives) + len(texts.negatives), "document")
             raise BadRow(

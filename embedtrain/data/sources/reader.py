@@ -101,6 +101,8 @@ class SourceReader:
                 "even": needs.same_num_documents,
                 "ranked": needs.ranked,
                 "positive_above": needs.positive_above,
+                # Not their number, which does not matter here.
+                **({"batch_negatives": True} if needs.batch_negatives else {}),
             },
         }
 

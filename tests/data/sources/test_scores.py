@@ -25,7 +25,7 @@ from embedtrain.config.losses import (
     TripletConfig,
 )
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
@@ -321,6 +321,22 @@ def test_a_row_with_nothing_to_rank(tmp_path: Path, config: LossConfig) -> None:
     examples, report = read(path, needs=needs, on_error=OnError.skip)
     assert scores(examples) == [((1.0, 1.0), (0.0, 0.0))]
     assert "a.jsonl:2" in str(report)
+
+
+@pytest.mark.parametrize("config", [SoftmaxConfig(), RankNetConfig()], ids=lambda config: config.name)
+def test_rows_that_get_documents_of_other_rows(tmp_path: Path, config: LossConfig) -> None:
+    """They need no negatives of their own, and their labels are not below those of other rows' documents."""
+    needs = with_batch_negatives(row_requirements(config), 4)
+    path = write(tmp_path / "a.jsonl", {"query": "q", "pos": ["a"]})
+    assert_error(rf"a\.jsonl.*{config.name}", path, needs=row_requirements(config))
+    examples, _ = read(path, needs=needs)
+    assert [(e.positives, e.negatives) for e in examples] == [(("a",), ())]
+    if config.name == "ranknet":
+        path = write(tmp_path / "b.jsonl", {"query": "q", "pos": ["a"], "pos_scores": [0]})
+        assert_error(r"b\.jsonl:1: loss=ranknet .* 0$", path, needs=needs)
+        path = write(tmp_path / "c.jsonl", {**ROW, **SCORES})
+        read(path, needs=row_requirements(config))
+        assert_error(r"c\.jsonl:1: loss=ranknet .* from 0 .*not -1\.5", path, needs=needs)
 
 
 def test_labels_that_a_loss_does_not_accept(tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
 }  # fmt: skip
+# Architectures whose heads tests of cross-encoders look at.
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "albert": _SMALL | {"max_position_embeddings": 64, "embedding_size": 16},
+    "roberta": _SMALL | {"max_position_embeddings": 66},
+    "camembert": _SMALL | {"max_position_embeddings": 66},
+    "eurobert": _LLAMA,
+}
 POOLINGS = {"llama": Pooling.last, "qwen2": Pooling.last, "qwen3": Pooling.last}
 
 
@@ -74,12 +81,12 @@ def text_tokenizer() -> TextTokenizer:
 def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
     """A recipe's model options for a small random model of the named architecture."""
     config: dict[str, Any] = {"model_type": architecture, "vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0}
-    config |= {"eos_token_id": 2} | (ARCHITECTURES | MORE_ARCHITECTURES)[architecture]
+    config |= {"eos_token_id": 2} | (ARCHITECTURES | MORE_ARCHITECTURES | CLASSIFIERS)[architecture]
     if architecture in ("bert", "xlm-roberta"):
         config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     elif architecture == "modernbert":
         config |= {"cls_token_id": 0, "sep_token_id": 2, "mlp_dropout": dropout, "attention_dropout": dropout}
-    elif architecture in ("mpnet", "distilbert"):
+    elif architecture in ("mpnet", "distilbert", "albert", "roberta", "camembert"):
         config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         config |= {"dropout": dropout, "attention_dropout": dropout}
     else:

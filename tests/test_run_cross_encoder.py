@@ -72,6 +72,22 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() | weights[1].keys())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(4, ["strategy=hsdp", "shard_size=2", "activation_checkpointing=true"]), (2, ["strategy=ddp"])],
+    ids=["hsdp", "ddp"],
+)
+def test_every_layout_has_the_losses_of_one_rank(ranks, inputs, tmp_path, size, layout):
+    more = [f"parallel.{option}" for option in layout]
+    ranks(1, run, *options(inputs, tmp_path / "one", "loss=lambdaloss", model="bert"))
+    ranks(size, run, *options(inputs, tmp_path / "many", "loss=lambdaloss", *more, model="bert"))
+    one, many = (metric_rows(tmp_path / name) for name in ("one", "many"))
+    for left, right in zip(one, many, strict=True):
+        for name in left.keys() & {"step", "loss", "grad_norm"}:
+            assert right[name] == pytest.approx(left[name], rel=1e-4)
+
+
 def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
     """The run itself compares its export with transformers, sentence-transformers and onnxruntime."""
     output = ranks(2, run, *options(inputs, tmp_path / "run", "loss=bce", "export.formats=[onnx]", model="bert"))[0]

@@ -109,11 +109,13 @@ class PooledVectors(nn.Module):
 
     Args:
         pooler: the backbone's, for classes whose head receives its output; None if there is none.
+        activation: of a pooler that is a linear layer only (ALBERT); other poolers take the first token themselves.
     """
 
-    def __init__(self, pooler: nn.Module | None) -> None:
+    def __init__(self, pooler: nn.Module | None, activation: nn.Module | None = None) -> None:
         super().__init__()
         self.pooler = pooler
+        self.pooler_activation = activation
         self._backbone: list[nn.Module] = []  # a list, so that it is no submodule
 
     def forward(
@@ -124,9 +126,12 @@ class PooledVectors(nn.Module):
         if self._backbone:
             hidden = self._backbone[0](*args, **kwargs).last_hidden_state.float()
         assert hidden is not None
-        return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden, pooler_output=None if self.pooler is None else self.pooler(hidden)
-        )
+        pooled = None
+        if self.pooler_activation is not None and self.pooler is not None:
+            pooled = self.pooler_activation(self.pooler(hidden[:, 0]))
+        elif self.pooler is not None:
+            pooled = self.pooler(hidden)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
 
     @contextlib.contextmanager
     def calling(self, backbone: nn.Module) -> Iterator[None]:
@@ -142,8 +147,8 @@ def split_classifier(classifier: PreTrainedModel) -> tuple[PreTrainedModel, PreT
     """The backbone of a sequence classifier, and the classifier itself with `PooledVectors` in its place."""
     backbone, name = classifier.base_model, classifier.base_model_prefix
     assert isinstance(backbone, PreTrainedModel)
-    pooler = getattr(backbone, "pooler", None)
-    setattr(classifier, name, PooledVectors(pooler if isinstance(pooler, nn.Module) else None))
+    pooler, activation = getattr(backbone, "pooler", None), getattr(backbone, "pooler_activation", None)
+    setattr(classifier, name, PooledVectors(pooler if isinstance(pooler, nn.Module) else None, activation))
     # A configuration of its own: decoders' classes reject several rows without a padding token.
     classifier.config = copy.deepcopy(classifier.config)
     config = classifier.config.get_text_config()

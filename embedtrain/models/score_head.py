@@ -14,6 +14,7 @@ from embedtrain.models.file_references import read_json
 
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
 _CLASSIFIER = "ForSequenceClassification"
+_LATE = "late"  # of EuroBERT's class: its head receives every token, and no pooled one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ def read_score_head(directory: Path, config: PretrainedConfig, modules: Sequence
             f"{directory / 'modules.json'} has the modules {', '.join(modules)}; supported in a cross-encoder is "
             "Transformer alone"
         )
+    if is_classifier and getattr(config, "classifier_pooling", None) == _LATE:
+        raise ModelError(
+            f"{directory / 'config.json'}: classifier_pooling={_LATE} scores every token and takes the mean; "
+            "supported are bos, cls and mean"
+        )
     note = ""
     if "Pooling" in modules:
         note = f"{directory} is an embedding model: its backbone is used, its pooling is not"
@@ -67,6 +73,8 @@ def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and f"AutoModel{_CLASSIFIER}" not in own:
         raise ModelError(f"{where}: {config.model_type} has no class for sequence classification, which scores pairs")
     config.num_labels = 1
+    if getattr(config, "classifier_pooling", None) == _LATE:
+        config.classifier_pooling = "mean"
     return HeadSource(is_new=True)
 
 

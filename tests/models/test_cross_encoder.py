@@ -17,7 +17,7 @@ from tokenizers import processors
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Precision, Strategy
 from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
@@ -40,6 +40,10 @@ CASES = {
     "distilbert": {},
     "mpnet": {},
     "electra": {"type_vocab_size": 2, "embedding_size": 16},
+    "albert": {"type_vocab_size": 2},
+    "roberta": {"type_vocab_size": 1},
+    "camembert": {"type_vocab_size": 1},
+    "eurobert": {},
     "deberta-v2": {"type_vocab_size": 2, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "modernbert": {},
     "modernbert, mean": {"classifier_pooling": "mean"},
@@ -49,7 +53,7 @@ CASES = {
     "mistral": {},
     "gemma3_text": {},
 }
-WITH_TYPES = {"bert", "electra", "deberta-v2"}
+WITH_TYPES = {"bert", "electra", "albert", "deberta-v2"}
 PADDED = {"deberta-v2", "mpnet"}  # they compute attention themselves
 
 
@@ -238,6 +242,8 @@ def test_activations_that_directories_name(tmp_path):
         head = open_model_source(edited(bert, tmp_path / name, **config)).head
         assert head is not None
         assert head.activation == expected
+    with pytest.raises(ModelError, match="classifier_pooling=late"):
+        open_model_source(edited(save_reranker("eurobert", tmp_path / "e"), tmp_path / "l", classifier_pooling="late"))
     with pytest.raises(ModelError, match="3 labels"):
         open_model_source(edited(bert, tmp_path / "three", id2label={"0": "a", "1": "b", "2": "c"}))
     unheaded = save_small(small_model("bert"), tmp_path / "backbone")
@@ -260,10 +266,11 @@ def test_a_new_head_is_a_function_of_the_seed_and_the_backbone_is_read(tmp_path)
         assert torch.equal(weight, other[name]) == is_read, name
 
 
-def sharded_step(world: World, directory: Path, expected: dict[str, Tensor]) -> None:
-    """The gradient on two ranks; in bf16 the head still computes in float32; adapters train the head as well."""
+def sharded_step(world: World, directory: Path, options: ParallelConfig, expected: dict[str, Tensor]) -> None:
+    """The gradient on several ranks; in bf16 the head still computes in float32; adapters train the head as well."""
     model = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder)
-    loaded = load_model(model, parallel(), world, seed=0)
+    loaded = load_model(model, options, world, seed=0)
+    assert loaded.layout.activation_checkpointing == bool(options.activation_checkpointing)
     encoder = loaded.encoder.eval()
     (chunk,) = loaded.tokenizer.chunks(PAIRS, 10_000)
     actual = grads(encoder, encoder(*chunk.inputs))
@@ -271,21 +278,36 @@ def sharded_step(world: World, directory: Path, expected: dict[str, Tensor]) -> 
     for name, grad in actual.items():
         torch.testing.assert_close(grad.full_tensor(), expected[name], rtol=1e-3, atol=1e-5, msg=name)
     model.lora = LoraConfig(rank=2)
-    encoder = load_model(model, parallel(precision=Precision.bf16), world, seed=0).encoder.eval()
+    encoder = load_model(model, replace(options, precision=Precision.bf16), world, seed=0).encoder.eval()
     scores = encoder(*chunk.inputs)
     assert not torch.equal(scores, scores.bfloat16().float())
     trained = {name for name, _ in grads(encoder, scores).items()}
     assert {name for name in trained if ".lora_" not in name} == {name for name in expected if name.startswith("head.")}
 
 
-def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, tmp_path):
-    bert = save_reranker("bert", tmp_path)
-    encoder = build("bert")
-    encoder.load_state_dict(
-        full_state_dict(open_model_source(ModelConfig(path=str(bert), kind=ModelKind.cross_encoder)), seed=0)
-    )
-    (chunk,) = tokenizer("bert", packed=False).chunks(PAIRS, 10_000)
-    ranks(2, sharded_step, bert, grads(encoder, encoder(*chunk.inputs)))
+HSDP = parallel(Strategy.hsdp, shard_size=2, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "options"),
+    [
+        ("bert", 4, HSDP),
+        ("albert", 2, parallel(activation_checkpointing=True)),
+        pytest.param("bert", 2, parallel(), marks=pytest.mark.slow),
+        pytest.param("bert", 2, parallel(Strategy.ddp), marks=pytest.mark.slow),
+        pytest.param("qwen3", 4, HSDP, marks=pytest.mark.slow),
+        pytest.param("modernbert", 2, parallel(Strategy.ddp, activation_checkpointing=True), marks=pytest.mark.slow),
+        pytest.param("deberta-v2", 4, HSDP, marks=pytest.mark.slow),
+    ],
+    ids=["hsdp", "shared layers", "fsdp", "ddp", "decoder", "recomputed", "padded"],
+)
+def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, case, size, options, tmp_path):
+    directory = save_reranker(case, tmp_path)
+    encoder = build(case)
+    source = open_model_source(ModelConfig(path=str(directory), kind=ModelKind.cross_encoder))
+    encoder.load_state_dict(full_state_dict(source, seed=0))
+    (chunk,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
+    ranks(size, sharded_step, directory, options, grads(encoder, encoder(*chunk.inputs)))
 
 
 def test_the_template_of_a_decoder_survives_truncation():

@@ -34,7 +34,6 @@ from embedtrain.losses.types import FROM_ROWS, Loss
 
 # The losses that need only their options, by `loss.name`.
 _BY_NAME: dict[str, Callable[[Any], Loss]] = {
-    "infonce": InfoNCE,
     "siglip": SigLIP,
     "cosent": CoSENT,
     "angle": AnglE,
@@ -46,7 +45,8 @@ _BY_NAME: dict[str, Callable[[Any], Loss]] = {
     "orthogonal": Orthogonal,
 }
 # The losses that are functions of scores, of any kind of model.
-_OF_SCORES: dict[str, Callable[[Any, Score | None], Loss]] = {
+_OF_SCORES: dict[str, Callable[[Any, Any], Loss]] = {
+    "infonce": InfoNCE,
     "distill_scores": DistillScores,
     "margin_mse": MarginMSE,
     "bce": BCE,

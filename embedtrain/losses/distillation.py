@@ -34,7 +34,7 @@ class DistillScores(EncodedLoss):
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """B queries and M documents with scores [M] to this rank's loss."""
-        student, teacher = self.score.pairs(queries, documents, batch_info.owners), _teacher_scores(batch_info)
+        student, teacher = self.score.pairs(queries, documents, batch_info), _teacher_scores(batch_info)
         teacher, owners, num_queries = teacher.to(student.dtype), batch_info.owners, batch_info.num_queries
         num_rows = max(1, int((batch_info.rows.num_documents > 1).sum()))
 
@@ -64,7 +64,7 @@ class MarginMSE(EncodedLoss):
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """B queries and M documents with scores [M] to this rank's loss."""
-        student = self.score.pairs(queries, documents, batch_info.owners)
+        student = self.score.pairs(queries, documents, batch_info)
         teacher = _teacher_scores(batch_info).to(student.dtype)
         positions, negatives = positions_in_row(batch_info.owners), batch_info.negatives
         positives = negatives - positions[negatives]

@@ -16,6 +16,40 @@ class Part:
     values: Tensor  # float32 or float64 [R, D], the rows of all texts, text by text
     sizes: NDArray[np.int64] | None = None  # [N], rows of each text, in host memory; None: one row each
 
+    def __len__(self) -> int:
+        """N."""
+        return len(self.values) if self.sizes is None else len(self.sizes)
+
+    @property
+    def max_size(self) -> int:
+        """The most rows of one text."""
+        return 1 if self.sizes is None else int(self.sizes.max(initial=1))
+
+    def slice(self, start: int, end: int) -> "Part":
+        """The texts from `start` to `end`."""
+        if self.sizes is None:
+            return Part(self.values[start:end])
+        first, count = int(self.sizes[:start].sum()), int(self.sizes[start:end].sum())
+        return Part(self.values[first : first + count], self.sizes[start:end])
+
+    def take(self, indices: Tensor, texts: NDArray[np.int64]) -> "Part":
+        """These texts, whose indices are known to the host as well; differentiable."""
+        if self.sizes is None:
+            return Part(self.values[indices])
+        rows = row_indices(torch.from_numpy(texts), self.sizes).to(self.values.device, non_blocking=True)
+        return Part(self.values[rows], self.sizes[texts])
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """The value of each row's text: [N] to [R]."""
+        if self.sizes is None:
+            return values
+        sizes = torch.from_numpy(self.sizes).to(values.device, non_blocking=True)
+        return values.repeat_interleave(sizes, output_size=len(self.values))
+
+    def with_values(self, values: Tensor) -> "Part":
+        """Other values of the same texts, such as their gradient."""
+        return Part(values, self.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

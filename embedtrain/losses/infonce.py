@@ -5,38 +5,57 @@ B, M: queries and documents of this rank; N, K: of all ranks; D: dimensions.
 
 from collections.abc import Hashable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, PartitionMode, Similarity
+from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, PartitionMode
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.excluded import QUERY_CANDIDATES, ExcludedCandidates, Exclusion
+from embedtrain.losses.encoded import Encoded, Part
+from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
+from embedtrain.losses.ring import ring_softmax
+from embedtrain.losses.score import Columns, TiledScore, VectorScore
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
-from embedtrain.losses.similarity import Temperature, at_least_float32, group_logsumexp, group_max
-from embedtrain.losses.softmax import SoftmaxSums, plain_softmax, ring_softmax, tiled_softmax
-from embedtrain.losses.types import BatchInfo, Counts, Guide, Loss, LossOutput, Prepared
+from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max
+from embedtrain.losses.softmax import SoftmaxSums, plain_softmax, tiled_softmax
+from embedtrain.losses.types import (
+    BatchInfo,
+    Counts,
+    EncodedLoss,
+    GlobalRows,
+    Guide,
+    LossOutput,
+    Prepared,
+    Sizes,
+    rows_per_rank,
+)
 
 # Up to so many bytes of scores the plain implementation is as fast as the others, and the simplest.
 MAX_PLAIN_BYTES = 1 << 26
 # Beyond so many bytes of other ranks' candidates and their gradient, they are not all held at a time.
 MAX_GATHERED_BYTES = 1 << 31
 
+_ONE_ROW_EACH = Sizes()
 
-class InfoNCE(Loss):
+
+class InfoNCE(EncodedLoss):
     """van den Oord et al., "Representation Learning with Contrastive Predictive Coding" (2018).
 
-    The loss of query i is -log softmax, at its positive, of the scores <q_i, d_j> / temperature over the documents of
-    all ranks; `softmax` has the formula. Options score further directions (Li et al., 2023, "GTE"), exclude candidates
-    (Solatorio, 2024, "GISTEmbed"; Zhang et al., 2025, "Qwen3 Embedding") or weight them (Lan et al., 2025, "LLaVE").
-    Any number of hard negatives per query, any number of rows per rank; each rank scores only its own rows, so its work
-    grows with B x K. A row without negatives has loss 0. Logs `accuracy`, the fraction of rows whose positive scores
-    higher than every negative document, and a trained `temperature`.
+    The loss of query i is -log softmax, at its positive, of the scores s(q_i, d_j) / temperature over the documents of
+    all ranks, where s is the inner product of vectors or another `TiledScore`; `softmax` has the formula. Options score
+    further directions (Li et al., 2023, "GTE"), exclude candidates (Solatorio, 2024, "GISTEmbed"; Zhang et al., 2025,
+    "Qwen3 Embedding") or weight them (Lan et al., 2025, "LLaVE"). Any number of hard negatives per query, any number of
+    rows per rank; each rank scores only its own rows, so its work grows with B x K. A row without negatives has loss 0.
+    Logs `accuracy`, the fraction of rows whose positive scores higher than every negative document, and a trained
+    `temperature`.
     """
 
-    def __init__(self, config: InfoNCEConfig) -> None:
+    def __init__(self, config: InfoNCEConfig, score: TiledScore | None = None) -> None:
         super().__init__()
         self.config = config
+        self.score = score or VectorScore(config.similarity)
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
         )
@@ -45,12 +64,12 @@ class InfoNCE(Loss):
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """The excluded candidates."""
-        exclusion = self._exclusion(batch_info.rows.counts, dimension, torch.float32)
+        exclusion = self._exclusion(batch_info.rows, dimension, torch.float32)
         if exclusion in batch_info.prepared:
             return {}
         return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
 
-    def _exclusion(self, counts: Counts, dimension: int, dtype: torch.dtype) -> Exclusion:
+    def _exclusion(self, rows: GlobalRows, dimension: int, dtype: torch.dtype) -> Exclusion:
         config = self.config
         if not config.in_batch_negatives:
             return Exclusion(directions=(), duplicates=config.mask_duplicates)
@@ -59,19 +78,17 @@ class InfoNCE(Loss):
             duplicates=config.mask_duplicates,
             score_positive_twice=config.partition_mode is PartitionMode.joint,
             hardness=config.hardness is not Hardness.none,
-            ring=choose_implementation(config, counts, dimension, dtype) is Implementation.ring,
+            ring=choose_implementation(config, rows.counts, dimension, dtype, rows.part_sizes) is Implementation.ring,
         )
 
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] to this rank's loss."""
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """The encoded queries and documents to this rank's loss."""
         # Autocast would round the products to bf16: logits of 50 would be off by a quarter.
-        with torch.autocast(queries.device.type, enabled=False):
-            return self._forward(at_least_float32(queries), at_least_float32(documents), batch_info)
+        with torch.autocast(queries.parts[0].values.device.type, enabled=False):
+            return self._forward(self.score.prepare(queries), self.score.prepare(documents), batch_info)
 
-    def _forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        if self.config.similarity is Similarity.cosine:
-            queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
-        scale = self.temperature.scale(queries)
+    def _forward(self, queries: Part, documents: Part, batch_info: BatchInfo) -> LossOutput:
+        scale = self.temperature.scale(queries.values)
         guide = None if self.config.guide is None else _normalized(batch_info.guides[self.config.guide])
         compute = self._in_batch_negatives if self.config.in_batch_negatives else self._hard_negatives
         sums = compute(queries, documents, batch_info, guide, scale)
@@ -84,23 +101,29 @@ class InfoNCE(Loss):
 
     def _in_batch_negatives(
         self,
-        queries: Tensor,
-        documents: Tensor,
+        queries: Part,
+        documents: Part,
         batch_info: BatchInfo,
         guide: Guide | None,
         scale: Tensor,
     ) -> SoftmaxSums:
         """Each query against the documents of all ranks, and what else `directions` name."""
-        config, counts = self.config, batch_info.rows.counts
-        first_query, first_document = batch_info.rows.local_rows.start, batch_info.rows.local_documents.start
-        dimension, dtype = queries.shape[1], queries.dtype
+        config, global_rows = self.config, batch_info.rows
+        counts, sizes = global_rows.counts, global_rows.part_sizes
+        first_query, first_document = global_rows.local_rows.start, global_rows.local_documents.start
+        dimension, dtype = queries.values.shape[1], queries.values.dtype
         rules = ScoringRules(
-            excluded=ExcludedCandidates.of(self._exclusion(counts, dimension, dtype), batch_info),
+            score=self.score,
+            excluded=ExcludedCandidates.of(self._exclusion(global_rows, dimension, dtype), batch_info),
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
         )
-        positives = documents[batch_info.positives]
-        thresholds, limits = score_limits(queries.detach(), positives.detach(), scale.detach(), config)
+        positives = documents.take(batch_info.positives, global_rows.local_positives)
+        each = torch.arange(len(queries), device=scale.device), np.ones(len(queries), dtype=np.int64)
+        similarity = self.score.compare(queries, positives, *each)
+        with torch.no_grad():
+            tolerance = self.score.rounding(queries, positives)
+            thresholds, limits = score_limits(similarity.detach(), tolerance, scale.detach(), config)
         guide_positives = guide_limit = None
         if guide is not None:
             guide_positives = guide.documents[batch_info.positives]
@@ -108,53 +131,61 @@ class InfoNCE(Loss):
         rows = Rows(
             first=first_query,
             queries=queries,
-            positives=positives,
+            positives=None if all(direction in QUERY_ANCHORS for direction in config.directions) else positives,
             accuracy_thresholds=thresholds,
             score_limits=limits,
             guide_queries=None if guide is None else guide.queries,
             guide_positives=guide_positives,
             guide_limits=guide_limit,
         )
+        positive = (similarity - config.margin) * scale
         with_queries = any(direction in QUERY_CANDIDATES for direction in config.directions)
-        local = Candidates(
-            first_query=first_query,
-            first_document=first_document,
-            documents=documents,
-            queries=queries if with_queries else None,
-            guide_documents=None if guide is None else guide.documents,
-            guide_queries=None if guide is None or not with_queries else guide.queries,
-        )
-        implementation = choose_implementation(config, counts, dimension, dtype)
+        implementation = choose_implementation(config, counts, dimension, dtype, sizes)
         if implementation is Implementation.ring:
-            return ring_softmax(rows, local, rules, scale, config.margin, self.partitions, counts)
+            local = Candidates(
+                first_query=first_query,
+                first_document=first_document,
+                documents=self.score.columns(documents),
+                queries=self.score.columns(queries) if with_queries else None,
+                guide_documents=None if guide is None else guide.documents,
+                guide_queries=None if guide is None or not with_queries else guide.queries,
+            )
+            texts = documents, queries if with_queries else None
+            return ring_softmax(rows, local, rules, scale, positive, self.partitions, texts, global_rows)
+
+        def gather(part: Part, sizes: NDArray[np.int64] | None, counts: list[int]) -> Columns:
+            return self.score.columns(Part(gather_rows(part.values, rows_per_rank(sizes, counts)), sizes))
+
         gathered = Candidates(
             first_query=0,
             first_document=0,
-            documents=gather_rows(documents, counts.documents),
-            queries=gather_rows(queries, counts.queries) if with_queries else None,
+            documents=gather(documents, sizes.documents, counts.documents),
+            queries=gather(queries, sizes.queries, counts.queries) if with_queries else None,
             guide_documents=None if guide is None else gather_rows(guide.documents, counts.documents),
-            guide_queries=None if local.guide_queries is None else gather_rows(local.guide_queries, counts.queries),
+            guide_queries=None if guide is None or not with_queries else gather_rows(guide.queries, counts.queries),
         )
         softmax = plain_softmax if implementation is Implementation.plain else tiled_softmax
-        return softmax(rows, gathered, rules, scale, config.margin, self.partitions)
+        return softmax(rows, gathered, rules, scale, positive, self.partitions)
 
     def _hard_negatives(
         self,
-        queries: Tensor,
-        documents: Tensor,
+        queries: Part,
+        documents: Part,
         batch_info: BatchInfo,
         guide: Guide | None,
         scale: Tensor,
     ) -> SoftmaxSums:
         """Each query against its own documents only, in groups of any size; other ranks send only ids of texts."""
         config, owners, positives = self.config, batch_info.owners, batch_info.positives
-        similarity = (queries[owners] * documents).sum(dim=1)
+        similarity = self.score.compare(queries, documents, owners, batch_info.rows.local_num_documents)
         positive = similarity[positives]
         scores = similarity * scale
-        thresholds, limits = score_limits(queries.detach(), documents[positives].detach(), scale.detach(), config)
+        with torch.no_grad():
+            tolerance = self.score.rounding(queries, documents.take(positives, batch_info.rows.local_positives))
+            thresholds, limits = score_limits(positive.detach(), tolerance, scale.detach(), config)
         mask = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
         mask.index_fill_(0, positives, True)
-        exclusion = self._exclusion(batch_info.rows.counts, queries.shape[1], queries.dtype)
+        exclusion = self._exclusion(batch_info.rows, queries.values.shape[1], queries.values.dtype)
         ExcludedCandidates.of(exclusion, batch_info).exclude_answers(mask, owners)
         if limits is not None:
             mask |= scores.detach() > limits[owners]
@@ -170,19 +201,23 @@ class InfoNCE(Loss):
         return SoftmaxSums(terms.sum(), (highest < thresholds).sum(), terms.detach())
 
 
-def choose_implementation(config: InfoNCEConfig, counts: Counts, dimension: int, dtype: torch.dtype) -> Implementation:
+def choose_implementation(
+    config: InfoNCEConfig, counts: Counts, dimension: int, dtype: torch.dtype, sizes: Sizes = _ONE_ROW_EACH
+) -> Implementation:
     """The implementation for a batch of this size unless the recipe names one; the same on every rank."""
     if config.implementation is not Implementation.auto:
         return config.implementation
-    num_queries, num_documents = sum(counts.queries), sum(counts.documents)
+    # Texts of several rows have as many scores before their maximum.
+    num_rows = [rows_per_rank(part, number) for part, number in zip(sizes, counts, strict=True)]
     num_candidates = [
-        num_queries if direction in QUERY_CANDIDATES else num_documents for direction in config.directions
+        sum(counts.queries) if direction in QUERY_CANDIDATES else sum(counts.documents)
+        for direction in config.directions
     ]
-    if max(counts.queries) * sum(num_candidates) * dtype.itemsize <= MAX_PLAIN_BYTES:
+    if max(num_rows[0]) * sum(num_candidates) * dtype.itemsize <= MAX_PLAIN_BYTES:
         return Implementation.plain
     by_kind = {
-        direction in QUERY_CANDIDATES: number
-        for direction, number in zip(config.directions, num_candidates, strict=True)
+        direction in QUERY_CANDIDATES: sum(num_rows[0] if direction in QUERY_CANDIDATES else num_rows[1])
+        for direction in config.directions
     }
     remote = sum(by_kind.values()) * (1.0 - 1.0 / len(counts.queries))
     gathered_bytes = 2 * remote * dimension * dtype.itemsize

@@ -43,7 +43,7 @@ class Lists:
         temperature: float = 1.0,
     ) -> Self:
         """Of a batch; without `BatchInfo.scores` the first document of a row has label 1 and the others 0."""
-        raw = score.pairs(queries, documents, batch_info.owners)
+        raw = score.pairs(queries, documents, batch_info)
         labels = batch_info.scores
         if labels is None:
             labels = (torch.searchsorted(batch_info.owners, batch_info.owners) == _arange(raw)).to(raw.dtype)

@@ -1,63 +1,141 @@
 """How two texts compare. Losses read scores through `Score` alone, so that one loss trains every kind of model.
 
-B, M: queries and documents of this rank; c, t: anchors and candidates of one tile; D: dimensions.
+B, M: queries and documents of this rank; c, t: anchors and candidates of one tile; R: rows of a part; D: dimensions.
 """
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.losses import Similarity
-from embedtrain.losses.encoded import Encoded
-from embedtrain.losses.similarity import at_least_float32, pairwise_similarity
+from embedtrain.losses.encoded import Encoded, Part
+from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
+from embedtrain.losses.types import BatchInfo
+
+
+class Columns(Protocol):
+    """Candidates in the form in which anchors are compared with them; one column of scores each."""
+
+    @property
+    def values(self) -> Tensor:
+        """[R, D]."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class Tile(ABC):
+    """The scores of c anchors and t candidates, and the way of their gradient back to the rows of both."""
+
+    @abstractmethod
+    def scores(self, scale: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores times `scale`, [c, t]. Differentiable, except with the buffer `out`, to which they are written."""
+
+    @abstractmethod
+    def add_anchor_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        """Add the gradient of the anchors' rows [R, D]: that of the scores [c, t], row i multiplied by weights[i]."""
+
+    @abstractmethod
+    def add_candidate_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        """Add the gradient of the candidates' rows [R, D] likewise."""
 
 
 class Score(ABC):
     """The score of a query and a document, from what the encoder computes of them."""
 
-    @abstractmethod
-    def pairs(self, queries: Encoded, documents: Encoded, owners: Tensor) -> Tensor:
-        """The score of each document and its query: [M], float32 or float64, differentiable.
+    def pairs(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> Tensor:
+        """The score of each document and its query: [M], float32 or float64, differentiable."""
+        counts = batch_info.rows.local_num_documents
+        return self.compare(self.prepare(queries), self.prepare(documents), batch_info.owners, counts)
 
-        `owners`, int64 [M], is the index of the query that a document belongs to.
+    @abstractmethod
+    def prepare(self, encoded: Encoded) -> Part:
+        """The rows that `compare` and `tile` take, in float32 or float64; differentiable."""
+
+    @abstractmethod
+    def compare(self, queries: Part, documents: Part, owners: Tensor, counts: NDArray[np.int64]) -> Tensor:
+        """`pairs` of prepared texts.
+
+        `owners`, int64 [M], is the index of the query that a document belongs to, and `counts` [B] are the documents of
+        each query, for the host.
         """
 
 
-class VectorScore(Score):
-    """The similarity of one vector of the query and one of the document.
+class TiledScore(Score):
+    """A score by which all queries and all documents of a batch can be compared, tile by tile."""
 
-    The softmax over the documents of all ranks works in tiles: `tile` computes the scores of some anchors and all
-    candidates, `anchor_grads` and `candidate_grads` lead the gradient of a tile back to the vectors.
-    """
+    @abstractmethod
+    def columns(self, candidates: Part) -> Columns:
+        """Prepared texts as candidates; differentiable."""
+
+    @abstractmethod
+    def tile(self, anchors: Part, columns: Columns) -> Tile:
+        """A tile of these anchors and candidates."""
+
+    @abstractmethod
+    def rounding(self, queries: Part, documents: Part) -> Tensor:
+        """How far two computations of the score of each query and its document may differ, [B]; see `VectorScore`."""
+
+
+class VectorScore(TiledScore):
+    """The similarity of one vector of the query and one of the document."""
 
     def __init__(self, similarity: Similarity) -> None:
         self.similarity = similarity
 
-    def pairs(self, queries: Encoded, documents: Encoded, owners: Tensor) -> Tensor:
-        """The similarity of the vectors [B, D] and [M, D]."""
-        left, right = at_least_float32(queries.vectors)[owners], at_least_float32(documents.vectors)
-        return pairwise_similarity(left, right, self.similarity)
+    def prepare(self, encoded: Encoded) -> Part:
+        """The vectors, of length 1 for the cosine."""
+        vectors = at_least_float32(encoded.vectors)
+        return Part(F.normalize(vectors, dim=1) if self.similarity is Similarity.cosine else vectors)
 
-    @staticmethod
-    def tile(anchors: Tensor, candidates: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-        """Inner products of [c, D] and [t, D], times `scale`: [c, t]. Differentiable, except with the buffer `out`."""
-        return torch.mm(anchors * scale, candidates.T, out=out)
+    def compare(self, queries: Part, documents: Part, owners: Tensor, counts: NDArray[np.int64]) -> Tensor:
+        """Inner products of [B, D] and [M, D]: [M]."""
+        return (queries.values[owners] * documents.values).sum(dim=1)
 
-    @staticmethod
-    def add_anchor_grads(grads: Tensor, tile_grads: Tensor, candidates: Tensor, weights: Tensor) -> None:
-        """Add the gradient of the anchors [c, D]: that of their tile [c, t], with row i multiplied by weights[i]."""
-        grads.addcmul_(tile_grads @ candidates, weights)
+    def columns(self, candidates: Part) -> Part:
+        """The candidates as they are."""
+        return candidates
 
-    @staticmethod
-    def add_candidate_grads(grads: Tensor, tile_grads: Tensor, anchors: Tensor, weights: Tensor) -> None:
-        """Add the gradient of the candidates [t, D] likewise."""
-        grads.addmm_(tile_grads.T, anchors * weights)
+    def tile(self, anchors: Part, columns: Columns) -> Tile:
+        """Inner products."""
+        return _VectorTile(anchors.values, columns.values)
+
+    def rounding(self, queries: Part, documents: Part) -> Tensor:
+        """Comparisons of scores leave this margin.
+
+        A document whose vector equals the positive's has to be treated alike in every precision, by every kernel and on
+        every rank, instead of by rounding errors.
+        """
+        norms: Tensor = queries.values.norm(dim=1) * documents.values.norm(dim=1)
+        return rounding_tolerance(queries.values) * norms
+
+
+class _VectorTile(Tile):
+    def __init__(self, anchors: Tensor, candidates: Tensor) -> None:
+        self.anchors, self.candidates = anchors, candidates
+
+    def scores(self, scale: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(self.anchors * scale, self.candidates.T, out=out)
+
+    def add_anchor_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        grads.addcmul_(tile_grads @ self.candidates, weights)
+
+    def add_candidate_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        grads.addmm_(tile_grads.T, self.anchors * weights)
 
 
 class PairScore(Score):
     """The scores themselves, which a cross-encoder computes: it encodes no queries, and its documents are pairs."""
 
-    def pairs(self, queries: Encoded, documents: Encoded, owners: Tensor) -> Tensor:
+    def prepare(self, encoded: Encoded) -> Part:
+        """The scores [N, 1]."""
+        return Part(at_least_float32(encoded.vectors))
+
+    def compare(self, queries: Part, documents: Part, owners: Tensor, counts: NDArray[np.int64]) -> Tensor:
         """The scores [M, 1] as [M]."""
-        return at_least_float32(documents.vectors).squeeze(1)
+        return documents.values.squeeze(1)

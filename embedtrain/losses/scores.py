@@ -1,6 +1,6 @@
 """Scores of rows against candidates: which candidates count as negatives, and what they score.
 
-B: rows of this rank; c, t: rows and candidates of one tile; D, T: dimensions of the model's and of the guide's vectors.
+B: rows of this rank; c, t: rows and candidates of one tile; T: dimensions of the guide's vectors.
 """
 
 from dataclasses import dataclass, fields
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.losses import Hardness, InfoNCEConfig, LossDirection, MarginKind
+from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates
-from embedtrain.losses.score import VectorScore
+from embedtrain.losses.score import Columns, Tile, TiledScore
+from embedtrain.losses.similarity import rounding_tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +20,8 @@ class Rows:
     """Consecutive rows of the batch: one query and its positive each."""
 
     first: int  # index of the first one among the rows of all ranks
-    queries: Tensor  # [c, D]
-    positives: Tensor  # [c, D]
+    queries: Part  # c texts
+    positives: Part | None  # c texts, if they are the anchors of a direction
     accuracy_thresholds: Tensor  # [c], a candidate that scores at least this ties or beats the positive
     score_limits: Tensor | None = None  # [c], candidates that score more are no negatives
     guide_queries: Tensor | None = None  # [c, T]
@@ -28,19 +30,27 @@ class Rows:
 
     def slice(self, start: int, end: int) -> "Rows":
         """The rows from `start` to `end`."""
-        parts = {name: None if value is None else value[start:end] for name, value in self.tensors().items()}
-        return Rows(first=self.first + start, **parts)  # type: ignore[arg-type]
+        tensors = {name: None if value is None else value[start:end] for name, value in self.tensors().items()}
+        return Rows(
+            first=self.first + start,
+            queries=self.queries.slice(start, end),
+            positives=None if self.positives is None else self.positives.slice(start, end),
+            **tensors,  # type: ignore[arg-type]
+        )
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """All fields but `first`, by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "first"}
+        """The fields with one number or one vector per row, by name."""
+        names = [field.name for field in fields(self) if field.name not in ("first", "queries", "positives")]
+        return {name: getattr(self, name) for name in names}
 
-    def anchors(self, direction: LossDirection) -> Tensor:
-        """The vectors [c, D] that a direction compares with its candidates."""
-        return self.queries if direction in QUERY_ANCHORS else self.positives
+    def anchors(self, direction: LossDirection) -> Part:
+        """The c texts that a direction compares with its candidates."""
+        part = self.queries if direction in QUERY_ANCHORS else self.positives
+        assert part is not None
+        return part
 
     def __len__(self) -> int:
-        return len(self.queries)
+        return len(self.accuracy_thresholds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,35 +59,45 @@ class Candidates:
 
     first_query: int  # index of the first one among those of all ranks, as `first_document`
     first_document: int
-    documents: Tensor  # [t, D]
-    queries: Tensor | None = None  # [t, D], if a direction uses them
+    documents: Columns  # t texts
+    queries: Columns | None = None  # t texts, if a direction uses them
     guide_queries: Tensor | None = None  # [t, T]
     guide_documents: Tensor | None = None  # [t, T]
 
-    def of(self, direction: LossDirection) -> Tensor:
-        """The candidates [t, D] of a direction."""
-        vectors = self.queries if direction in QUERY_CANDIDATES else self.documents
-        assert vectors is not None
-        return vectors
+    def of(self, direction: LossDirection) -> Columns:
+        """The t candidates of a direction."""
+        columns = self.queries if direction in QUERY_CANDIDATES else self.documents
+        assert columns is not None
+        return columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRules:
     """How scores are computed before their softmax: options of InfoNCEConfig, and the batch's excluded candidates."""
 
+    score: TiledScore
     excluded: ExcludedCandidates
     hardness: Hardness
     hardness_strength: float
 
+    def tile(self, direction: LossDirection, rows: Rows, candidates: Candidates) -> Tile:
+        """The anchors of the rows and the candidates of a direction."""
+        return self.score.tile(rows.anchors(direction), candidates.of(direction))
+
     def scores(
-        self, direction: LossDirection, rows: Rows, candidates: Candidates, scale: Tensor, out: Tensor | None = None
+        self,
+        tile: Tile,
+        direction: LossDirection,
+        rows: Rows,
+        candidates: Candidates,
+        scale: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Similarity times `scale`, [c, t]; -inf where a candidate is no negative.
+        """The scores of a tile times `scale`, [c, t]; -inf where a candidate is no negative.
 
         Differentiable, except with `out`: a buffer that the scores are written to.
         """
-        columns = candidates.of(direction)
-        scores = VectorScore.tile(rows.anchors(direction), columns, scale, out)
+        scores = tile.scores(scale, out)
         first = candidates.first_query if direction in QUERY_CANDIDATES else candidates.first_document
         mask = None
         if rows.score_limits is not None:
@@ -118,23 +138,10 @@ class ScoringRules:
         return scores.add_(bonus.masked_fill_(bonus == -torch.inf, 0.0))
 
 
-def rounding_tolerance(like: Tensor) -> float:
-    """How far two computations of the same similarity of vectors of length 1 may differ.
-
-    Comparisons of scores leave this margin: a document whose vector equals the positive's has to be treated alike in
-    every precision, by every kernel and on every rank, instead of by rounding errors.
-    """
-    # TF32 rounds the operands to 10 bits, so each is off by up to 2^-10 of its size.
-    tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return 2**-9 if tf32 else 16 * torch.finfo(like.dtype).eps
-
-
 def score_limits(
-    queries: Tensor, positives: Tensor, scale: Tensor, config: InfoNCEConfig
+    similarity: Tensor, tolerance: Tensor, scale: Tensor, config: InfoNCEConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """`accuracy_thresholds` and `score_limits` of `Rows`, from queries and positives [B, D] without gradient."""
-    similarity = (queries * positives).sum(dim=1)
-    tolerance = rounding_tolerance(similarity) * queries.norm(dim=1) * positives.norm(dim=1)
+    """`accuracy_thresholds` and `score_limits` of `Rows`, from the positives' scores and their rounding errors [B]."""
     margin = config.false_negative_margin
     limits = None if margin is None else (similarity + margin + tolerance) * scale
     return (similarity - config.margin - tolerance) * scale, limits

@@ -41,6 +41,13 @@ def at_least_float32(vectors: Tensor) -> Tensor:
     return vectors if vectors.dtype == torch.float64 else vectors.float()
 
 
+def rounding_tolerance(like: Tensor) -> float:
+    """How far two computations of the same similarity of vectors of length 1 may differ."""
+    # TF32 rounds the operands to 10 bits, so each is off by up to 2^-10 of its size.
+    tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return 2**-9 if tf32 else 16 * torch.finfo(like.dtype).eps
+
+
 def positions_in_row(owners: Tensor) -> Tensor:
     """Int64 [M]: 0 for a row's positive, k for its k-th hard negative. `owners` as in `BatchInfo`."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)

@@ -28,11 +28,27 @@ class Guide:
     documents: Tensor  # float32 [M, T]
 
 
+class Sizes(NamedTuple):
+    """The rows of each text of all ranks in one part of the encodings, in host memory; None: one row each."""
+
+    queries: NDArray[np.int64] | None = None  # [N]
+    documents: NDArray[np.int64] | None = None  # [K]
+
+
 class Counts(NamedTuple):
     """The number of queries and of documents of each rank."""
 
     queries: list[int]
     documents: list[int]
+
+
+def rows_per_rank(sizes: NDArray[np.int64] | None, counts: Sequence[int]) -> list[int]:
+    """The rows of each rank's texts, of which each rank has `counts`, in a part with these `sizes` of texts."""
+    if sizes is None:
+        return list(counts)
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    ends = np.cumsum(counts)
+    return (before[ends] - before[ends - counts]).tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +63,7 @@ class GlobalRows:
     num_documents: NDArray[np.int64]  # [N], of each row
     query_keys: NDArray[np.int64]  # [N], as in `BatchInfo`
     document_keys: NDArray[np.int64]  # [K]
+    sizes: tuple[Sizes, ...] = (Sizes(),)  # of each part
 
     @cached_property
     def counts(self) -> Counts:
@@ -65,6 +82,12 @@ class GlobalRows:
         before = np.concatenate([[0], np.cumsum(self.num_documents >= num_documents)])
         ends = np.cumsum(self.num_rows)
         return (before[ends] - before[ends - self.num_rows]).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def part_sizes(self) -> Sizes:
+        """The sizes of encodings of one part."""
+        (sizes,) = self.sizes
+        return sizes
 
     @property
     def num_negatives(self) -> int:
@@ -87,6 +110,11 @@ class GlobalRows:
     def local_num_documents(self) -> NDArray[np.int64]:
         """[B], of each row of this rank."""
         return self.num_documents[self.local_rows.start : self.local_rows.stop]
+
+    @property
+    def local_positives(self) -> NDArray[np.int64]:
+        """[B], index of each query's positive among this rank's documents."""
+        return np.cumsum(self.local_num_documents) - self.local_num_documents
 
     @classmethod
     def gather(cls, owners: Tensor, query_keys: Tensor, document_keys: Tensor) -> "GlobalRows":

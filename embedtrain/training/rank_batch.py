@@ -19,7 +19,7 @@ from embedtrain.data.types import BatchTokens, EncoderInputs, GlobalBatch, Row, 
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.losses.encoded import row_indices
 from embedtrain.losses.row_sources import RowSources
-from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def make_rank_batch(
     inputs = tokenizer.encoder_inputs(tokens)
     chunks, exchanges, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
-    global_rows = _global_rows(tokens, rank, size)
+    global_rows = _global_rows(tokens, inputs, rank, size)
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
     has_ids = batch.has_ids
     if has_ids is None:
@@ -232,7 +232,7 @@ def make_rank_batch(
     )
 
 
-def _global_rows(tokens: BatchTokens, rank: int, size: int) -> GlobalRows:
+def _global_rows(tokens: BatchTokens, inputs: EncoderInputs, rank: int, size: int) -> GlobalRows:
     """What the tokens say about the rows of all ranks, those of rank 0 first."""
     # Row r is on rank r % size, as in `GlobalBatch.rows_of_rank`.
     num_rows, ranks = len(tokens.num_documents), np.arange(len(tokens.num_documents)) % size
@@ -243,6 +243,12 @@ def _global_rows(tokens: BatchTokens, rank: int, size: int) -> GlobalRows:
         num_documents=tokens.num_documents[queries].astype(np.int64),
         query_keys=tokens.keys[:num_rows][queries],
         document_keys=tokens.keys[num_rows:][documents],
+        sizes=tuple(
+            Sizes()
+            if sizes is None
+            else Sizes(sizes[: inputs.num_queries][queries], sizes[inputs.num_queries :][documents])
+            for sizes in inputs.sizes
+        ),
     )
 
 

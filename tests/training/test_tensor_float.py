@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from embedtrain.config.recipe import Precision
-from embedtrain.losses.scores import rounding_tolerance
+from embedtrain.losses.similarity import rounding_tolerance
 from embedtrain.training.precision import use_tf32_products
 
 

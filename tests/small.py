@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # Architectures that only tests of models look at.
 MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": _LLAMA,
+    "gemma": _LLAMA | {"head_dim": 16},
     "mpnet": _SMALL | {"max_position_embeddings": 66},
     "electra": _SMALL | {"max_position_embeddings": 64},
     "deberta-v2": _SMALL | {"max_position_embeddings": 64},

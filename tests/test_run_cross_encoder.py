@@ -22,6 +22,7 @@ from embedtrain.loading.reranker import load_reranker, open_reranker
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
+from tests.token_rerankers import QWEN3_CHAT, add_logit_score, save_causal
 
 BASE = [option for option in OPTIONS if not option.startswith(("model.pooling", "export.check"))]
 
@@ -104,7 +105,7 @@ def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
 
 
 def scores_with_adapter(world, model, adapter, pairs):
-    template = {"query": "alpha {query} mu", "document": "beta {document}", "suffix": " nu"}
+    template = {"prefix": "alpha", "query": "{query}", "document": "{document}", "suffix": "mu nu"}
     reranker = RerankerConfig(path=str(model), adapter=adapter and str(adapter), pair_template=template)
     source = open_reranker(reranker, trust_remote_code=False)
     loaded = load_reranker(source, reranker, Precision.fp32, world)
@@ -115,7 +116,7 @@ def test_adapters_and_the_head_score_on_the_base_as_the_merged_model(ranks, inpu
     """Opened by PEFT on transformers' class, and by `reranker={path: BASE, adapter: DIR}`; of the right base only."""
     base = tmp_path / "base"
     shutil.copytree(inputs / "qwen3", base)
-    template = 'model.pair_template={query: "alpha {query} mu", document: "beta {document}", suffix: " nu"}'
+    template = 'model.pair_template={prefix: alpha, query: "{query}", document: "{document}", suffix: mu nu}'
     more = ("loss=ranknet", "model.lora.rank=4", "optim.lr=1e-2", template, f"model.path={base}")
     output = ranks(2, run, *options(inputs, tmp_path / "run", *more, "export.formats=[adapter]"))[0]
     assert "reopening the adapter with PEFT" in output
@@ -142,6 +143,40 @@ def test_adapters_and_the_head_score_on_the_base_as_the_merged_model(ranks, inpu
     save_file({name: weight + 0.1 for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"other weights than {base}"):
         export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'other'}"]))
+
+
+def test_adapters_on_a_reranker_of_tokens(ranks, inputs, tmp_path):
+    """From a LogitScore directory to one whose chat template and tokenizer format pairs as it did."""
+    directory = add_logit_score(save_causal(tmp_path / "base"), "yes", "no", QWEN3_CHAT)
+    more = ("loss=bce", "model.lora.rank=4", "optim.lr=1e-2", f"model.path={directory}", "train.chunk_tokens=2000")
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more))[0]
+    assert "the score of a token" in output
+    assert "reopening it with sentence-transformers" in output
+    merged = tmp_path / "run/model"
+    pairs = [("Is it?", "alpha beta"), ("gamma", "delta? " * 200)]
+    scores = {
+        name: CrossEncoder(str(path), device="cpu", activation_fn=torch.nn.Identity()).predict(pairs).tolist()
+        for name, path in (("base", directory), ("merged", merged))
+    }
+    assert scores["merged"] != pytest.approx(scores["base"], abs=1e-3)
+    assert ranks(2, scores_of_pairs, merged, pairs)[0] == pytest.approx(scores["merged"], abs=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    formatted = [
+        (f"<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: {query}\n",
+         f"<Document>: {document}") for query, document in pairs[:1]
+    ]  # fmt: skip
+    classifier = AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32)
+    logits = classifier(**tokenizer(*formatted[0], return_tensors="pt")).logits
+    assert logits.item() == pytest.approx(scores["merged"][0], abs=1e-4)
+    again = export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'again'}"]))
+    for name, weight in load_file(merged / "model.safetensors").items():
+        torch.testing.assert_close(load_file(again / "model.safetensors")[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def scores_of_pairs(world, path, pairs):
+    reranker = RerankerConfig(path=str(path))
+    loaded = load_reranker(open_reranker(reranker, trust_remote_code=False), reranker, Precision.fp32, world)
+    return PairScorer.from_model(loaded, world, chunk_tokens=2000).score(*zip(*pairs, strict=True)).tolist()
 
 
 def test_a_loss_of_vectors_is_rejected(inputs, tmp_path):

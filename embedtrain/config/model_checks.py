@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS
 from embedtrain.config.recipe import (
     ADAPTER,
     ALL_LINEAR,
@@ -12,6 +13,7 @@ from embedtrain.config.recipe import (
     ModelConfig,
     ModelKind,
     Pooling,
+    ScoreHead,
 )
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -53,9 +55,8 @@ def check_model(model: ModelConfig) -> None:
 # The options that only models of one kind have.
 _OPTIONS_OF_KIND = {
     ModelKind.dense: ("pooling", "normalize", "include_prompt", "append_eos"),
-    ModelKind.cross_encoder: ("pair_template",),
+    ModelKind.cross_encoder: ("pair_template", "score_head", "score_tokens"),
 }
-_TEMPLATE_PARTS = ("prefix", "query", "document", "suffix")
 
 
 def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
@@ -70,17 +71,54 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
             )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
+    _check_score_tokens(model, check)
+
+
+def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:
+    """Tokens are one or two different ones, and have an effect."""
+    tokens = model.score_tokens
+    check.require(
+        model.score_head is not ScoreHead.tokens or model.config is None,
+        "score_head",
+        "reads rows of the vocabulary head of a model, and model.config has no weights; set model.path",
+    )
+    check.require(
+        model.score_head is not ScoreHead.tokens
+        or model.pair_template is None
+        or isinstance(model.pair_template, str)
+        or tokens is not None,
+        "score_head",
+        "needs model.score_tokens, such as [yes, no], with a pair_template of your own",
+    )
+    if tokens is None:
+        return
+    check.require(
+        len(tokens) in (1, 2) and len(set(tokens)) == len(tokens) and all(tokens),
+        "score_tokens",
+        "must be two different tokens, such as [yes, no], or one for its logit alone",
+    )
+    check.require(
+        model.score_head is not ScoreHead.classification and model.config is None,
+        "score_tokens",
+        "has no effect on a classification head; leave it out, or set model.score_head=tokens and model.path",
+    )
 
 
 def _check_pair_template(template: Any, check: OptionChecks) -> None:
-    """A mapping whose query and document contain their texts as `{query}` and `{document}`."""
+    """A name, or a mapping whose query and document contain their texts as `{query}` and `{document}`."""
+    if isinstance(template, str) and template in PAIR_TEMPLATES:
+        return
     example = 'such as {query: "Query: {query}\\n", document: "Document: {document}", suffix: "\\nRelevant:"}'
     is_mapping = isinstance(template, Mapping)
-    check.require(is_mapping, "pair_template", f"must be a mapping of {', '.join(_TEMPLATE_PARTS)}, {example}")
+    check.require(
+        is_mapping,
+        "pair_template",
+        f"must be {', '.join(SCORE_TOKENS)}, or a mapping of {', '.join(TEMPLATE_PARTS)}, {example}",
+    )
     for name, text in template.items():
-        known = name in _TEMPLATE_PARTS and isinstance(text, str)
+        known = name in TEMPLATE_PARTS and isinstance(text, str)
         check.require(
-            known, "pair_template", f"{name} must be one of {', '.join(_TEMPLATE_PARTS)} and a text, {example}"
+            known, "pair_template", f"{name} must be one of {', '.join(TEMPLATE_PARTS)} and a text, {example}"
         )
     for name in ("query", "document"):
         check.require(

@@ -62,6 +62,20 @@ class ModelKind(str, Enum):
     cross_encoder = "cross_encoder"
 
 
+class ScoreHead(str, Enum):
+    """How a cross-encoder's score is computed from the last layer.
+
+    `classification` is the head of transformers' class for sequence classification. `tokens` is the logit of a token
+    after the pair, or the difference of two; the same head starts from their rows of the vocabulary. `auto` is `tokens`
+    for a `LogitScore` directory of sentence-transformers, with `score_tokens`, and for a causal language model with a
+    named `pair_template`.
+    """
+
+    auto = "auto"
+    classification = "classification"
+    tokens = "tokens"
+
+
 class Attention(str, Enum):
     """How texts of different lengths share a forward pass.
 
@@ -195,9 +209,12 @@ class ModelConfig:
     bidirectional: bool | None = None  # tokens attend to later tokens as well; default: the configuration's
     append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
     include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
-    # The text around a pair's query and document, for a decoder: a mapping of prefix, query, document and suffix;
-    # default: the pairs of the tokenizer.
+    # The text around a pair's query and document, for a decoder: qwen3, gemma or mxbai, as Qwen3-Reranker,
+    # bge-reranker-v2-gemma and mxbai-rerank-v2 have it, or a mapping of prefix, query, document and suffix; default:
+    # that of the directory, else the tokenizer's pairs.
     pair_template: Any = None
+    score_head: ScoreHead = ScoreHead.auto
+    score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
     attention: Attention = Attention.auto
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.cache.token_store import gather_ranges
+from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.tokens import TOKENIZER_LOCK, FastTokenizer, TextTokenizer
 from embedtrain.data.types import BatchTokens, Tokens
 from embedtrain.errors import ModelError
@@ -29,7 +30,8 @@ _PROBES = [
     ("Ünïcödé, 中文", "123 <s> [SEP]"),
     ("many words " * 9, "so many " * 9),
 ]
-_PROBE_LENGTHS = (12, 15, 512)
+_PROBE_ROOM = (8, 11, 500)  # tokens of both texts, besides those of the template
+_MAX_PROBE = 10_000  # tokens of a probe with a template
 _WINDOW_OVERLAP = 80  # tokens
 _NO_LIMIT = 1 << 30  # tokens of a text
 
@@ -60,8 +62,11 @@ class PairFormat:
     after: tuple[int, ...]
     second_type: int = 0  # token type of the document and of what follows it; other tokens have type 0
     truncation: PairTruncation = PairTruncation.longest_first
-    max_query_fraction: float = 1.0  # the query has at most this fraction of the maximal length
+    # With `only_second`, the query has at most this fraction of the tokens between `before` and `after`.
+    max_query_fraction: float = 1.0
     from_left: bool = False  # whether truncation removes the beginning of a text
+    query: Prompt = NO_PROMPT  # text that is tokenised with a query, around it and its prompt
+    document: Prompt = NO_PROMPT
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, token_types: bool = False) -> "PairFormat":
@@ -70,30 +75,39 @@ class PairFormat:
         Raises a ModelError if joined ids differ from the tokenizer's, which would change every score.
         """
         contents = FastTokenizer(tokenizer, special_tokens=False)
-        query, document = contents.ids(list(_PROBES[0]), _PROBE_LENGTHS[-1])
-        pair = _own_pair(tokenizer, *_PROBES[0], _PROBE_LENGTHS[-1], token_types=token_types)
-        first = _find(pair.ids, query, 0)
-        second = -1 if first < 0 else _find(pair.ids, document, first + len(query))
-        if second < 0:
-            raise _unsupported(tokenizer, *_PROBES[0])
-        pair_format = cls(
-            before=tuple(pair.ids[:first]),
-            between=tuple(pair.ids[first + len(query) : second]),
-            after=tuple(pair.ids[second + len(document) :]),
-            second_type=pair.types[second],
-            from_left=tokenizer.truncation_side == "left",
+        query, document = contents.ids(list(_PROBES[0]), _MAX_PROBE)
+        pair = _own_pair(tokenizer, *_PROBES[0], _MAX_PROBE, token_types=token_types)
+        for first, second in itertools.product(_find(pair.ids, query), _find(pair.ids, document)):
+            if second < first + len(query):
+                continue
+            pair_format = cls(
+                before=tuple(pair.ids[:first]),
+                between=tuple(pair.ids[first + len(query) : second]),
+                after=tuple(pair.ids[second + len(document) :]),
+                second_type=pair.types[second],
+                from_left=tokenizer.truncation_side == "left",
+            )
+            if all(
+                pair_format._joins_as(tokenizer, contents.ids([*texts], _MAX_PROBE), texts, token_types)
+                for texts in _PROBES
+            ):
+                return pair_format
+        raise ModelError(
+            f"the pair {_PROBES[0]} has other tokens with {type(tokenizer).__name__} than its two texts with special "
+            "tokens between them: this tokenizer cannot be used for a cross-encoder"
         )
-        for left, right in _PROBES:
-            ids = contents.ids([left, right], _PROBE_LENGTHS[-1])
-            for length in _PROBE_LENGTHS:
-                own, marked = (
-                    _own_pair(tokenizer, left, right, length, token_types=token_types),
-                    pair_format.join(ids[0], ids[1], length),
-                )
-                types = [pair_format.second_type * (token < 0) for token in marked]
-                if own != _OwnPair([~token if token < 0 else token for token in marked], types):
-                    raise _unsupported(tokenizer, left, right)
-        return pair_format
+
+    def _joins_as(
+        self, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], texts: tuple[str, str], token_types: bool
+    ) -> bool:
+        """Whether the tokenizer's own pair of texts with these ids is the same, whatever the length."""
+        for length in (self.num_special + room for room in _PROBE_ROOM):
+            marked = self.join(ids[0], ids[1], length)
+            types = [self.second_type * (token < 0) for token in marked]
+            pair = _OwnPair([~token if token < 0 else token for token in marked], types)
+            if pair != _own_pair(tokenizer, *texts, length, token_types=token_types):
+                return False
+        return True
 
     @property
     def num_special(self) -> int:
@@ -109,8 +123,7 @@ class PairFormat:
         tokenizer compares whole texts.
         """
         room = max(0, max_length - self.num_special)
-        queries = np.minimum(query_lengths, int(max_length * self.max_query_fraction))
-        documents = document_lengths
+        queries, documents = query_lengths, document_lengths
         if self.truncation is PairTruncation.longest_first:
             shorter = np.minimum(queries, documents)
             # The longer text is cut to what the shorter one leaves; if that is less, both get half, and the text that
@@ -121,7 +134,8 @@ class PairFormat:
             swapped = queries > documents
             limits = np.where(swapped, longer, shorter), np.where(swapped, shorter, longer)
             return np.minimum(queries, limits[0]), np.minimum(documents, limits[1])
-        queries = np.minimum(queries, room)
+        between_ends = max(0, max_length - len(self.before) - len(self.after))
+        queries = np.minimum(queries, min(room, int(between_ends * self.max_query_fraction)))
         return queries, np.minimum(documents, room - queries)
 
     def join(self, query: Sequence[int], document: Sequence[int], max_length: int) -> list[int]:
@@ -184,17 +198,9 @@ def _own_pair(
     return _OwnPair(ids, encoded["token_type_ids"] if token_types else [0] * len(ids))
 
 
-def _find(ids: list[int], part: list[int], start: int) -> int:
-    """The first index from `start` where `part` begins in `ids`; -1 without one."""
-    indices = range(start, len(ids) - len(part) + 1)
-    return next((index for index in indices if ids[index : index + len(part)] == part), -1)
-
-
-def _unsupported(tokenizer: PreTrainedTokenizerBase, query: str, document: str) -> ModelError:
-    return ModelError(
-        f"the pair ({query!r}, {document!r}) has other tokens with {type(tokenizer).__name__} than its two texts with "
-        "special tokens between them: this tokenizer cannot be used for a cross-encoder"
-    )
+def _find(ids: list[int], part: list[int]) -> list[int]:
+    """The indices where `part` begins in `ids`: in a template, a token of a text may occur before the text."""
+    return [index for index in range(len(ids) - len(part) + 1) if ids[index : index + len(part)] == part]
 
 
 class PairTokenizer(TextTokenizer):
@@ -231,7 +237,8 @@ class PairTokenizer(TextTokenizer):
     ) -> list[list[int]]:
         """The tokens of each text without special tokens, or the marked ids of each pair, see `PairFormat.join`.
 
-        A list has texts or pairs. A text may have no tokens. Prompts are part of the texts and need not be known.
+        A list has texts or pairs. A text may have no tokens. Prompts are part of the texts and need not be known. Texts
+        have been formatted by `query_prompt` and `document_prompt`, those of pairs have not.
         """
         limit = self.max_length if max_length is None else min(max_length, self.max_length)
         pairs = [text for text in texts if isinstance(text, Pair)]
@@ -268,9 +275,18 @@ class PairTokenizer(TextTokenizer):
 
     def _contents(self, pairs: Sequence[Pair], limit: int) -> tuple[list[list[int]], list[list[int]]]:
         """The tokens of the queries and of the documents, without special tokens; those of equal texts once."""
-        distinct = list(dict.fromkeys(text for pair in pairs for text in (pair.query, pair.document)))
+        texts = [(self.pair_format.query(pair.query), self.pair_format.document(pair.document)) for pair in pairs]
+        distinct = list(dict.fromkeys(itertools.chain.from_iterable(texts)))
         ids = dict(zip(distinct, self._fast.ids(distinct, limit) if distinct else [], strict=True))
-        return [ids[pair.query] for pair in pairs], [ids[pair.document] for pair in pairs]
+        return [ids[query] for query, _ in texts], [ids[document] for _, document in texts]
+
+    def query_prompt(self, prompt: Prompt) -> Prompt:
+        """The text around a query: its prompt and that of the pair format."""
+        return self.pair_format.query.around(prompt)
+
+    def document_prompt(self, prompt: Prompt) -> Prompt:
+        """The text around a document."""
+        return self.pair_format.document.around(prompt)
 
     def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
         """Pairs as one chunk, from their concatenated marked ids."""
@@ -296,7 +312,9 @@ class PairTokenizer(TextTokenizer):
     @cached_property
     def fingerprint(self) -> str:
         """A digest of everything that determines the tokens of a text, except lengths."""
-        return self._fast.fingerprint("without special tokens")
+        around = (self.pair_format.query, self.pair_format.document)
+        texts = [(prompt.prefix, prompt.suffix) for prompt in around]
+        return self._fast.fingerprint("without special tokens", *(texts if any(map(any, texts)) else []))
 
 
 def _lengths(texts: Sequence[Sequence[int]]) -> NDArray[np.int64]:

@@ -23,6 +23,10 @@ class Prompt:
         """The text with its prompt."""
         return f"{self.prefix}{text}{self.suffix}"
 
+    def around(self, prompt: "Prompt") -> "Prompt":
+        """This text around that of another prompt."""
+        return Prompt(self.prefix + prompt.prefix, prompt.suffix + self.suffix)
+
 
 NO_PROMPT = Prompt()
 

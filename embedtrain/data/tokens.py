@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from embedtrain.data.text_format import Prompt
 from embedtrain.data.types import BatchTokens, EncoderInputs, Packing, TextInputs, Tokens
 from embedtrain.errors import ModelError
 
@@ -283,6 +284,14 @@ class TextTokenizer:
     def with_packing(self, packed: bool) -> "TextTokenizer":
         """The same with or without packing."""
         return TextTokenizer(self.tokenizer, self.max_length, include_prompt=self.include_prompt, packed=packed)
+
+    def query_prompt(self, prompt: Prompt) -> Prompt:
+        """What surrounds a query, for a prompt: the prompt."""
+        return prompt
+
+    def document_prompt(self, prompt: Prompt) -> Prompt:
+        """What surrounds a document."""
+        return prompt
 
     def encoder_inputs(self, tokens: BatchTokens) -> EncoderInputs:
         """What the encoder computes of a batch: each query and each document."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
+from embedtrain.checkpoint.export.cross_encoder import compared_pairs
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import (
     ExportResult,
@@ -12,7 +13,7 @@ from embedtrain.checkpoint.export.model_export import (
     plan_export,
 )
 from embedtrain.checkpoint.export.replacement import export_lock
-from embedtrain.checkpoint.export.verify import AdapterBase, ExportReference, export_tolerance, probe_vectors
+from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
@@ -93,10 +94,11 @@ def _reference(
     """What the export has to reproduce. Adapters stay unmerged here, so that the check includes the merge."""
     base_vectors = None
     if adapters is None:
-        vectors = probe_vectors(load_checkpoint_encoder(source, reader), tokenizer)
+        vectors = probe_vectors(load_checkpoint_encoder(source, reader), tokenizer, source.prompts)
     else:
         encoder = adapters.encoder()
-        vectors = probe_vectors(encoder, tokenizer)
+        vectors = probe_vectors(encoder, tokenizer, source.prompts)
         with without_adapters(encoder):
-            base_vectors = probe_vectors(encoder, tokenizer)
-    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors)
+            base_vectors = probe_vectors(encoder, tokenizer, source.prompts)
+    compared = compared_pairs(tokenizer, PROBES, source.prompts)
+    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors, compared)

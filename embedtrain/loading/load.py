@@ -45,7 +45,14 @@ from embedtrain.models.adapters import (
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.attention_kernels import compute_capability
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
+from embedtrain.models.build import (
+    TensorLocation,
+    build_encoder,
+    full_state_dict,
+    locate_weights,
+    score_weights,
+    stored_dtype,
+)
 from embedtrain.models.cross_encoder import CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import verify_weights
@@ -233,7 +240,8 @@ def quiet_libraries() -> None:
 def _describe_outputs(source: ModelSource) -> str:
     if source.head is None:
         return f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}"
-    return f"{'a new score head' if source.head.is_new else 'a score head'} on the {_POOLED[source.pooling]}"
+    kind = "a new score head" if source.head.is_new else "a score head"
+    return f"{'the score of a token' if source.head.tokens else kind} on the {_POOLED[source.pooling]}"
 
 
 def _layout_note(layout: ParallelLayout, blocks: list[nn.Module]) -> str:
@@ -275,7 +283,11 @@ def _read_weights(
     }
     if locations is not None:
         with world.fail_together("reading the model's weights"):
-            read_shards(tensors, locations, quantizers, world.device)
+            scores = score_weights(source)
+            stored = {name: tensor for name, tensor in tensors.items() if name not in scores}
+            read_shards(stored, locations, quantizers, world.device)
+            for name, weight in scores.items():
+                copy_local_rows(tensors[name], weight)
         return f"weights: every rank read its own slices of {source.directory}"
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:

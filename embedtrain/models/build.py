@@ -10,7 +10,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
@@ -21,6 +21,8 @@ from embedtrain.models.source import DenseSource, ModelSource
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+# The weight of a score of tokens, and where the rows that it starts from are stored.
+_SCORE, _VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
 
 
 class TensorLocation(NamedTuple):
@@ -69,7 +71,8 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     encoder = assemble_encoder(source)
     if source.directory is None:
         return dict(encoder.state_dict())
-    weights, missing = _read_weights(source, source.directory)
+    has_tokens = source.head is not None and bool(source.head.tokens)
+    weights, missing = (_read_causal_weights if has_tokens else _read_weights)(source, source.directory)
     absent = sorted(missing & encoder.state_dict().keys())
     new = [name for name in absent if source.head is not None and source.head.is_new and name.startswith(HEAD)]
     if len(absent) > len(new):
@@ -111,6 +114,56 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
     return weights, {name for name, own in names.items() if own in report["missing_keys"]}
 
 
+def _read_causal_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tensor], set[str]]:
+    """The same from a causal language model, with the score of its tokens."""
+    assert source.head is not None
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, trust_remote_code=source.trust_remote_code, weights_only=True
+        )
+        vocabulary = model.get_output_embeddings()
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ModelError(f"cannot read weights from {directory}: {one_line(error)}") from None
+    if vocabulary is None or getattr(vocabulary, "bias", None) is not None:
+        raise ModelError(
+            f"{directory}: {type(model).__name__} has no vocabulary head without a bias, which scores need"
+        )
+    rows = [vocabulary.weight.detach()[token] for token in source.head.tokens]
+    weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model.base_model).state_dict().items()}
+    return weights | {_SCORE: _score_of(rows)}, set()
+
+
+def score_weights(source: ModelSource) -> dict[str, Tensor]:
+    """The weight [1, H] of the head that starts from tokens, by the encoder's name; nothing for other models.
+
+    Only the rows of these tokens are read, from safetensors. A ModelError if the directory has no vocabulary head.
+    """
+    if source.head is None or not source.head.tokens or source.directory is None:
+        return {}
+    stored = stored_tensors(source.directory)
+    key = _vocabulary_key(source, stored)
+    if key is None or key.replace(".weight", ".bias") in stored:
+        raise ModelError(
+            f"{source.directory} has no vocabulary head without a bias ({_VOCABULARY_HEAD}), whose rows the score of "
+            "tokens starts from; set model.score_head=classification to train a new head"
+        )
+    with safe_open(stored[key].path, framework="pt") as file:
+        rows = [file.get_slice(key)[token : token + 1][0] for token in source.head.tokens]
+    return {_SCORE: _score_of(rows)}
+
+
+def _vocabulary_key(source: ModelSource, stored: Mapping[str, TensorLocation]) -> str | None:
+    """The name of the vocabulary head in the files; it is the embedding table if both are tied."""
+    if getattr(source.config.get_text_config(), "tie_word_embeddings", False):
+        tables = [key for key in stored if key.split(".", 1)[-1] == _EMBEDDINGS or key == _EMBEDDINGS]
+        return tables[0] if len(tables) == 1 else None
+    return _VOCABULARY_HEAD if _VOCABULARY_HEAD in stored else None
+
+
+def _score_of(rows: list[Tensor]) -> Tensor:
+    return (rows[0].float() - sum(row.float() for row in rows[1:]))[None]
+
+
 def _auto_class(source: ModelSource) -> Any:
     return AutoModel if source.head is None else AutoModelForSequenceClassification
 
@@ -130,7 +183,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     """The location of each of the encoder's tensors, or None if they cannot be read one by one.
 
     They can if the directory has safetensors files with the model's own keys, possibly with its prefix (`roberta.`,
-    `bert.`, `model.`), and equal shapes. Old names and pickles are left to `full_state_dict`.
+    `bert.`, `model.`), and equal shapes. Old names and pickles are left to `full_state_dict`. The weight of a score of
+    tokens has no location, see `score_weights`.
     """
     if source.directory is None:
         return None
@@ -146,7 +200,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
             break
     heads = [name for name in shapes if name.startswith(HEAD)]
     locations |= {name: stored[key] for name in heads if (key := classifier_name(name, "")) in stored}
-    if set(locations) != set(shapes) or not _shapes_match(locations, shapes):
+    computed = {_SCORE} if source.head is not None and source.head.tokens else set()
+    if set(locations) != set(shapes) - computed or not _shapes_match(locations, shapes):
         return None
     return locations
 

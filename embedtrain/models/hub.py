@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import is_offline_mode, list_repo_files, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from embedtrain.config.recipe import ModelConfig
+from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.hub import hub_is_reachable, is_local_path
 
@@ -23,6 +23,7 @@ _CONFIGURATION = [
     "*/config.json",
     "*/sentence_*_config.json",
 ]
+_TOKENIZER = ["*.json", "*.txt", "*.model", "*.jinja"]
 _PINNED = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)@([\w][\w./-]*)")
 
 
@@ -77,10 +78,15 @@ def resolve_directory(
 
 
 def download_configuration(model: ModelConfig) -> ModelConfig:
-    """Replace a Hub id by a directory with the configuration files of its repository."""
+    """Replace a Hub id by a directory with the configuration files of its repository.
+
+    Those of the tokenizer are among them for a cross-encoder, whose chat template may have its prompts.
+    """
     if model.path is None or model.config is not None or Path(model.path).expanduser().is_dir():
         return model
     patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
+    if model.kind is ModelKind.cross_encoder:
+        patterns += _TOKENIZER
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", patterns)
     return replace(model, path=str(directory), revision=None)
 

@@ -1,20 +1,43 @@
 """The head of a cross-encoder as its directory describes it: of which kind, with which activation, trained or new."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
-from embedtrain.config.recipe import ModelKind, Pooling
-from embedtrain.errors import ModelError
+from embedtrain.config.pair_template import (
+    PAIR_TEMPLATES,
+    SCORE_TOKENS,
+    PairTemplate,
+    pair_template,
+    published_template,
+)
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import is_decoder
+from embedtrain.models.chat_template import read_chat_template
 from embedtrain.models.file_references import read_json
+from embedtrain.models.hub import resolve_directory
+from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
-_CLASSIFIER = "ForSequenceClassification"
 _LATE = "late"  # of EuroBERT's class: its head receives every token, and no pooled one
+LOGIT_SCORE = "LogitScore"
+_CLASSIFIER, _CAUSAL = "ForSequenceClassification", "ForCausalLM"
+# Settings of decoders that change logits after the vocabulary head, with the values that do not.
+_LOGIT_SETTINGS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,46 +48,78 @@ class HeadSource:
         is_new: whether the model's files have no weights for it, so that they are random.
         activation: the class that turns scores into what sentence-transformers returns, by its full name. Training and
             evaluation use the scores before it.
-        template: `model.pair_template`; None: the tokenizer's own pairs.
+        tokens: ids of the tokens whose rows of the vocabulary head it starts from: the first minus the second, if there
+            is one; empty for a classification head.
+        template: what surrounds the texts of a pair; None: the tokenizer's own pairs.
         note: a line for the user about the directory that the head is added to; may be empty.
     """
 
     is_new: bool
     activation: str = SIGMOID
+    tokens: tuple[int, ...] = ()
     note: str = ""
-    template: Mapping[str, str] | None = None
+    template: PairTemplate | None = None
 
 
-def read_score_head(directory: Path, config: PretrainedConfig, modules: Sequence[str], settings: Path) -> HeadSource:
-    """The head of the model in `directory`, whose configuration becomes that of a classifier of one label.
+@dataclass(frozen=True, kw_only=True)
+class RerankerFiles:
+    """What a model directory says of itself besides its configuration.
 
-    `modules` are the types in modules.json, if there is one; `settings` is config_sentence_transformers.json, which may
-    not exist. A ModelError if the directory holds a classifier of several labels, or its architecture has none.
+    Attributes:
+        directory: of the transformer.
+        modules: the types in modules.json, if there is one.
+        logit_score: the content of LogitScore's config.json.
+        transformer: the content of sentence_bert_config.json.
+        settings: the content of config_sentence_transformers.json.
     """
-    values: dict[str, Any] = read_json(settings) if settings.is_file() else {}
+
+    directory: Path
+    modules: Sequence[str] = ()
+    logit_score: Mapping[str, Any] = field(default_factory=dict)
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource:
+    """The head of the model in a directory, whose configuration becomes that of a classifier of one label.
+
+    A ModelError if the directory holds a classifier of several labels, its architecture has none, or its pairs cannot
+    be read as sentence-transformers does; a ConfigError if options have no effect.
+    """
+    directory, modules = files.directory, files.modules
     is_classifier = is_reranker(config)
     if is_classifier and config.num_labels != 1:
         raise ModelError(
             f"{directory / 'config.json'}: {_architecture(config)} has {config.num_labels} labels, and the score of a "
             "cross-encoder is a single one (num_labels 1)"
         )
-    if values.get("model_type") == "CrossEncoder" and len(modules) > 1:
+    if files.settings.get("model_type") == "CrossEncoder" and set(modules) - {"Transformer", LOGIT_SCORE}:
         raise ModelError(
-            f"{directory / 'modules.json'} has the modules {', '.join(modules)}; supported in a cross-encoder is "
-            "Transformer alone"
+            f"{directory / 'modules.json'} has the modules {', '.join(modules)}; supported in a cross-encoder are "
+            f"Transformer and {LOGIT_SCORE}"
         )
     if is_classifier and getattr(config, "classifier_pooling", None) == _LATE:
         raise ModelError(
             f"{directory / 'config.json'}: classifier_pooling={_LATE} scores every token and takes the mean; "
             "supported are bos, cls and mean"
         )
+    activation = _activation(config, files.settings)
     note = ""
     if "Pooling" in modules:
         note = f"{directory} is an embedding model: its backbone is used, its pooling is not"
-    head = new_score_head(config, str(directory))
-    if not is_classifier:
-        return HeadSource(is_new=True, note=note)
-    return HeadSource(is_new=False, activation=_activation(config, values), note=head.note)
+    new_score_head(config, str(directory))
+    name = model.pair_template if isinstance(model.pair_template, str) else published_template(str(model.path))
+    template = pair_template(model.pair_template) or _stored_template(files, config, model)
+    if template is None and name is not None:
+        template, note = PAIR_TEMPLATES[name], f"pairs are formatted for {name}, by the name of {model.path}"
+    tokens: tuple[int, ...] = ()
+    if _has_score_tokens(files, config, model, name):
+        tokens = _score_tokens(files, config, model, name)
+        if template is not None and template.special_tokens:
+            # The token is predicted after the template's end, and no end-of-text token may follow it.
+            template = replace(template, special_tokens=False, bos=True)
+    is_new = not is_classifier and not tokens
+    return HeadSource(is_new=is_new, activation=activation, tokens=tokens, note=note, template=template)
 
 
 def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
@@ -81,6 +136,102 @@ def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
 def is_reranker(config: PretrainedConfig) -> bool:
     """Whether the model was saved as a sequence classifier."""
     return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
+
+
+def _has_score_tokens(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig, name: str | None) -> bool:
+    """Whether the head starts from rows of the vocabulary head."""
+    is_causal = any(architecture.endswith(_CAUSAL) for architecture in config.architectures or ())
+    wanted = model.score_head is ScoreHead.tokens or model.score_tokens is not None
+    option = "model.score_head=tokens" if model.score_tokens is None else f"model.score_tokens={model.score_tokens}"
+    if wanted and is_reranker(config):
+        raise ConfigError(
+            f"{option}: {files.directory} is a {_architecture(config)}, which has a head of its own and no vocabulary "
+            "head; leave it out"
+        )
+    if wanted and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{option}: {config.model_type} is no causal language model; leave it out")
+    if model.score_head is ScoreHead.classification or is_reranker(config):
+        return False
+    return wanted or bool(files.logit_score) or (is_causal and name is not None)
+
+
+def _score_tokens(
+    files: RerankerFiles, config: PretrainedConfig, model: ModelConfig, name: str | None
+) -> tuple[int, ...]:
+    """The ids of the tokens: those of a LogitScore directory, the option's, or the template's."""
+    for setting, neutral in _LOGIT_SETTINGS.items():
+        value = getattr(config.get_text_config(), setting, neutral)
+        if value is not None and value != neutral:
+            raise ModelError(
+                f"{files.directory / 'config.json'}: {setting}={value} changes logits, which a score of tokens does "
+                "not support; set model.score_head=classification to train a new head"
+            )
+    if files.logit_score:
+        if model.score_tokens is not None:
+            raise ConfigError(
+                f"model.score_tokens={model.score_tokens}: {files.directory} is a {LOGIT_SCORE} directory, which has "
+                "its own; leave it out"
+            )
+        return _stored_ids(files, int(config.get_text_config().vocab_size))
+    tokens = model.score_tokens or SCORE_TOKENS.get(name or "")
+    if tokens is None:
+        raise ConfigError(
+            f"model.score_head=tokens: {files.directory} does not name its tokens; set model.score_tokens, such as "
+            "[yes, no], or a named model.pair_template"
+        )
+    tokenizer = _tokenizer(files, model)
+    return tuple(_single_id(tokenizer, token) for token in tokens)
+
+
+def _stored_ids(files: RerankerFiles, vocab_size: int) -> tuple[int, ...]:
+    ids = [files.logit_score.get(key) for key in ("true_token_id", "false_token_id")]
+    ids = ids[:1] if ids[1] is None else ids
+    if not all(isinstance(number, int) and 0 <= number < vocab_size for number in ids):
+        raise ModelError(
+            f"{files.directory}: {LOGIT_SCORE} has the tokens {ids}, which are not ids from 0 to {vocab_size - 1}"
+        )
+    return tuple(map(int, ids))  # type: ignore[arg-type]
+
+
+def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    ids: list[int] = tokenizer(token, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        parts = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids)))
+        raise ConfigError(
+            f"model.score_tokens: {token!r} is {len(ids)} tokens of the tokenizer ({parts}), and must be exactly one; "
+            "capitals and spaces count"
+        )
+    return ids[0]
+
+
+def _tokenizer(files: RerankerFiles, model: ModelConfig) -> PreTrainedTokenizerBase:
+    directory = files.directory
+    if model.tokenizer is not None:
+        options = "model.tokenizer", "model.tokenizer_revision"
+        directory = resolve_directory(model.tokenizer, model.tokenizer_revision, *options, TOKENIZER_FILES)
+    return read_tokenizer(directory, trust_remote_code=model.trust_remote_code)
+
+
+def _stored_template(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> PairTemplate | None:
+    """What the directory's chat template renders, if sentence-transformers uses it for pairs."""
+    modalities = files.transformer.get("modality_config")
+    message = modalities.get("message") if isinstance(modalities, dict) else None
+    if not is_decoder(config) or not (message or (files.logit_score and modalities is None)):
+        return None
+    tokenizer = read_tokenizer(files.directory, trust_remote_code=model.trust_remote_code)
+    if tokenizer.chat_template is None:
+        return None
+    styles = {"flat": False, "structured": True}
+    prompts, default = files.settings.get("prompts") or {}, files.settings.get("default_prompt_name")
+    processing = files.transformer.get("processing_kwargs")
+    options = processing.get("chat_template") if isinstance(processing, dict) else None
+    return read_chat_template(
+        tokenizer,
+        str(files.directory),
+        structured=styles.get(str(message.get("format"))) if isinstance(message, dict) else None,
+        instruction=prompts.get(default) if isinstance(prompts, dict) and default else None,
+        options={k: v for k, v in options.items() if k != "restore_suffix"} if isinstance(options, dict) else None,
+    )
 
 
 def stored_kind(directory: Path) -> ModelKind:
@@ -104,7 +255,7 @@ def _architecture(config: PretrainedConfig) -> str:
     return ", ".join(config.architectures or [config.model_type])
 
 
-def _activation(config: PretrainedConfig, settings: dict[str, Any]) -> str:
+def _activation(config: PretrainedConfig, settings: Mapping[str, Any]) -> str:
     """In the order in which sentence-transformers (6.2) reads it, which ignores names of code outside of torch."""
     stored = config.to_dict()
     nested = stored.get("sentence_transformers")

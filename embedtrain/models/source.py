@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from embedtrain.config.model_checks import include_prompt_error
+from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
@@ -23,7 +24,9 @@ from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale_rope
 from embedtrain.models.score_head import (
+    LOGIT_SCORE,
     HeadSource,
+    RerankerFiles,
     is_reranker,
     new_score_head,
     read_score_head,
@@ -111,8 +114,8 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     config = set_attention_direction(source.config, model.bidirectional)
     scale_rope(config, model.rope_scaling)
     if source.head is not None:
-        pooling, head = score_pooling(config), replace(source.head, template=model.pair_template)
-        return replace(source, config=config, head=head, pooling=pooling, include_prompt=True, normalize=False)
+        pooling = score_pooling(config)
+        return replace(source, config=config, pooling=pooling, include_prompt=True, normalize=False)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -141,8 +144,14 @@ def _from_path(model: ModelConfig) -> ModelSource:
         commit=None if Path(model.path).expanduser().is_dir() else directory.name,
         normalize=source.normalize if model.normalize is None else model.normalize,
         tokenization=replace(source.tokenization, max_length=max_length),
-        prompts=source.prompts | {name: text for name, text in prompts.items() if text is not None},
+        prompts=_template_prompts(source.head)
+        | source.prompts
+        | {name: text for name, text in prompts.items() if text is not None},
     )
+
+
+def _template_prompts(head: HeadSource | None) -> dict[str, str]:
+    return {} if head is None or head.template is None else dict(head.template.prompts)
 
 
 def _from_config(model: ModelConfig) -> ModelSource:
@@ -166,14 +175,20 @@ def _from_config(model: ModelConfig) -> ModelSource:
             f"model.config: {one_line(error)} (it is a mapping with `model_type`, or the path of a config.json)"
         ) from None
     _check_config(config, "model.config")
+    head: HeadSource | None = None
+    if model.kind is ModelKind.cross_encoder:
+        head = replace(new_score_head(config, "model.config"), template=pair_template(model.pair_template))
+    prompts = {"query": model.query_prompt, "document": model.document_prompt}
     return ModelSource(
         directory=None,
         config=config,
-        head=new_score_head(config, "model.config") if model.kind is ModelKind.cross_encoder else None,
+        head=head,
         pooling=_required(model, None, "a model made from model.config"),
         normalize=True if model.normalize is None else model.normalize,
         tokenization=Tokenization(max_length=model.max_length),
-        prompts={"query": model.query_prompt or "", "document": model.document_prompt or ""},
+        prompts={"query": "", "document": ""}
+        | _template_prompts(head)
+        | {name: text for name, text in prompts.items() if text is not None},
         trust_remote_code=model.trust_remote_code,
     )
 
@@ -191,7 +206,7 @@ def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
     return ModelSource(
         directory=directory,
         config=config,
-        head=_score_head(directory, config, model),
+        head=_score_head(RerankerFiles(directory=directory), config, model),
         pooling=_required(model, config, f"{directory}, which has no modules.json,"),
         normalize=True,
         tokenization=Tokenization(),
@@ -203,6 +218,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     """Read a sentence-transformers directory. Module types are matched against a list, never imported."""
     transformer, pooling, include_prompt, normalize, dense = directory, None, True, False, []
     kinds: list[str] = []
+    logit_score: dict[str, Any] = {}
     for module in read_json(directory / "modules.json", list):
         if not isinstance(module, dict) or "type" not in module:
             raise ModelError(f"{directory / 'modules.json'} holds {module!r}, not a mapping with `type`")
@@ -222,16 +238,19 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
                 normalize = True
             case "Dense":
                 dense.append(_dense(part))
+            case "LogitScore":
+                logit_score = read_json(part / "config.json")
             case _:
                 raise ModelError(
-                    f"{directory / 'modules.json'} has the unknown module type {kind}; supported are "
-                    "Transformer, Pooling, Dense and Normalize, and no code of a model directory is run"
+                    f"{directory / 'modules.json'} has the unknown module type {kind}; supported are Transformer, "
+                    f"Pooling, Dense, Normalize and {LOGIT_SCORE}, and no code of a model directory is run"
                 )
     pools = ["Pooling"] * (pooling is not None)
-    if kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
+    is_scorer = kinds == ["Transformer", LOGIT_SCORE]
+    if not is_scorer and kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
         raise ModelError(
             f"{directory / 'modules.json'} has the modules {', '.join(kinds) or 'none'}; supported are Transformer, "
-            "Pooling, any number of Dense and an optional Normalize, in this order"
+            f"Pooling, any number of Dense and an optional Normalize, in this order, or Transformer and {LOGIT_SCORE}"
         )
     if transformer != directory.resolve():
         if (transformer / "modules.json").is_file():
@@ -239,10 +258,20 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
     settings = _transformer_settings(transformer)
     config = _config(transformer, trust_remote_code=model.trust_remote_code)
+    if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
+        raise _is_reranker_error(str(directory), LOGIT_SCORE)
+    scorer = RerankerFiles(
+        directory=transformer,
+        modules=kinds,
+        logit_score=logit_score,
+        transformer=settings,
+        settings=read_json(directory / _SETTINGS) if (directory / _SETTINGS).is_file() else {},
+    )
+    head = _score_head(scorer, config, model)
     return ModelSource(
         directory=transformer,
         config=config,
-        head=_score_head(directory, config, model, kinds),
+        head=head,
         pooling=pooling or _required(model, config, f"{directory}, whose modules.json has no Pooling,"),
         normalize=normalize,
         include_prompt=include_prompt,
@@ -251,7 +280,10 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             lowercase=bool(settings.get("do_lower_case")),
             is_sentence_transformers=True,
         ),
-        prompts=_prompts(directory / _SETTINGS, model.kind, is_embedder=pooling is not None),
+        # Prompts of a model with a chat template are instructions in it, which are part of the template's prompts.
+        prompts={}
+        if head is not None and (pooling is not None or _is_stored(head.template, model))
+        else _prompts(directory / _SETTINGS, model.kind),
         truncate_dim=_truncate_dim(directory / _SETTINGS) if model.kind is ModelKind.dense else None,
         dense=tuple(dense) if model.kind is ModelKind.dense else (),
         trust_remote_code=model.trust_remote_code,
@@ -276,10 +308,12 @@ def _truncate_dim(path: Path) -> int | None:
     return value
 
 
-def _prompts(path: Path, kind: ModelKind, *, is_embedder: bool) -> dict[str, str]:
-    """The prompts of the directory; none if a cross-encoder starts from an embedding model, whose prompts they are."""
-    if kind is ModelKind.cross_encoder and is_embedder:
-        return {}
+def _is_stored(template: PairTemplate | None, model: ModelConfig) -> bool:
+    return template is not None and model.pair_template is None
+
+
+def _prompts(path: Path, kind: ModelKind) -> dict[str, str]:
+    """The prompts of the directory."""
     settings: dict[str, Any] = read_json(path) if path.is_file() else {}
     saved = settings.get("prompts") or {}
     if not isinstance(saved, dict):
@@ -359,22 +393,22 @@ def _dense(directory: Path) -> DenseSource:
     )
 
 
-def _score_head(
-    directory: Path, config: PretrainedConfig, model: ModelConfig, modules: Sequence[str] = ()
-) -> HeadSource | None:
-    if model.kind is ModelKind.dense:
-        return None
-    return read_score_head(directory, config, modules, directory / _SETTINGS)
+def _score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource | None:
+    return None if model.kind is ModelKind.dense else read_score_head(files, config, model)
+
+
+def _is_reranker_error(what: str, kinds: str) -> ConfigError:
+    return ConfigError(
+        f"{what} is a reranker ({kinds}), which scores "
+        "pairs: set model.kind=cross_encoder, or model.pooling to train an embedding model from its backbone"
+    )
 
 
 def _required(model: ModelConfig, config: PretrainedConfig | None, what: str) -> Pooling:
     if model.kind is ModelKind.cross_encoder:
         return Pooling.cls  # the architecture decides, see `score_pooling`
     if model.pooling is None and config is not None and is_reranker(config):
-        raise ConfigError(
-            f"{what.split(',', maxsplit=1)[0]} is a reranker ({', '.join(config.architectures or ())}), which scores "
-            "pairs: set model.kind=cross_encoder, or model.pooling to train an embedding model from its backbone"
-        )
+        raise _is_reranker_error(what.split(",", maxsplit=1)[0], ", ".join(config.architectures or ()))
     if model.pooling is None:
         raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
     return model.pooling

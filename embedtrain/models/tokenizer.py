@@ -2,31 +2,24 @@
 
 import json
 import math
-import threading
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.export_record import verify_settings
-from embedtrain.models.hub import one_line, resolve_directory
+from embedtrain.models.hub import resolve_directory
 from embedtrain.models.rope import has_rotary_positions
-from embedtrain.models.security import require_safe_files
 from embedtrain.models.source import ModelSource
+from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 
 # Positions of these models start after the padding id, which reduces the maximal length.
 _POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "xmod"}
-# Files of a Hub repository to download for its tokenizer alone.
-_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 # Texts that show how a tokenizer ends texts, and their maximal length.
 _PROBES = ("a", "two words", "")
 _PROBE_LENGTH = 64
-# Texts for which regular expressions that backtrack need very long, and the seconds that a tokenizer may need for all.
-_LONG_PROBES = tuple(part * 1000 + "!" for part in ("a", " ", "1", "\n", "a ", "A1b2 ", "-", "\u4e00"))
-_PROBE_SECONDS = 60
 
 
 def load_tokenizer(
@@ -43,7 +36,7 @@ def load_tokenizer(
     if tokenizer is None and source.directory is None:
         raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
     path = tokenizer or str(source.directory)
-    directory = resolve_directory(path, revision, "model.tokenizer", "model.tokenizer_revision", _FILES)
+    directory = resolve_directory(path, revision, "model.tokenizer", "model.tokenizer_revision", TOKENIZER_FILES)
     if tokenizer is not None:
         verify_settings(directory)
     loaded = read_tokenizer(directory, trust_remote_code=source.trust_remote_code)
@@ -56,6 +49,8 @@ def load_tokenizer(
         backend = loaded.backend_tokenizer
         backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
     by_default = source.pooling is Pooling.last and (tokenizer is not None or not tokenization.is_sentence_transformers)
+    if source.head is not None and source.head.template is not None:
+        by_default &= source.head.template.special_tokens
     _add_eos_token(loaded, tokenization.append_eos, path, by_default=by_default)
     if loaded.pad_token_id is None:
         if loaded.eos_token_id is None:
@@ -66,45 +61,6 @@ def load_tokenizer(
         # Padding is masked everywhere, so any token works; LLM tokenizers often have no padding token.
         loaded.pad_token = loaded.eos_token
     return loaded
-
-
-def read_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a directory's tokenizer unchanged; a ModelError if there is none, or it fails the security checks."""
-    require_safe_files(directory, trust_remote_code=trust_remote_code)
-    try:
-        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise ModelError(f"cannot read a tokenizer from {directory}: {one_line(error)}") from None
-    if not isinstance(loaded, PreTrainedTokenizerBase):
-        raise ModelError(f"cannot read a tokenizer from {directory}: its files define a {type(loaded).__name__}")
-    require_bounded_time(loaded, str(directory))
-    return loaded
-
-
-def require_bounded_time(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Reject a tokenizer whose regular expressions fail, or need more than a minute, on texts of repeated characters.
-
-    Others may need long for other texts: Oniguruma's limit is 10^7 steps for each character where a match may start.
-    """
-    errors: list[BaseException] = []
-
-    def encode() -> None:
-        try:
-            for text in _LONG_PROBES:
-                tokenizer([text], truncation=True, max_length=_PROBE_LENGTH)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=encode, daemon=True)
-    thread.start()
-    thread.join(_PROBE_SECONDS)
-    if thread.is_alive():
-        raise ModelError(
-            f"the tokenizer of {where} needs more than {_PROBE_SECONDS} s for {len(_LONG_PROBES)} texts of repeated "
-            "characters: a regular expression in its tokenizer.json backtracks without end"
-        )
-    for error in errors:
-        raise ModelError(f"the tokenizer of {where} cannot encode texts: {one_line(error)}") from None
 
 
 def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

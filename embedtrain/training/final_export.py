@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.checkpointer import read_tensors
-from embedtrain.checkpoint.export.cross_encoder import probe_scores
+from embedtrain.checkpoint.export.cross_encoder import compared_pairs, probe_scores
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
@@ -59,7 +59,9 @@ def export_run(
         if model.adapted is not None:
             with without_adapters(model.encoder):
                 base_vectors = _probe_outputs(model, encoder).cpu()
-        reference = ExportReference(vectors, tolerance, model.source.prompts, model.tokenizer.max_length, base_vectors)
+        prompts, tokenizer = model.source.prompts, model.tokenizer
+        compared = compared_pairs(tokenizer, PROBES, prompts)
+        reference = ExportReference(vectors, tolerance, prompts, tokenizer.max_length, base_vectors, compared)
     weights = live_weights(model.encoder)
     difference: float | None = None
     with contextlib.ExitStack() as stack:
@@ -107,7 +109,7 @@ def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
     if not isinstance(model.tokenizer, PairTokenizer):
         return encoder.encode_all(PROBES)
     training = model.encoder.training
-    scores = probe_scores(model.encoder.eval(), model.tokenizer, PROBES, encoder.world.device)
+    scores = probe_scores(model.encoder.eval(), model.tokenizer, PROBES, model.source.prompts, encoder.world.device)
     model.encoder.train(training)
     reshard(model.encoder)
     return scores

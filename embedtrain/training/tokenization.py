@@ -13,7 +13,7 @@ from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
 from embedtrain.files import remove_tree
 from embedtrain.loading.load import LoadedModel
-from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.tracking.console import Console
 from embedtrain.training.resume import require_same_tokenizer
 

@@ -18,6 +18,7 @@ from embedtrain.config.recipe import (
     ModelKind,
     Pooling,
     Recipe,
+    ScoreHead,
     Strategy,
     TrainSource,
     WandbMode,
@@ -31,7 +32,11 @@ Change = Callable[[Recipe], None]
 NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
 CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
-OF_CROSS_ENCODERS = {"pair_template": {"query": "{query}", "document": "{document}"}}
+OF_CROSS_ENCODERS = {
+    "pair_template": {"query": "{query}", "document": "{document}"},
+    "score_head": ScoreHead.tokens,
+    "score_tokens": ["yes", "no"],
+}
 OF_DENSE_MODELS = {"pooling": Pooling.cls, "normalize": False, "include_prompt": True, "append_eos": True}
 ROPE = {"rope_type": "yarn", "factor": 2}
 
@@ -82,6 +87,15 @@ CASES = [
     option("model.pair_template", "qwen", **CROSS_ENCODER),
     option("model.pair_template", {"query": "{query}", "document": "{document}", "sufix": "x"}, **CROSS_ENCODER),
     option("model.pair_template", {"query": "Q: {query}", "document": "{documents}"}, **CROSS_ENCODER),
+    *[option("model.score_tokens", tokens, **CROSS_ENCODER) for tokens in ([], ["a", "a"], ["a", "b", "c"], [""])],
+    option("model.score_tokens", ["1", "0"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
+    case(
+        "model.score_head=tokens: .*model.path",
+        model=ModelConfig(config=SCRATCH, kind=ModelKind.cross_encoder, score_head=ScoreHead.tokens),
+    ),
+    option(
+        "model.score_head", ScoreHead.tokens, model__pair_template=OF_CROSS_ENCODERS["pair_template"], **CROSS_ENCODER
+    ),
     option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
     option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
     option("export.truncate_dim", 8, **CROSS_ENCODER),

@@ -80,9 +80,9 @@ def test_only_the_document_is_cut():
     assert len(query) == 7 < len(document)
     (ids,) = pairs.ids([Pair(TEXTS[5], TEXTS[6])])
     assert [token if token >= 0 else ~token for token in ids] == [0, *query, 2, 2, *document[: 24 - 13], 2, 7, 8]
-    # A query that would fill the pair leaves a quarter to the document and to what follows it.
+    # A query that would fill the pair leaves a quarter of what is between the ends to the document.
     (ids,) = pairs.ids([Pair(TEXTS[6], TEXTS[5])])
-    assert [~token for token in ids if token < 0] == [2, 7, 8]
+    assert [~token for token in ids if token < 0] == [*query[:3], 2, 7, 8]
     assert len(ids) == 24
 
 

@@ -311,13 +311,8 @@ def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, case, size, o
 
 
 def test_the_template_of_a_decoder_survives_truncation():
-    model, words = reranker("qwen3"), small_tokenizer()
-    model.pair_template = {
-        "prefix": "alpha ",
-        "query": "beta {query} mu ",
-        "document": "gamma {document}",
-        "suffix": " mu nu",
-    }
+    template = {"prefix": "alpha ", "query": "beta {query} mu ", "document": "gamma {document}", "suffix": " mu nu"}
+    model, words = replace(reranker("qwen3"), pair_template=template), small_tokenizer()
     read = read_pair_format(open_model_source(model), words)
     pairs = PairTokenizer(words, 24, read)
     (short, long) = pairs.ids([Pair("zeta", "nu"), Pair("zeta", "nu " * 40)])

@@ -10,7 +10,7 @@ from transformers import BertTokenizer
 
 from embedtrain.errors import ModelError
 from embedtrain.models.security import require_safe_files
-from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.safety.payloads import edit
 
 SECRET = "secretword"

@@ -18,7 +18,7 @@ from embedtrain.errors import ModelError
 from embedtrain.models.adapter_files import read_settings
 from embedtrain.models.build import stored_tensors
 from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows

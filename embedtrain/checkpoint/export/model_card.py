@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from embedtrain import __version__
+from embedtrain.checkpoint.export.cross_encoder import renders_pairs
+from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
 from embedtrain.config.recipe import ONNX, ModelKind
 from embedtrain.data.sources.parts import may_be_hub_id
@@ -58,7 +60,7 @@ def model_card(
     the id of the Hub repository to which the model is uploaded.
     """
     path, scores_pairs = recipe["model"].get("path"), recipe["model"].get("kind") == ModelKind.cross_encoder.value
-    base = _hub_id(path)
+    base, shown = _hub_id(path), name or "path/of/this/directory"
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
     before = metrics_at(run_dir, 0) if step else {}
     main_metrics = {set_name: next(iter(row)) for set_name, row in metrics.items() if set_name in before and row}
@@ -73,9 +75,8 @@ def model_card(
             f"{_KINDS[scores_pairs].format(dimension=dimension, max_length=max_length)}, "
             f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
-            *(_usage_of_scores if scores_pairs else _usage)(
-                name or "path/of/this/directory", prompts, onnx=ONNX in formats
-            ),
+            *(_usage_of_scores(shown, prompts, run_dir) if scores_pairs else _usage(shown, prompts)),
+            *_graph_usage(scores_pairs=scores_pairs) * (ONNX in formats),
             *_evaluation(metrics, datasets, before, changes),
             "## Recipe",
             "",
@@ -143,8 +144,16 @@ def _metadata(
     return str(data.to_yaml())
 
 
-def _usage_of_scores(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
+def _usage_of_scores(name: str, prompts: Mapping[str, str], run_dir: Path) -> list[str]:
     texts = [f"{kind} with {_code(text)}" for kind, text in prompts.items() if text]
+    rest = "the library does not prepend it."
+    note = f"Begin every {', and every '.join(texts)}: {rest}" if texts else ""
+    if renders_pairs(RunDirectory(run_dir).architecture):
+        note = (
+            "sentence-transformers 6 formats pairs with `chat_template.jinja`; its argument `prompt` is an instruction "
+            "for the query. The scores of other software, and of older versions, are only right for texts that are "
+            "formatted as the template does."
+        )
     return [
         "```python",
         "from sentence_transformers import CrossEncoder",
@@ -154,12 +163,13 @@ def _usage_of_scores(name: str, prompts: Mapping[str, str], *, onnx: bool) -> li
         'ranking = model.rank("a question", ["a text that answers it", "another text"])',
         "```",
         "",
-        *([f"Begin every {', and every '.join(texts)}: the library does not prepend it.", ""] if texts else []),
-        *_graph_usage("the tokens of pairs to `logits`, the scores before the activation") * onnx,
+        *([note, ""] if note else []),
     ]
 
 
-def _graph_usage(what: str) -> list[str]:
+def _graph_usage(*, scores_pairs: bool) -> list[str]:
+    what = "the tokens of pairs to `logits`, the scores before the activation"
+    what = what if scores_pairs else "token ids to `last_hidden_state`"
     return [
         f"`onnx/model.onnx` is the same model in fp32, from {what}, for onnxruntime, or for sentence-transformers and "
         'optimum with `backend="onnx"`.',
@@ -167,7 +177,7 @@ def _graph_usage(what: str) -> list[str]:
     ]
 
 
-def _usage(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
+def _usage(name: str, prompts: Mapping[str, str]) -> list[str]:
     lines = [
         "```python",
         "from sentence_transformers import SentenceTransformer",
@@ -189,8 +199,6 @@ def _usage(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
             *(f"| {kind} | {_code(text)} |" for kind, text in prompts.items() if text),
             "",
         ]
-    if onnx:
-        lines += _graph_usage("token ids to `last_hidden_state`")
     return lines
 
 

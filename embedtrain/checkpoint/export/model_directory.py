@@ -87,14 +87,14 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     _write_code(directory, source)
     _write_dtype(directory, stored_dtype(source))
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
-    own = tokenizer.tokenizer
+    own, has_chat = tokenizer.tokenizer, False
     if source.head is not None and source.head.template is not None:
         assert isinstance(tokenizer, PairTokenizer)
-        own = with_pair_format(tokenizer)
+        own, has_chat = with_pair_format(tokenizer, source)
     own.save_pretrained(directory)
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer.pad_token_id)
+        write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer, has_chat=has_chat)
         return
     if pooler := _pooler_weights(source):
         (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600

@@ -67,11 +67,19 @@ class ExportReference:
     prompts: Mapping[str, str]  # by name
     max_length: int  # tokens
     base_vectors: Tensor | None = None  # of PROBES with the adapters disabled
+    compared: Tensor | None = None  # bool [len(PROBES)], the scores that are compared; None: all
 
     def truncated(self, dimension: int | None) -> "ExportReference":
         """The same for the first dimensions of the vectors; None: all."""
         base = None if self.base_vectors is None else self.base_vectors[:, :dimension]
         return replace(self, vectors=self.vectors[:, :dimension], base_vectors=base)
+
+    def of_compared(self) -> "ExportReference":
+        """The same for the pairs whose scores are compared."""
+        if self.compared is None:
+            return self
+        base = None if self.base_vectors is None else self.base_vectors[:, self.compared]
+        return replace(self, vectors=self.vectors[:, self.compared], base_vectors=base, compared=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +93,13 @@ class AdapterBase:
     load_in_4bit: bool = False  # whether the run quantized its linear layers
 
 
-def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
+def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str] | None = None) -> Tensor:
     """Embeddings of PROBES by an encoder that is unsharded in this process, one text per forward pass.
 
-    The scores [1, N] of a cross-encoder are one vector, because a score near 0 has no relative difference.
+    The scores [1, N] of a cross-encoder, with `prompts`, are one vector: a score near 0 has no relative difference.
     """
     if isinstance(tokenizer, PairTokenizer):
-        return probe_scores(encoder.eval(), tokenizer, PROBES, torch.device("cpu"))
+        return probe_scores(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
@@ -137,6 +145,14 @@ def require_match(vectors: Tensor, reference: ExportReference, subject: str) -> 
             "export as fp32"
         )
     return difference
+
+
+def _require_scores(scores: Tensor, reference: ExportReference, subject: str) -> float:
+    """`require_match` for the scores [1, N] of those pairs that are compared."""
+    compared = reference.of_compared()
+    if reference.compared is not None:
+        scores = scores[:, reference.compared]
+    return require_match(scores, compared, subject) if scores.numel() else 0.0
 
 
 def _effect_fraction(vectors: Tensor, reference: ExportReference) -> float | None:
@@ -186,7 +202,7 @@ def check_transformers(directory: Path, source: ModelSource, reference: ExportRe
     """Open the directory with plain transformers; the largest relative difference of its embeddings or scores."""
     if source.head is not None:
         scores = scores_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
-        return require_match(scores, reference, f"transformers opens {directory}")
+        return _require_scores(scores, reference, f"transformers opens {directory}")
     vectors = encode_probes(open_encoder(directory, source), open_tokenizer(directory, source))
     return require_match(vectors, reference, f"transformers opens {directory}")
 
@@ -198,7 +214,7 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     """
     if source.head is not None:
         scores = scores_of_sentence_transformers(directory, source, reference.max_length, PROBES)
-        return require_match(scores, reference, f"sentence-transformers opens {directory}")
+        return _require_scores(scores, reference, f"sentence-transformers opens {directory}")
     from sentence_transformers import SentenceTransformer
 
     try:
@@ -255,13 +271,14 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
         encoder.backbone = model
         vectors = encode_probes(encoder.eval(), tokenizer)
     else:
-        vectors = classifier_scores(model, tokenizer, PROBES)
+        vectors = classifier_scores(model, source, tokenizer, PROBES)
     if base.load_in_4bit:
         return 0.0  # the adapter was trained on the quantized base, not on this one: embeddings are not comparable
     if base.rounded:
         rounding = export_tolerance(torch.bfloat16, exact_encoder=True)
         reference = replace(reference, tolerance=max(reference.tolerance, rounding))
-    return require_match(vectors, reference, f"PEFT opens {directory}")
+    subject = f"PEFT opens {directory}"
+    return (require_match if base.source.head is None else _require_scores)(vectors, reference, subject)
 
 
 def open_encoder(directory: Path, source: ModelSource) -> Encoder:

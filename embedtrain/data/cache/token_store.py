@@ -61,7 +61,7 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
         (path / "keys.bin").open("wb") as keys,
     ):
         for number in batches:
-            texts = distinct.numbers(list(_texts(rows.batch(number), text_format)))
+            texts = distinct.numbers(list(_texts(rows.batch(number), text_format, tokenizer)))
             values.write(
                 gather_ranges(distinct.values, distinct.offsets[:-1][texts], distinct.lengths[texts]).data.cast("B")
             )
@@ -77,7 +77,7 @@ class _Kind(NamedTuple):
     instruction: str | None = None  # of a query, from its row
 
 
-def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str, _Kind]]:
+def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokenizer) -> Iterator[tuple[str, _Kind]]:
     """The texts of a batch of rows in order, with their kinds."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     nothing = [None] * batch.num_rows
@@ -90,9 +90,11 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
     for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
-            queries[of_query] = _Kind(text_format.query(of_query), query_length, of_query or None)
+            prompt = tokenizer.query_prompt(text_format.query(of_query))
+            queries[of_query] = _Kind(prompt, query_length, of_query or None)
         if of_documents not in documents:
-            documents[of_documents] = _Kind(text_format.document(of_documents), document_length)
+            prompt = tokenizer.document_prompt(text_format.document(of_documents))
+            documents[of_documents] = _Kind(prompt, document_length)
         yield query, queries[of_query]
         kind = documents[of_documents]
         for text in positives:

@@ -64,6 +64,7 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
         for name in ("loss", "grad_norm", "ndcg@10"):
             assert left.get(name, 0.0) == pytest.approx(right.get(name, 0.0), rel=1e-4)
     assert [row["dataset"]["kind"] for row in first if row.get("set") == "dev"] == ["reranking"] * 2
+    assert all(row["dataset"]["first_stage"]["name"] == "bm25" for row in first if row.get("set") == "dev")
     # Stopped after step 2, the run resumes on another number of ranks, and the checkpoint can be exported.
     resumed = rewind_run(runs[1], tmp_path / "resumed", 2)
     ranks(2, run, *options(inputs, resumed, *common))

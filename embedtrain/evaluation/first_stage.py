@@ -103,9 +103,10 @@ def with_rankings(loaded: LoadedSet, rankings: Mapping[str, Sequence[int]], firs
     return replace(loaded, data=data, metrics=loaded.metrics or RETRIEVAL_METRICS)
 
 
-def first_stage_note(loaded: LoadedSet, metrics: Mapping[str, float]) -> str:
-    """A line about the candidates of a set, whose metrics before reranking are `metrics`."""
-    data = loaded.data
+def first_stage_note(loaded: LoadedSet) -> str:
+    """A line about the candidates of a set, with their metric before reranking."""
+    data, metrics = loaded.data, loaded.first_stage_metrics
+    assert metrics is not None, "measured"
     assert isinstance(data, RetrievalSet)
     assert data.candidates is not None, "it has a first stage"
     relevant = [

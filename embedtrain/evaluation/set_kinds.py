@@ -19,13 +19,16 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.tracking.metrics import DatasetInfo
+from embedtrain.tracking.metrics import DatasetInfo, FirstStage
 
 
 def dataset_info(loaded: LoadedSet) -> DatasetInfo:
     """Kind and size of a set. Queries are those with judgements, documents those that are searched or ranked."""
-    data = loaded.data
-    return DatasetInfo(kind_of(data).value, _counts(data), loaded.is_subset)
+    data, first_stage = loaded.data, None
+    if isinstance(data, RetrievalSet) and data.first_stage is not None and loaded.first_stage_metrics is not None:
+        main = metric_names_of_set(loaded)[0]
+        first_stage = FirstStage(data.first_stage, main, loaded.first_stage_metrics[main])
+    return DatasetInfo(kind_of(data).value, _counts(data), loaded.is_subset, first_stage=first_stage)
 
 
 def kind_of(data: EvaluationData) -> SetKind:

@@ -169,7 +169,7 @@ def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache |
         config.document_max_length,
         None if config.metrics is None else tuple(config.metrics),
         bool(subset_notes),
-        tuple(notes + subset_notes),
+        notes=tuple(notes + subset_notes),
     )
 
 

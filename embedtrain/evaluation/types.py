@@ -115,4 +115,5 @@ class LoadedSet:
     document_max_length: int | None = None
     metrics: tuple[str, ...] | None = None  # the main one first; None: those of its kind
     is_subset: bool = False  # whether `data` is a part of the set
+    first_stage_metrics: Mapping[str, float] | None = None  # of the candidates in the order of their first stage
     notes: tuple[str, ...] = ()  # irregularities and how they are handled, one line each

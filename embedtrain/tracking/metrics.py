@@ -15,6 +15,27 @@ from embedtrain.records import is_count, is_number
 METRICS_FILE = "metrics.jsonl"
 DATASET = "dataset"  # key of an evaluation's row
 _DIMENSION = "dimension"
+_FIRST_STAGE = "first_stage"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStage:
+    """The ranking whose documents a reranker orders: `{"name": "bm25", "ndcg@10": 0.55}`."""
+
+    name: str  # `bm25`, or `run` for a run file
+    metric: str  # the main one of the set
+    value: float  # of the documents in its order
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.4f} in the order of {'BM25' if self.name == 'bm25' else 'the run file'}"
+
+    @classmethod
+    def of_row(cls, values: Any) -> "FirstStage | None":
+        """From the object of a row; None if it is not valid."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
+            return None
+        metrics = [(str(key), value) for key, value in values.items() if is_number(value)]
+        return cls(values["name"], *metrics[0]) if len(metrics) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +46,14 @@ class DatasetInfo:
     counts: Mapping[str, int]  # what was measured: numbers of queries, documents, pairs, texts, ... by unit
     subset: bool  # whether a part of the set was measured, so that its metrics are not those of the whole set
     dimension: int | None = None  # of truncated vectors
+    first_stage: FirstStage | None = None  # of a set that a reranker orders during training
 
     def as_row(self) -> dict[str, Any]:
         """The object in the row."""
         dimension = {} if self.dimension is None else {_DIMENSION: self.dimension}
-        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension}
+        first = self.first_stage
+        before = {} if first is None else {_FIRST_STAGE: {"name": first.name, first.metric: first.value}}
+        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension, **before}
 
     @property
     def label(self) -> str:
@@ -38,8 +62,9 @@ class DatasetInfo:
 
     @property
     def size(self) -> str:
-        """The counts as text, such as `300 queries, 4,800 documents`."""
-        return ", ".join(f"{count:,} {unit.replace('_', ' ')}" for unit, count in self.counts.items())
+        """The counts as text, such as `300 queries, 4,800 documents`, and the metric of the first stage."""
+        counts = [f"{count:,} {unit.replace('_', ' ')}" for unit, count in self.counts.items()]
+        return ", ".join([*counts, *([] if self.first_stage is None else [str(self.first_stage)])])
 
     @classmethod
     def of_mean(cls, infos: "Sequence[DatasetInfo]") -> "DatasetInfo":
@@ -54,7 +79,9 @@ class DatasetInfo:
             return None
         counts = {str(unit): count for unit, count in values.items() if is_count(count) and unit != _DIMENSION}
         dimension = values.get(_DIMENSION)
-        return cls(values["kind"], counts, values.get("subset") is True, dimension if is_count(dimension) else None)
+        first_stage = FirstStage.of_row(values.get(_FIRST_STAGE))
+        dimension = dimension if is_count(dimension) else None
+        return cls(values["kind"], counts, values.get("subset") is True, dimension, first_stage)
 
 
 class MetricsFile:
@@ -185,6 +212,7 @@ class MainChange:
     last: float
     last_step: int
     kind: str  # as in `DatasetInfo`; empty if unknown
+    first_stage: FirstStage | None = None
 
     @property
     def is_worse(self) -> bool:
@@ -193,7 +221,8 @@ class MainChange:
 
     def __str__(self) -> str:
         first, last = f"{self.first:.4f} at step {self.first_step}", f"{self.last:.4f} at step {self.last_step}"
-        return f"{self.name}: {self.metric} {first}, {last}"
+        before = "" if self.first_stage is None else f", {self.first_stage}"
+        return f"{self.name}: {self.metric} {first}, {last}{before}"
 
 
 def main_changes(run_dir: Path, step: int) -> list[MainChange]:
@@ -210,8 +239,9 @@ def main_changes(run_dir: Path, step: int) -> list[MainChange]:
         metric = next((key for key, value in last.items() if key != "step" and is_number(value)), "")
         if first["step"] != last["step"] and is_number(first.get(metric)):
             dataset = DatasetInfo.of_row(last)
-            kind = "" if dataset is None else dataset.kind
-            changes.append(MainChange(name, metric, first[metric], first["step"], last[metric], last["step"], kind))
+            kind, stage = ("", None) if dataset is None else (dataset.kind, dataset.first_stage)
+            values = (first[metric], first["step"], last[metric], last["step"])
+            changes.append(MainChange(name, metric, *values, kind, stage))
     return changes
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -148,7 +148,7 @@ def read_inputs(run: Run) -> RunInputs:
         warn=run.console.warn,
     )
     if recipe.model.kind is ModelKind.cross_encoder:
-        sets = with_candidates_of(sets, world, evaluation.rerank_depth)
+        sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
     best_metric = parse_recipe_metric(recipe, sets, function, dims)
     with world.fail_together("opening the model"):
         if described is not recipe.model:
@@ -160,16 +160,19 @@ def read_inputs(run: Run) -> RunInputs:
             f"evaluation and export use all {source.dimension}"
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
-    if recipe.model.kind is ModelKind.cross_encoder:
-        run.note(_first_stage_notes(sets, world))
+    run.note([first_stage_note(loaded) for loaded in sets if loaded.first_stage_metrics is not None])
     return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
 
 
-def _first_stage_notes(sets: Sequence[LoadedSet], world: World) -> list[str]:
-    """What the candidates of a cross-encoder's sets are before it ranks them. A collective."""
+def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[LoadedSet]:
+    """The sets of a cross-encoder with the metrics of their candidates before it orders them. A collective."""
     ranked = [loaded for loaded in sets if isinstance(loaded.data, RetrievalSet) and loaded.data.first_stage]
     metrics = Evaluator(ranked, None, world).evaluate() if ranked else {}
-    return [first_stage_note(loaded, metrics[loaded.data.name]) for loaded in ranked]
+    names = {loaded.data.name for loaded in ranked}
+    return [
+        replace(loaded, first_stage_metrics=metrics[loaded.data.name]) if loaded.data.name in names else loaded
+        for loaded in sets
+    ]
 
 
 def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from embedtrain.errors import DataError
 from embedtrain.tracking.metrics import (
     DatasetInfo,
+    FirstStage,
     MetricsFile,
     datasets_at,
     evaluation_row,
@@ -123,6 +124,19 @@ def test_changes_are_from_the_first_evaluated_step_to_the_exported_one(tmp_path)
     metrics.append({"step": 8, "set": "once", "ap": 0.5})
     assert [str(change) for change in main_changes(tmp_path, 8)] == ["pairs: ap 0.2500 at step 4, 0.7500 at step 8"]
     assert [str(change) for change in main_changes(tmp_path, 9)] == ["pairs: ap 0.2500 at step 4, 0.5000 at step 12"]
+
+
+def test_a_reranked_set_says_what_its_first_stage_reached(tmp_path):
+    """Otherwise a reranker that is worse than BM25 reads as a success."""
+    dataset = DatasetInfo("reranking", {"queries": 3}, subset=False, first_stage=FirstStage("bm25", "ndcg@10", 0.75))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for step, value in ((0, 0.25), (4, 0.5)):
+        metrics.append(evaluation_row(step, "dev", {"ndcg@10": value}, dataset))
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["dataset"]["first_stage"] == {"name": "bm25", "ndcg@10": 0.75}
+    assert datasets_at(tmp_path, 4) == {"dev": dataset}
+    assert dataset.size == "3 queries, ndcg@10 0.7500 in the order of BM25"
+    (change,) = main_changes(tmp_path, 4)
+    assert str(change).endswith(", 0.5000 at step 4, ndcg@10 0.7500 in the order of BM25")
 
 
 def test_a_row_says_what_was_measured(tmp_path):

@@ -155,7 +155,9 @@ def write_piece(
             except BadRow as bad:
                 if on_error == OnError.stop:
                     location = piece.part.location(reading.lines_before(piece) + line)
-                    raise DataError(f"{location}: {bad}") from None
+                    # A row that the loss cannot use is intact, and others may do.
+                    hint = "" if isinstance(read, BadRow) else "; data.on_error=skip leaves such rows out"
+                    raise DataError(f"{location}: {bad}{hint}") from None
                 statistics.skip(part, line, str(bad))
                 continue
             if texts.vectors and statistics.width is None:

@@ -39,11 +39,17 @@ _TRAINING, _SPEED, _FRACTION, _RATE = Group.training, Group.speed, NumberFormat.
 METRICS = {
     "loss": MetricInfo("Loss", "mean over rows, and over the steps since the last point", _TRAINING),
     "accuracy": MetricInfo(
-        "In-batch accuracy",
-        "fraction of queries whose own document scores best",
+        "Accuracy",
+        "fraction of queries whose positive scores best of the documents that the loss compares; bce: of correct pairs",
         _TRAINING,
         _FRACTION,
         "% of queries",
+    ),
+    "score_range": MetricInfo(
+        "Range of scores",
+        "mean over queries of the highest minus the lowest score of their own documents",
+        _TRAINING,
+        unit="score",
     ),
     "positive_similarity": MetricInfo(
         "Similarity to the positive", "mean cosine of query and positive", _TRAINING, unit="cosine"

@@ -141,7 +141,7 @@ def test_a_run_is_cut_at_its_best_documents(ranks, tmp_path):
     assert [ids[number] for number in loaded.data.candidates["q"]] == ["d", "b"], "ties by descending id"
     assert loaded.metrics == RETRIEVAL_METRICS
     assert (metrics["mrr@10"], metrics["recall@10"]) == (1.0, 0.5), "a relevant document that is missing is not added"
-    assert "50.0%" in first_stage_note(loaded, metrics)
+    assert "50.0%" in first_stage_note(replace(loaded, first_stage_metrics=metrics))
     (tmp_path / "bad.run").write_text("q Q0 a 1 much x\n")
     with pytest.raises(DataError, match=r"bad.run:1: .*much"):
         read_run(tmp_path / "bad.run")

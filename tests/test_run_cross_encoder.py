@@ -69,6 +69,8 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     resumed = rewind_run(runs[1], tmp_path / "resumed", 2)
     ranks(2, run, *options(inputs, resumed, *common))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
+    with pytest.raises(ConfigError, match=r"truncate_dim=1: "):
+        export(compose([f"run={runs[1]}", f"output_dir={tmp_path / 'again'}", "truncate_dim=1"]))
     again = export(compose([f"run={runs[1]}", f"output_dir={tmp_path / 'again'}"]))
     weights = [load_file(folder / "model.safetensors") for folder in (runs[1] / "model", again)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() | weights[1].keys())

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
-from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.loss_registry import SCORE_LOSSES
 from embedtrain.config.losses import CombinedConfig, CustomConfig, LossConfig
@@ -151,6 +151,13 @@ def _check_evaluation(recipe: Recipe) -> None:
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "patience", "null never stops early")
     check.at_least(1, "rerank_depth")
+    for name in ("rerank_depth", "document_windows"):
+        check.require(
+            recipe.model.kind is ModelKind.cross_encoder
+            or getattr(evaluation, name) == getattr(EvaluationConfig, name),
+            name,
+            f"is for model.kind=cross_encoder, not {recipe.model.kind.value}; leave it out",
+        )
     if evaluation.patience is not None:
         check.require(
             recipe.checkpoint.best_metric is not None,

@@ -62,12 +62,14 @@ _OPTIONS_OF_KIND = {
 def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
     defaults = ModelConfig()
     for kind, names in _OPTIONS_OF_KIND.items():
-        for name in names:
+        foreign = [name for name in names if getattr(model, name) != getattr(defaults, name)]
+        if foreign and model.kind is not kind:
+            nulls = " ".join(f"model.{name}=null" for name in foreign)
             check.require(
-                model.kind is kind or getattr(model, name) == getattr(defaults, name),
-                name,
-                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write null where a recipe "
-                "sets it",
+                False,
+                foreign[0],
+                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write {nulls} where a "
+                "recipe sets it",
             )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)

@@ -19,8 +19,9 @@ from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
-from embedtrain.config.recipe import ExportConfig, ModelConfig, Recipe
+from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import ConfigError
 from embedtrain.loading.load import bound_tokenizer
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import ModelSource, open_model_source
@@ -48,6 +49,11 @@ def export_checkpoint(
     source = open_model_source(
         ModelConfig(path=str(run_dir.architecture), kind=recipe.model.kind, trust_remote_code=trust_remote_code)
     )
+    if recipe.model.kind is ModelKind.cross_encoder and config.truncate_dim is not None:
+        raise ConfigError(
+            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense; a cross_encoder computes a "
+            "score; leave it out"
+        )
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     loaded = load_tokenizer(source)
     tokenizer = bound_tokenizer(source, loaded)

@@ -167,6 +167,8 @@ CASES = [
     option("export.language", ["English"]),
     option("evaluation.patience", 0),
     option("evaluation.rerank_depth", 0),
+    option("evaluation.rerank_depth", 9),
+    option("evaluation.document_windows", True),
     option("evaluation.function", "a:b", **CROSS_ENCODER, model__pooling=None),
     option("evaluation.patience", 3, evaluation__sets=DEV, evaluation__every=10),
     option("evaluation.patience", 3, evaluation__sets=DEV, checkpoint__best_metric="dev/ndcg@10"),

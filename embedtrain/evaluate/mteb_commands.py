@@ -18,8 +18,9 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import FailedElsewhere
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
-from embedtrain.inference.index import ShardedIndex, dtype_of
+from embedtrain.inference.index import ShardedIndex
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.inference.vector_tiles import dtype_of
 
 # How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
 # immediately, so this only ends ranks that will never get another command.

@@ -13,7 +13,8 @@ import torch
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.tracking.async_logger import AsyncLogger
-from embedtrain.tracking.console import Console, Results
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.evaluation_table import Results
 from embedtrain.tracking.loggers import (
     TENSORBOARD_FINISH_TIMEOUT,
     TENSORBOARD_START_TIMEOUT,

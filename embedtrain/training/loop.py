@@ -2,11 +2,10 @@
 
 import contextlib
 import functools
-import gc
 import itertools
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
@@ -30,57 +29,13 @@ from embedtrain.formatting import format_count
 from embedtrain.losses.lists import constant_scores_warning
 from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.garbage import automatic_collection, scheduled_collection
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.profile import StepProfiler
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
 from embedtrain.training.timing import BATCHES, CommunicationMeter, span
-
-COLLECT_EVERY = 50
-
-
-class GarbageSchedule:
-    """Collects garbage after some steps; see `scheduled_collection`."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._is_frozen = gc.get_freeze_count() > 0  # by the caller, who may have reasons
-
-    def collect_after(self, step: int) -> None:
-        """Collect if `step` is due. This depends on the step only, so all ranks collect at the same time."""
-        if step % self.every:
-            return
-        gc.collect()
-        if not self._is_frozen:
-            gc.freeze()
-            self._is_frozen = True
-
-
-@contextlib.contextmanager
-def scheduled_collection(every: int = COLLECT_EVERY) -> Iterator[GarbageSchedule]:
-    """Disable automatic collection during the block; restore it afterwards."""
-    was_enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    try:
-        yield GarbageSchedule(every)
-    finally:
-        if not frozen:
-            gc.unfreeze()
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def automatic_collection() -> Iterator[None]:
-    """Enable automatic collection during the block, which is not a step: an evaluation, for example."""
-    was_enabled = gc.isenabled()
-    gc.enable()
-    try:
-        yield
-    finally:
-        if not was_enabled:
-            gc.disable()
 
 
 @dataclass(frozen=True, kw_only=True)

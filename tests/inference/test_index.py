@@ -9,6 +9,7 @@ import torch
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.inference import index as index_module
+from embedtrain.inference import vector_tiles
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
@@ -29,13 +30,11 @@ def exact_ranking(queries, documents, ids, k):
 
 @contextlib.contextmanager
 def sizes_of(**sizes):
-    """Set constants of the module for a while."""
-    before = {name: getattr(index_module, name) for name in sizes}
-    vars(index_module).update(sizes)
-    try:
+    """Set constants of the modules for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(vector_tiles if name == "TILE" else index_module, name, size)
         yield
-    finally:
-        vars(index_module).update(before)
 
 
 def search_sharded(world, queries, documents, ids, k, sizes=None, all_on=None):

@@ -28,7 +28,7 @@ from embedtrain.data.sources.parts import (
     stem_of,
     suffix_of,
 )
-from embedtrain.data.sources.retrieval import find_hub_tables, find_retrieval_files, judgements_part
+from embedtrain.data.sources.retrieval_files import find_hub_tables, find_retrieval_files, judgements_part
 from embedtrain.data.sources.urls import is_url, local_path
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError, DataError

@@ -13,7 +13,7 @@ from embedtrain.data.sources.documents import DocumentReader, parse_document
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part, part_of_file
 from embedtrain.data.sources.reader import SourceReader
-from embedtrain.data.sources.retrieval import find_retrieval_files
+from embedtrain.data.sources.retrieval_files import find_retrieval_files
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.retrieval import read_corpus

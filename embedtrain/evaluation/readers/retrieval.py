@@ -17,16 +17,8 @@ from embedtrain.data.sources.files import file_size, read_lines
 from embedtrain.data.sources.hub import HubRepository, no_progress_bars, open_dataset
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part, PartKind, part_of_file
-from embedtrain.data.sources.retrieval import (
-    QUERY_ID_KEYS,
-    Judgement,
-    choose_split,
-    find_hub_tables,
-    find_retrieval_files,
-    judgements_part,
-    parse_query,
-    read_judgements,
-)
+from embedtrain.data.sources.retrieval import QUERY_ID_KEYS, Judgement, parse_query, read_judgements
+from embedtrain.data.sources.retrieval_files import choose_split, find_hub_tables, find_retrieval_files, judgements_part
 from embedtrain.data.sources.text_rows import MAX_JSON_BYTES, read_json_text
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError

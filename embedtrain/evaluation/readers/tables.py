@@ -28,7 +28,7 @@ from embedtrain.data.sources.parts import (
     stem_of,
     suffix_of,
 )
-from embedtrain.data.sources.retrieval import SPLITS, choose_split
+from embedtrain.data.sources.retrieval_files import SPLITS, choose_split
 from embedtrain.data.sources.values import describe_error, list_names, shorten
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.classes import CLUSTER_LABELS, CLUSTER_TEXTS, read_classification, read_clustering

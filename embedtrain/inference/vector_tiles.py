@@ -1,0 +1,98 @@
+"""The document vectors of a rank, in tiles, on the device or on the host."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
+from embedtrain.distributed.device import free_memory
+from embedtrain.inference.transfer import HostCopy, to_device
+
+# Vectors per tile: as many are on the device at a time if vectors are kept on the host.
+TILE = 16384
+# Fraction of a GPU's free memory that vectors may take before they are kept on the host.
+_MAX_DEVICE_FRACTION = 0.5
+_DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16}
+
+
+class VectorTiles:
+    """Vectors that are added block by block and read tile by tile on `device`, in the order in which they were added.
+
+    `place=auto` decides by `expected`, the final number of vectors.
+    """
+
+    def __init__(self, config: IndexConfig, device: torch.device, expected: int) -> None:
+        self._config, self._device, self._expected = config, device, expected
+        self._dtype = dtype_of(config)
+        self._tiles: list[Tensor] = []
+        self._pending: list[Tensor] = []
+        self._on_host: bool | None = None
+        self._last_copy: HostCopy | None = None  # of a tile to the host; earlier ones are complete if this one is
+
+    def __len__(self) -> int:
+        return sum(len(tile) for tile in (*self._tiles, *self._pending))
+
+    @property
+    def dimension(self) -> int:
+        """D; 0 before the first `add`."""
+        vectors = [*self._tiles, *self._pending]
+        return vectors[0].shape[1] if vectors else 0
+
+    def add(self, vectors: Tensor) -> Tensor:
+        """Add [m, D]; returns them on the device as they are kept."""
+        vectors = vectors.to(self._device, self._dtype)
+        if self._on_host is None:
+            self._on_host = self._keep_on_host(vectors.shape[1])
+        self._pending.append(vectors)
+        if sum(map(len, self._pending)) >= TILE:
+            self._seal()
+        return vectors
+
+    def tiles(self) -> Iterator[tuple[int, Tensor]]:
+        """The index of each tile's first vector, and the tile as float32 on the device."""
+        self._seal()
+        start = 0
+        for tile in self._tiles:
+            yield start, tile.to(self._device, non_blocking=True).float()
+            start += len(tile)
+
+    def pick(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Vectors by index, [P] on the device, in batches: positions among the P, and float32 [p, D]."""
+        self._seal()
+        if self._last_copy is not None:
+            self._last_copy.wait()
+        order = rows.argsort()
+        edges = torch.tensor([0, *(len(tile) for tile in self._tiles)]).cumsum(0)
+        cuts = torch.searchsorted(rows[order], to_device(edges, rows.device)).tolist()
+        for tile, edge, start, stop in zip(self._tiles, edges.tolist(), cuts, cuts[1:], strict=False):
+            for positions in torch.split(order[start:stop], batch_size) if stop > start else ():
+                tile_rows = (rows[positions] - edge).to(tile.device)
+                yield positions, tile[tile_rows].to(self._device).float()
+
+    def _seal(self) -> None:
+        """Cut pending vectors into whole tiles; a smaller last tile is reopened when more vectors are added."""
+        if not self._pending:
+            return
+        last: list[Tensor] = []
+        if self._tiles and len(self._tiles[-1]) < TILE:
+            last.append(self._tiles.pop().to(self._device, non_blocking=True))
+        for tile in torch.split(torch.cat([*last, *self._pending]), TILE):
+            if self._on_host and self._device.type == "cuda":
+                # Encoding continues during the copy; a scan reads it in the order of the device's operations.
+                self._last_copy = HostCopy(tile)
+                self._tiles.append(self._last_copy.tensor)
+            else:
+                self._tiles.append(tile.clone())
+        self._pending = []
+
+    def _keep_on_host(self, dimension: int) -> bool:
+        if self._config.place is not VectorPlacement.auto or self._device.type != "cuda":
+            return self._config.place is VectorPlacement.host
+        size = self._expected * dimension * self._dtype.itemsize
+        return size > _MAX_DEVICE_FRACTION * free_memory(self._device)
+
+
+def dtype_of(config: IndexConfig) -> torch.dtype:
+    """The data type in which vectors are kept."""
+    return _DTYPES[config.dtype]

@@ -182,6 +182,28 @@ def scores_of_pairs(world, path, pairs):
     return PairScorer.from_model(loaded, world, chunk_tokens=2000).score(*zip(*pairs, strict=True)).tolist()
 
 
+def test_equal_scores_of_all_documents_are_warned_about_once(ranks, inputs, tmp_path):
+    """A reranker that has diverged gives every document one score, and its loss is the logarithm of their number."""
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "xlm-roberta", num_labels=1)
+    torch.nn.init.zeros_(model.classifier.dense.weight)
+    torch.nn.init.zeros_(model.classifier.dense.bias)
+    torch.nn.init.zeros_(model.classifier.out_proj.weight)
+    shutil.copytree(inputs / "xlm-roberta", tmp_path / "constant")
+    model.save_pretrained(tmp_path / "constant")
+    more = [
+        "loss=softmax",
+        "data.batch_negatives=1",
+        "train.steps=3",
+        "export.check=false",
+        f"model.path={tmp_path / 'constant'}",
+    ]
+    outputs = ranks(2, run_without_base, *BASE, *options(inputs, tmp_path / "run", *more))
+    warnings = [line for output in outputs for text in output for line in text.splitlines() if "score_range=0" in line]
+    assert len(warnings) == 1
+    assert all(advice in warnings[0] for advice in ("step 1", "optim.lr", "optim.warmup"))
+    assert [row["score_range"] for row in metric_rows(tmp_path / "run") if "loss" in row] == [0.0, 0.0, 0.0]
+
+
 def test_a_loss_of_vectors_is_rejected(inputs, tmp_path):
     with pytest.raises(ConfigError, match=r"loss=infonce.*loss=softmax"):
         compose_recipes([*BASE, *options(inputs, tmp_path)])

@@ -33,6 +33,7 @@ _LIBRARIES = {
     "TEVATRON": "Tevatron",
     "TRAINER": "arguments of the Trainer",
     "LOSSES": "loss class",
+    "RERANKER_LOSSES": "loss class of a CrossEncoder",
     "EVALUATORS": "evaluator",
     "LOSS_ARGUMENTS": "argument of losses",
     "SENTENCE_TRANSFORMERS": "sentence-transformers",

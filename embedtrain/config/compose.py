@@ -42,7 +42,7 @@ from embedtrain.config.limits import (
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, LossConfig
-from embedtrain.config.names import explain_unknown
+from embedtrain.config.names import check_reranker_loss, explain_unknown
 from embedtrain.config.parsing import (
     escape_interpolations,
     explain_composition,
@@ -51,7 +51,7 @@ from embedtrain.config.parsing import (
     parse_losses,
     parse_sources,
 )
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import mask_passwords
 
@@ -224,16 +224,18 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
 def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
     """A recipe. Another loss on the command line starts from its own defaults, without the options of the recipe's."""
     chosen = next((override.partition("=")[2] for override in overrides if option_of(override) == "loss"), None)
-    changes_loss = False
+    changes_loss = is_cross_encoder = False
     _register_recipes(changes_loss)
     if chosen is not None:
         others = [override for override in overrides if option_of(override).partition(".")[0] != "loss"]
         with contextlib.suppress(ConfigError):  # the recipe needs the loss of the command line
             config, choices_of_groups = _compose("config", others, Recipe, config_dir)
             changes_loss = chosen not in (choices_of_groups["loss"], config.loss.name)
+            is_cross_encoder = config.model.kind is ModelKind.cross_encoder
+    if is_cross_encoder:
+        check_reranker_loss(str(chosen))
     _register_recipes(changes_loss)
-    config, _ = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)
-    return config
+    return _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
 
 
 def _compose(

@@ -205,7 +205,8 @@ class DistillScoresConfig(LossConfig):
     """KL divergence of a row's softmax from the teacher's (Hinton et al., 2015; Lin et al., 2021)."""
 
     name: str = "distill_scores"
-    temperature: float = 0.02  # the student's similarities are divided by it
+    # The student's scores are divided by it; default: 0.02 for similarities of vectors, 1 for a cross-encoder's logits.
+    temperature: float | None = None
     teacher_temperature: float = 1.0  # the teacher's scores are divided by it
     similarity: Similarity = Similarity.cosine
     times_squared_temperature: bool = False  # as in Hinton et al. and sentence-transformers, for equal temperatures

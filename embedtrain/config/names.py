@@ -6,7 +6,7 @@ the name that is spelled most alike.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import ModelKind, Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.validation import did_you_mean, unknown_option
+from embedtrain.errors import ConfigError
 
 _RECIPE_ROWS = (
     *migration.TRAINER,
@@ -99,6 +100,13 @@ def counterpart(option: str, value: str) -> str | None:
             if assignment not in (None, f"{option}={value}") and not isinstance(assignment, Answer):
                 return assignment
     return None
+
+
+def check_reranker_loss(name: str) -> None:
+    """Raise a ConfigError with our loss for a loss class of a CrossEncoder: dense models have others of these names."""
+    row = _row_of(name, [replace(row, also="") for row in migration.RERANKER_LOSSES])
+    if row is not None and name not in LOSSES:
+        raise ConfigError(f"loss={name}: {_sentence(row, None)}")
 
 
 def unknown_loss(option: str, name: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from embedtrain.config.losses import DistillEmbeddingsConfig, DistillScoresConfig, EmbeddingDistance, MarginMSEConfig
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded
+from embedtrain.losses.lists import score_range
 from embedtrain.losses.score import Score, VectorScore
 from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, positions_in_row, sum_by_row
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, EncodedLoss, Loss, LossOutput
@@ -22,15 +23,16 @@ class DistillScores(EncodedLoss):
 
     KL(teacher || student) of the two softmaxes over a row's own documents, optionally times temperature^2; the
     mean over all rows with at least two documents. Logs `agreement`, the fraction of rows whose best document is
-    also the teacher's.
+    also the teacher's, and `score_range`.
     """
 
     def __init__(self, config: DistillScoresConfig, score: Score | None = None) -> None:
         super().__init__()
         self.score = score or VectorScore(config.similarity)
-        self.temperature = config.temperature
+        temperature = config.temperature
+        self.temperature = self.score.default_temperature if temperature is None else temperature
         self.teacher_temperature = config.teacher_temperature
-        self.factor = config.temperature**2 if config.times_squared_temperature else 1.0
+        self.factor = self.temperature**2 if config.times_squared_temperature else 1.0
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """B queries and M documents with scores [M] to this rank's loss."""
@@ -47,7 +49,8 @@ class DistillScores(EncodedLoss):
         several = torch.searchsorted(owners, owners, right=True) - torch.searchsorted(owners, owners) > 1
         agreed = group_max((best & several).to(loss.dtype), owners, num_queries).clamp(min=0.0)
         by_row = sum_by_row(divergence, owners, num_queries) * self.factor / num_rows
-        return LossOutput(loss, {"agreement": agreed.sum() / num_rows}, by_row)
+        metrics = {"agreement": agreed.sum() / num_rows, **score_range(student, batch_info)}
+        return LossOutput(loss, metrics, by_row)
 
 
 class MarginMSE(EncodedLoss):
@@ -55,7 +58,7 @@ class MarginMSE(EncodedLoss):
 
     The mean over all pairs of a row's positive p and a hard negative n of the squared difference between the
     student's margin s(p) - s(n) and the teacher's. Logs `agreement`, the fraction of pairs that the
-    student orders as the teacher does.
+    student orders as the teacher does, and `score_range`.
     """
 
     def __init__(self, config: MarginMSEConfig, score: Score | None = None) -> None:
@@ -73,7 +76,8 @@ class MarginMSE(EncodedLoss):
         agreed = (margins.detach().sign() == targets.sign()).sum() / num_pairs
         terms = (margins - targets).square()
         by_row = sum_by_row(terms, batch_info.owners[negatives], batch_info.num_queries) / num_pairs
-        return LossOutput(terms.sum() / num_pairs, {"agreement": agreed}, by_row)
+        metrics = {"agreement": agreed, **score_range(student, batch_info)}
+        return LossOutput(terms.sum() / num_pairs, metrics, by_row)
 
 
 class DistillEmbeddings(Loss):

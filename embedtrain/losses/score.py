@@ -46,7 +46,12 @@ class Tile(ABC):
 
 
 class Score(ABC):
-    """The score of a query and a document, from what the encoder computes of them."""
+    """The score of a query and a document, from what the encoder computes of them.
+
+    `default_temperature` divides scores in a softmax over documents, where a loss leaves it to the kind of score.
+    """
+
+    default_temperature = 1.0
 
     def pairs(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> Tensor:
         """The score of each document and its query: [M], float32 or float64, differentiable."""
@@ -84,6 +89,8 @@ class TiledScore(Score):
 
 class VectorScore(TiledScore):
     """The similarity of one vector of the query and one of the document."""
+
+    default_temperature = 0.02  # similarities of vectors differ by at most 2
 
     def __init__(self, similarity: Similarity) -> None:
         self.similarity = similarity

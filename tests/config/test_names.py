@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 
 import pytest
+from sentence_transformers.cross_encoder import losses
 
 from embedtrain.config import migration
 from embedtrain.config.compose import compose_recipes
@@ -79,6 +80,26 @@ def test_a_name_of_another_library_is_answered_with_the_option(argument, ours):
     sentence = str(caught.value)
     assert ours in sentence, sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "ours"),
+    [
+        ("recipe=bce_reranker", "MultipleNegativesRankingLoss", "loss=softmax with data.batch_negatives=4"),
+        ("model.kind=cross_encoder", "MSELoss", "loss=mse"),
+        ("model.kind=cross_encoder", "CrossEntropyLoss", "loss=softmax"),
+        ("recipe=bce_reranker", "LambdaLoss", "loss=lambdaloss"),
+    ],
+)
+def test_a_loss_class_is_answered_for_the_kind_of_the_model(kind, name, ours):
+    with pytest.raises(ConfigError, match=f"^loss={name}: write {re.escape(ours)}"):
+        compose_recipes([*GOOD, kind, f"loss={name}"])
+
+
+def test_every_loss_class_of_a_cross_encoder_is_answered_with_a_loss():
+    classes = {name for row in migration.RERANKER_LOSSES for name in row.names.split()}
+    assert classes >= {name for name in losses.__all__ if name.endswith("Loss")}
+    assert all(row.ours.split("`")[1].removeprefix("loss=") in LOSSES for row in migration.RERANKER_LOSSES)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,12 @@ def test_distill_scores(ranks, config):
     check(ranks, config, scored(), divergence(config))
 
 
+def test_the_default_temperature_of_vectors(ranks):
+    """That of a cross-encoder's scores is tested in test_listwise.py."""
+    expected = divergence(DistillScoresConfig(temperature=0.02))
+    check(ranks, DistillScoresConfig(), scored((3, 2, 1)), expected, only=[0])
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3,), (1,)], ids=["single documents", "one row", "one document"])
 def test_distill_few_scores(ranks, sizes):
     config = DistillScoresConfig(temperature=0.2, teacher_temperature=2.0)

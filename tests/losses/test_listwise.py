@@ -44,9 +44,10 @@ def similar(batch: GlobalVectors, row: int, document: int, similarity: Similarit
 
 def lists(batch: GlobalVectors, config: LossConfig) -> list[tuple[list[Tensor], list[float]]]:
     """Scores, divided by the temperature, and labels of each row's documents."""
+    temperature = getattr(config, "temperature", None) or 1.0
     return [
         (
-            [similar(batch, row, d, config.similarity) / getattr(config, "temperature", 1.0) for d in documents],
+            [similar(batch, row, d, config.similarity) / temperature for d in documents],
             [float(batch.scores[d]) for d in documents],
         )
         for row in range(len(batch.sizes))
@@ -186,6 +187,7 @@ FORMULAS = {
 CONFIGS = {
     "bce": BCEConfig(pos_weight=2.5),
     "distill_scores": DistillScoresConfig(temperature=0.7, teacher_temperature=2.0),
+    "distill_scores, default temperature": DistillScoresConfig(),
     "margin_mse": MarginMSEConfig(),
     "mse": MSEConfig(),
     "softmax": SoftmaxConfig(temperature=0.7),

@@ -6,7 +6,7 @@ into the pages for migrating users, docs/from-*.md.
 
 from embedtrain.config.migration.commands import ANY_COMMAND, COMMANDS
 from embedtrain.config.migration.libraries import FLAGEMBEDDING, SENTENCE_TRANSFORMERS, TEVATRON
-from embedtrain.config.migration.losses import EVALUATORS, LOSS_ARGUMENTS, LOSSES
+from embedtrain.config.migration.losses import EVALUATORS, LOSS_ARGUMENTS, LOSSES, RERANKER_LOSSES
 from embedtrain.config.migration.trainer import LAUNCHERS, TRAINER
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LAUNCHERS",
     "LOSSES",
     "LOSS_ARGUMENTS",
+    "RERANKER_LOSSES",
     "SENTENCE_TRANSFORMERS",
     "TEVATRON",
     "TRAINER",

@@ -27,6 +27,23 @@ LOSS_ARGUMENTS = (
     Row("distance_metric", "`loss.distance`", one_of(_DISTANCES)),
 )
 
+# Losses of lists of documents, of a CrossEncoder and in other libraries.
+_LISTWISE = (
+    Row("BinaryCrossEntropyLoss", "`loss=bce`", also="BCEWithLogitsLoss BCELoss binary_cross_entropy pointwise"),
+    Row("ListNetLoss", "`loss=listnet`"),
+    Row("RankNetLoss", "`loss=ranknet` with `loss.mean_over=pairs`; its logarithms are binary"),
+    Row(
+        "LambdaLoss",
+        "`loss=lambdaloss` with `loss.weighting`, `loss.top_k` and `loss.mean_over=pairs`; its logarithms are binary; "
+        "`NDCGLoss1Scheme` is not available",
+        also="LambdaRankLoss NDCGLoss NDCGLoss2PP",
+    ),
+    Row("ListMLELoss", "`loss=plistmle` with `loss.position_weights=false`"),
+    Row("PListMLELoss", "`loss=plistmle`"),
+    Row("ADRMSELoss", "`loss=adr_mse`"),
+    Row("", "`loss=softmax`", also="CrossEntropyLoss LocalizedContrastiveEstimation LCE listwise"),
+)
+
 # Loss classes of sentence-transformers and names from papers. All other classes of sentence-transformers that compute
 # from embeddings are loss=sentence_transformers.
 LOSSES = (
@@ -71,18 +88,7 @@ LOSSES = (
         "MSELoss EmbedDistillLoss",
         "`loss=distill_embeddings`; `MSELoss` of a CrossEncoder, which takes scores, is `loss=mse`",
     ),
-    Row("BinaryCrossEntropyLoss", "`loss=bce`", also="BCEWithLogitsLoss BCELoss binary_cross_entropy pointwise"),
-    Row("ListNetLoss", "`loss=listnet`"),
-    Row("RankNetLoss", "`loss=ranknet` with `loss.mean_over=pairs`; its logarithms are binary"),
-    Row(
-        "LambdaLoss",
-        "`loss=lambdaloss` with `loss.weighting`, `loss.top_k` and `loss.mean_over=pairs`; its logarithms are binary",
-        also="LambdaRankLoss NDCGLoss NDCGLoss2PP",
-    ),
-    Row("ListMLELoss", "`loss=plistmle` with `loss.position_weights=false`"),
-    Row("PListMLELoss", "`loss=plistmle`"),
-    Row("ADRMSELoss", "`loss=adr_mse`"),
-    Row("", "`loss=softmax`", also="CrossEntropyLoss LocalizedContrastiveEstimation LCE listwise"),
+    *_LISTWISE,
     Row("GlobalOrthogonalRegularizationLoss", "`loss=orthogonal`, in `loss=combined`", also="GOR"),
     Row("", "`loss=siglip`", also="SigmoidLoss SigLIPLoss"),
     Row(
@@ -90,6 +96,23 @@ LOSSES = (
         "`loss=sentence_transformers loss.class_name=NAME loss.arguments={...}`",
         shown="any other loss class that computes from embeddings",
     ),
+)
+
+# Loss classes of a CrossEncoder of sentence-transformers, for model.kind=cross_encoder.
+RERANKER_LOSSES = (
+    Row(
+        "MultipleNegativesRankingLoss CachedMultipleNegativesRankingLoss",
+        "`loss=softmax` with `data.batch_negatives=4`, which draws from the batch of all GPUs; its scores are logits, "
+        "where theirs are 10 times a sigmoid",
+    ),
+    Row("MarginMSELoss", "`loss=margin_mse`"),
+    Row("MSELoss", "`loss=mse`"),
+    Row("DistillKLDivLoss", "`loss=distill_scores`"),
+    Row(
+        "CrossEntropyLoss",
+        "`loss=softmax`, a positive against negatives; a model of several classes is not available",
+    ),
+    *_LISTWISE,
 )
 
 # Evaluators of sentence-transformers, and what else their kind of set is called.

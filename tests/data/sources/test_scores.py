@@ -323,6 +323,29 @@ def test_a_row_with_nothing_to_rank(tmp_path: Path, config: LossConfig) -> None:
     assert "a.jsonl:2" in str(report)
 
 
+def test_rows_of_negatives_alone(tmp_path: Path) -> None:
+    """They are documents with labels, or 0, for losses of all documents of a row, and errors for all other losses."""
+    conversation = [[{"role": "user", "content": text}] for text in "qab"]
+    rows = [
+        {"query": "q", "pos": [], "neg": ["a", "b", "a"], "neg_id": ["x", "y", "x"]},
+        {"messages": conversation[0], "positive_messages": [], "negative_messages": conversation[1:]},
+        {"query": "q", "positive_passages": [], "negative_passages": [{"docid": "x", "text": "a"}, {"text": "b"}]},
+    ]
+    bce, softmax, ranknet = map(row_requirements, (BCEConfig(), SoftmaxConfig(), RankNetConfig()))
+    for number, row in enumerate(rows):
+        path = write(tmp_path / f"{number}.jsonl", row)
+        (example,), _ = read(path, needs=bce)
+        assert (example.positives, example.positive_scores) == (("a", "b"), (0.0, 0.0))
+        assert (example.negatives, example.negative_scores, example.negative_ids) == ((), (), ())
+        assert_error(rf"{number}\.jsonl:1: .* is empty: a row needs at least one positive", path, needs=softmax)
+        assert_error(rf"{number}\.jsonl:1: loss=ranknet .*2 documents .* 0$", path, needs=ranknet)
+    graded = {"query": "q", "pos": [], "neg": ["a", "b"], "neg_scores": [0, 2]}
+    (example,), _ = read(write(tmp_path / "graded.jsonl", graded), needs=ranknet)
+    assert (example.positives, example.positive_scores) == (("a", "b"), (0.0, 2.0))
+    path = write(tmp_path / "none.jsonl", {"query": "q", "pos": [], "neg": []})
+    assert_error(r"none\.jsonl:1: .*neither positives nor negatives", path, needs=bce)
+
+
 @pytest.mark.parametrize("config", [SoftmaxConfig(), RankNetConfig()], ids=lambda config: config.name)
 def test_rows_that_get_documents_of_other_rows(tmp_path: Path, config: LossConfig) -> None:
     """They need no negatives of their own, and their labels are not below those of other rows' documents."""

@@ -38,7 +38,8 @@ class RowLayout(ABC):
 
     def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """The texts of a row, and the values besides them that the loss needs. Raises BadRow if it cannot be used."""
-        return _drop_repeated_negatives(self._parse(row, documents))
+        texts = _drop_repeated_negatives(self._parse(row, documents))
+        return self._only_negatives(texts) if self.needs.lists and not texts.positives else texts
 
     def describe(self) -> str:
         """A phrase for the report: the layout and the optional values found in its rows."""
@@ -47,6 +48,28 @@ class RowLayout(ABC):
 
     @abstractmethod
     def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts: ...
+
+    def _require_positives(self, positives: Sequence[object], key: str) -> None:
+        """Reject a row without positives, which only losses of all documents of a row can use."""
+        if not positives and not self.needs.lists:
+            raise BadRow(f"{key} is empty: a row needs at least one positive")
+
+    def _only_negatives(self, texts: Texts) -> Texts:
+        """A row without positives as a list of documents with scores, which are 0 if it has none."""
+        if not texts.negatives:
+            raise BadRow("this row has neither positives nor negatives")
+        scores = texts.negative_scores
+        if not scores and self.needs.scores is ScoreRequirement.pairs:
+            scores = (0.0,) * len(texts.negatives)
+        return replace(
+            texts,
+            positives=texts.negatives,
+            negatives=(),
+            positive_scores=scores,
+            negative_scores=(),
+            positive_ids=texts.negative_ids,
+            negative_ids=(),
+        )
 
     def _ignore_except(self, row: dict[str, Any], *keys: str) -> None:
         self.ignored.update((key, None) for key in row if key not in keys)

@@ -46,8 +46,7 @@ class FlagEmbedding(RowLayout):
             row = _wrap_single_documents(row)
         document_instructions: set[str | None] = set()
         positives = _flag_documents(row["pos"], '"pos"', document_instructions, may_have_instructions)
-        if not positives:
-            raise BadRow('"pos" is empty: a row needs at least one positive')
+        self._require_positives(positives, '"pos"')
         negatives: list[str] = []
         if row.get("neg") is not None:
             negatives = _flag_documents(row["neg"], '"neg"', document_instructions, may_have_instructions)
@@ -144,7 +143,9 @@ class FlagEmbedding(RowLayout):
             if value is None and count:
                 needed = needs_besides_texts(self.needs)
                 raise BadRow(f'loss={self.needs.loss} needs {needed}, and this row has no "{key}"')
-        positive_scores = values.one_per_text(of_positives, f'"{positives_key}"', '"pos"', num_positives, values.number)
+        positive_scores = values.one_per_text(
+            of_positives or [], f'"{positives_key}"', '"pos"', num_positives, values.number
+        )
         negative_scores = values.one_per_text(of_negatives or [], '"neg_scores"', '"neg"', num_negatives, values.number)
         return replace(texts, positive_scores=tuple(positive_scores), negative_scores=tuple(negative_scores))
 
@@ -206,8 +207,7 @@ class TevatronPassages(RowLayout):
         require_keys(row, "query", "positive_passages")
         query = values.text(row["query"], '"query"')
         positives, positive_ids = passages(row["positive_passages"], '"positive_passages"', "docid")
-        if not positives:
-            raise BadRow('"positive_passages" is empty: a row needs at least one positive')
+        self._require_positives(positives, '"positive_passages"')
         negatives, negative_ids = passages(row.get("negative_passages"), '"negative_passages"', "docid")
         self._ignore_except(row, "query", "positive_passages", "negative_passages")
         if positive_ids or negative_ids:
@@ -230,8 +230,7 @@ class TevatronIds(RowLayout):
         query = values.text(row[key], f'"{key}"')
         positive_ids = id_list(row["positive_document_ids"], '"positive_document_ids"')
         negative_ids = id_list(row.get("negative_document_ids"), '"negative_document_ids"')
-        if not positive_ids:
-            raise BadRow('"positive_document_ids" is empty: a row needs at least one positive')
+        self._require_positives(positive_ids, '"positive_document_ids"')
         present = {name: value for name, value in row.items() if value is not None}
         self._ignore_except(present, key, "positive_document_ids", "negative_document_ids")
         return Texts(
@@ -259,8 +258,7 @@ class NemoRows(RowLayout):
         query = values.text(row[key], f'"{key}"')
         positives, positive_ids = _nemo_documents(row["pos_doc"], '"pos_doc"', documents)
         negatives, negative_ids = _nemo_documents(row.get("neg_doc"), '"neg_doc"', documents)
-        if not positives:
-            raise BadRow('"pos_doc" is empty: a row needs at least one positive')
+        self._require_positives(positives, '"pos_doc"')
         self._ignore_except(row, key, "pos_doc", "neg_doc")
         if positive_ids or negative_ids:
             self.features["ids"] = None
@@ -296,12 +294,11 @@ class MsSwiftMessages(RowLayout):
         instruction, query = _parse_conversation(row["messages"], '"messages"')
         positives = _parse_conversations(row["positive_messages"], '"positive_messages"')
         negatives = _parse_conversations(row.get("negative_messages"), '"negative_messages"')
-        if not positives:
-            raise BadRow('"positive_messages" is empty: a row needs at least one positive')
+        self._require_positives(positives, '"positive_messages"')
         document_instructions = {system for system, _ in (*positives, *negatives)}
         if len(document_instructions) > 1:
             raise BadRow("the documents of this row have different system messages: a row's must be equal")
-        document_instruction = document_instructions.pop()
+        document_instruction = next(iter(document_instructions), None)
         self._ignore_except(row, "messages", "positive_messages", "negative_messages", "label", "score")
         if instruction is not None or document_instruction is not None:
             self.features["instructions"] = None

@@ -11,6 +11,7 @@ import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.pair_template import PAIR_TEMPLATES
 from embedtrain.config.recipe import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.models.source import open_model_source
@@ -19,13 +20,17 @@ from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
 from tests.conftest import ROOT
 from tests.small import batch, save_small, small_model, text, write_rows
+from tests.token_rerankers import save_causal
 
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
     "bce_xlmr": "xlm-roberta", "bge_m3_dense": "xlm-roberta", "e5_mistral_lora": "mistral", "llama_embedder": "llama",
     "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3",
 }  # fmt: skip
-RERANKERS = {"bce_reranker": "xlm-roberta", "bge_reranker": "xlm-roberta", "modernbert_reranker": "modernbert"}
+RERANKERS = {
+    "bce_reranker": "xlm-roberta", "bge_reranker": "xlm-roberta", "modernbert_reranker": "modernbert",
+    "qwen3_reranker": "qwen3",
+}  # fmt: skip
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -33,6 +38,10 @@ _XLMR_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_head
 _MODERNBERT = {
     "model_type": "modernbert", "vocab_size": 50368, "hidden_size": 768, "num_hidden_layers": 22,
     "num_attention_heads": 12, "intermediate_size": 1152, "max_position_embeddings": 8192,
+}  # fmt: skip
+_QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151669, "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128,
 }  # fmt: skip
 SIZES: dict[str, tuple[dict[str, object], float]] = {
     "bce_xlmr": (_XLMR | _XLMR_BASE, 0.28),
@@ -50,13 +59,11 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
          "num_attention_heads": 12, "intermediate_size": 1536}, 0.0225,
     ),
     "modernbert": (_MODERNBERT, 0.149),
-    "qwen3_embedder": (
-        {"model_type": "qwen3", "vocab_size": 151669, "hidden_size": 1024, "num_hidden_layers": 28,
-         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128}, 0.595,
-    ),
+    "qwen3_embedder": (_QWEN3, 0.595),
     "bce_reranker": (_XLMR | _XLMR_BASE, 0.28),
     "bge_reranker": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
     "modernbert_reranker": (_MODERNBERT, 0.149),
+    "qwen3_reranker": (_QWEN3, 0.595),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
@@ -140,9 +147,17 @@ def test_instructions_are_those_of_the_model_cards():
         assert (recipe.model.pooling, recipe.model.append_eos) == (Pooling.last, True)
 
 
+def test_the_reranker_of_qwen3_has_its_instruction():
+    """Rows replace the instruction of the template in its own words."""
+    recipe = compose_named("qwen3_reranker", "data.train=[my.jsonl]")
+    template = PAIR_TEMPLATES[recipe.model.pair_template]
+    assert recipe.data.instruction_format == template.instruction_format
+
+
 def test_max_lengths_of_rerankers_are_those_of_their_models():
-    """The positions of the models, of which XLM-R reserves two."""
-    for name in RERANKERS:
+    """The positions of the models, of which XLM-R reserves two, and the length on the card of Qwen3-Reranker."""
+    assert compose_named("qwen3_reranker", "data.train=[my.jsonl]").model.max_length == 8192
+    for name in RERANKERS.keys() - {"qwen3_reranker"}:
         positions = SIZES[name][0]["max_position_embeddings"]
         expected = positions if name == "modernbert_reranker" else positions - 2
         assert compose_named(name, "data.train=[my.jsonl]").model.max_length == expected
@@ -194,23 +209,30 @@ def test_a_small_version_trains(ranks, tmp_path, name):
 
 @pytest.mark.parametrize("name", RERANKERS)
 def test_a_small_reranker_trains(ranks, tmp_path, name):
-    """As it is, bf16 and strategy auto included; bge_reranker also with the distillation that its comment shows."""
-    rows = [
+    """As it is, bf16 and strategy auto included; some with what their comments show."""
+    of_tokens = name == "qwen3_reranker"
+    rows: list[dict[str, object]] = [
         {"query": row.query, "pos": [text(300 + i, 4)], "neg": [text(400 + i, 5), text(500 + i, 3 + i % 5)],
          "pos_scores": [2.5], "neg_scores": [-1.0, 0.5]}
         for i, row in enumerate(batch(16).rows)
     ]  # fmt: skip
+    if of_tokens:  # with a loss of labels, and a template that takes most of a small tokenizer's tokens
+        rows = [{key: row[key] for key in ("query", "pos", "neg")} for row in rows]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = save_small(small_model(RERANKERS[name]), tmp_path / "plain")
+    directory = tmp_path / "plain"
+    model = save_causal(directory) if of_tokens else save_small(small_model(RERANKERS[name]), directory)
     arguments = [
-        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "model.max_length=48",
-        "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=128", "optim.warmup=0",
+        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]",
+        f"model.max_length={320 if of_tokens else 48}", "train.epochs=null", "train.steps=2",
+        "train.global_batch_size=8", f"train.chunk_tokens={2048 if of_tokens else 128}", "optim.warmup=0",
         f"output_dir={tmp_path / 'run'}", f"export.check={str(name == 'bge_reranker').lower()}",
     ]  # fmt: skip
-    if name == "bge_reranker":
-        (line,) = [line for line in header(name) if line.startswith("loss=")]
-        arguments += shlex.split(line)
-    ranks(2, run, arguments)
+    shown = {"bge_reranker": "loss=", "qwen3_reranker": "Adapters: "}
+    if name in shown:
+        (line,) = [line for line in header(name) if line.startswith(shown[name])]
+        arguments += shlex.split(line.removeprefix("Adapters: "))
+    output = ranks(2, run, arguments)[0]
+    assert ("the score of a token" in output) == of_tokens
     opened = CrossEncoder(str(tmp_path / "run" / "model"), device="cpu")
     scores = opened.predict([(text(1, 3), text(2, 4)), (text(1, 3), text(3, 30))])
     assert np.isfinite(scores).all()

@@ -22,7 +22,7 @@ from embedtrain.loading.reranker import load_reranker, open_reranker
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
-from tests.token_rerankers import QWEN3_CHAT, add_logit_score, save_causal
+from tests.token_rerankers import QWEN3_CHAT, add_logit_score, chat_tokenizer, save_causal
 
 BASE = [option for option in OPTIONS if not option.startswith(("model.pooling", "export.check"))]
 
@@ -152,15 +152,20 @@ def test_adapters_on_a_reranker_of_tokens(ranks, inputs, tmp_path):
     """From a LogitScore directory to one whose chat template and tokenizer format pairs as it did."""
     directory = add_logit_score(save_causal(tmp_path / "base"), "yes", "no", QWEN3_CHAT)
     more = ("loss=bce", "model.lora.rank=4", "optim.lr=1e-2", f"model.path={directory}", "train.chunk_tokens=2000")
-    output = ranks(2, run, *options(inputs, tmp_path / "run", *more))[0]
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, "export.formats=[logit_score]"))[0]
     assert "the score of a token" in output
     assert "reopening it with sentence-transformers" in output
     merged = tmp_path / "run/model"
     pairs = [("Is it?", "alpha beta"), ("gamma", "delta? " * 200)]
     scores = {
         name: CrossEncoder(str(path), device="cpu", activation_fn=torch.nn.Identity()).predict(pairs).tolist()
-        for name, path in (("base", directory), ("merged", merged))
+        for name, path in (("base", directory), ("merged", merged), ("causal", merged / "logit_score"))
     }
+    assert scores["causal"] == pytest.approx(scores["merged"], abs=1e-4)
+    causal, vocabulary = (load_file(path / "model.safetensors") for path in (merged / "logit_score", directory))
+    rows, tied = causal["lm_head.weight"], vocabulary["model.embed_tokens.weight"]
+    yes = chat_tokenizer().convert_tokens_to_ids("yes")
+    assert [row for row in range(len(rows)) if not torch.equal(rows[row], tied[row])] == [yes]
     assert scores["merged"] != pytest.approx(scores["base"], abs=1e-3)
     assert ranks(2, scores_of_pairs, merged, pairs)[0] == pytest.approx(scores["merged"], abs=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(merged)
@@ -172,8 +177,13 @@ def test_adapters_on_a_reranker_of_tokens(ranks, inputs, tmp_path):
     logits = classifier(**tokenizer(*formatted[0], return_tensors="pt")).logits
     assert logits.item() == pytest.approx(scores["merged"][0], abs=1e-4)
     again = export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'again'}"]))
-    for name, weight in load_file(merged / "model.safetensors").items():
-        torch.testing.assert_close(load_file(again / "model.safetensors")[name], weight, rtol=0, atol=1e-6, msg=name)
+    for name in ("model.safetensors", "logit_score/model.safetensors"):
+        weights, exported = load_file(again / name), load_file(merged / name)
+        assert weights.keys() == exported.keys()
+        for key, weight in exported.items():
+            torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
+    with pytest.raises(AssertionError, match=r"export\.formats: logit_score"):
+        ranks(1, run, *options(inputs, tmp_path / "new", "loss=bce", "export.formats=[logit_score]", model="bert"))
 
 
 def scores_of_pairs(world, path, pairs):

@@ -16,6 +16,7 @@ from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
     EXPORT_FORMATS,
+    LOGIT_SCORE,
     DataConfig,
     ExportConfig,
     ModelKind,
@@ -53,6 +54,11 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_lora(recipe.model.lora, recipe.export.formats)
     if recipe.model.kind is ModelKind.cross_encoder:
         _check_cross_encoder(recipe)
+    OptionChecks(recipe.export, "export.").require(
+        recipe.model.kind is ModelKind.cross_encoder or LOGIT_SCORE not in recipe.export.formats,
+        "formats",
+        f"{LOGIT_SCORE} is for model.kind=cross_encoder; leave it out",
+    )
     OptionChecks(recipe.data, "data.").require(
         recipe.model.kind is ModelKind.cross_encoder or not recipe.data.batch_negatives,
         "batch_negatives",

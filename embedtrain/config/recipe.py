@@ -12,8 +12,8 @@ from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 
 ALL_LINEAR = "all-linear"
-ONNX, ADAPTER = "onnx", "adapter"
-EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER)
+ONNX, ADAPTER, LOGIT_SCORE = "onnx", "adapter", "logit_score"
+EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER, LOGIT_SCORE)
 
 
 class BaseDtype(str, Enum):
@@ -341,7 +341,8 @@ class ExportConfig:
     """The exported model directory."""
 
     # sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the
-    # same directory. adapter: the LoRA adapter alone, in a directory inside it, for PEFT.
+    # same directory. adapter: the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that
+    # started from the score of tokens as a causal language model again, in a directory inside it.
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; needs loss.matryoshka_dims

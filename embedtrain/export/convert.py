@@ -4,6 +4,7 @@ from pathlib import Path
 
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
 from embedtrain.checkpoint.export.cross_encoder import compared_pairs
+from embedtrain.checkpoint.export.logit_score import require_logit_score
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import (
     ExportResult,
@@ -19,7 +20,7 @@ from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
-from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.recipe import LOGIT_SCORE, ExportConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.loading.load import bound_tokenizer
@@ -58,6 +59,10 @@ def export_checkpoint(
     loaded = load_tokenizer(source)
     tokenizer = bound_tokenizer(source, loaded)
     dtype = export_dtype(config.dtype, source)
+    base: ModelSource | None = None
+    if LOGIT_SCORE in config.formats:
+        base = open_model_source(recipe.model)
+        require_logit_score(base, run_dir.architecture)
     reference: ExportReference | None = None
     with export_lock(output_dir) as unfinished, checkpoint.tensors(WEIGHTS) as reader:
         adapters: AdapterCheckpoint | None = None
@@ -73,7 +78,9 @@ def export_checkpoint(
                 tolerance = export_tolerance(dtype, exact_encoder=True)
                 reference = _reference(adapters, source, reader, tokenizer, tolerance)
         weights = checkpoint_weights(reader) if adapters is None else adapters.merged()
-        export = plan_export(output_dir, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter)
+        export = plan_export(
+            output_dir, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter, base=base
+        )
         with console.phase("writing the directory"):
             export.begin()
             export.write(weights.rows, main=True)

@@ -117,9 +117,21 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
 def _read_causal_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tensor], set[str]]:
     """The same from a causal language model, with the score of its tokens."""
     assert source.head is not None
+    model = _causal_model(source, directory)
+    vocabulary = model.get_output_embeddings().weight.detach()
+    rows = [vocabulary[token] for token in source.head.tokens]
+    weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model.base_model).state_dict().items()}
+    return weights | {_SCORE: _score_of(rows)}, set()
+
+
+def _causal_model(source: ModelSource, directory: Path) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, trust_remote_code=source.trust_remote_code, weights_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            trust_remote_code=source.trust_remote_code,
+            weights_only=True,
+            output_loading_info=True,
         )
         vocabulary = model.get_output_embeddings()
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -128,9 +140,21 @@ def _read_causal_weights(source: ModelSource, directory: Path) -> tuple[dict[str
         raise ModelError(
             f"{directory}: {type(model).__name__} has no vocabulary head without a bias, which scores need"
         )
-    rows = [vocabulary.weight.detach()[token] for token in source.head.tokens]
-    weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model.base_model).state_dict().items()}
-    return weights | {_SCORE: _score_of(rows)}, set()
+    for name in sorted(report["missing_keys"]):
+        raise ModelError(f"{directory} lacks weights of {type(model).__name__}, such as {name}: they would be random")
+    return model
+
+
+def vocabulary_head(source: ModelSource) -> Tensor:
+    """The vocabulary head [V, H] in float32, of a model whose score is that of tokens."""
+    assert source.directory is not None
+    stored = stored_tensors(source.directory)
+    if not stored:
+        return _causal_model(source, source.directory).get_output_embeddings().weight.detach()  # type: ignore[no-any-return]
+    key = _vocabulary_key(source, stored)
+    with safe_open(stored[key].path, framework="pt") as file:
+        head: Tensor = file.get_tensor(key)
+    return head.float()
 
 
 def score_weights(source: ModelSource) -> dict[str, Tensor]:
@@ -142,22 +166,22 @@ def score_weights(source: ModelSource) -> dict[str, Tensor]:
         return {}
     stored = stored_tensors(source.directory)
     key = _vocabulary_key(source, stored)
-    if key is None or key.replace(".weight", ".bias") in stored:
-        raise ModelError(
-            f"{source.directory} has no vocabulary head without a bias ({_VOCABULARY_HEAD}), whose rows the score of "
-            "tokens starts from; set model.score_head=classification to train a new head"
-        )
     with safe_open(stored[key].path, framework="pt") as file:
         rows = [file.get_slice(key)[token : token + 1][0] for token in source.head.tokens]
     return {_SCORE: _score_of(rows)}
 
 
-def _vocabulary_key(source: ModelSource, stored: Mapping[str, TensorLocation]) -> str | None:
-    """The name of the vocabulary head in the files; it is the embedding table if both are tied."""
+def _vocabulary_key(source: ModelSource, stored: Mapping[str, TensorLocation]) -> str:
+    """The name of the vocabulary head in the files, of the embedding table if both are tied; ModelError without one."""
+    keys = [key for key in (_VOCABULARY_HEAD,) if key in stored]
     if getattr(source.config.get_text_config(), "tie_word_embeddings", False):
-        tables = [key for key in stored if key.split(".", 1)[-1] == _EMBEDDINGS or key == _EMBEDDINGS]
-        return tables[0] if len(tables) == 1 else None
-    return _VOCABULARY_HEAD if _VOCABULARY_HEAD in stored else None
+        keys = [key for key in stored if key.split(".", 1)[-1] == _EMBEDDINGS or key == _EMBEDDINGS]
+    if len(keys) != 1 or keys[0].replace(".weight", ".bias") in stored:
+        raise ModelError(
+            f"{source.directory} has no vocabulary head without a bias ({_VOCABULARY_HEAD}), whose rows the score of "
+            "tokens starts from; set model.score_head=classification to train a new head"
+        )
+    return keys[0]
 
 
 def _score_of(rows: list[Tensor]) -> Tensor:

@@ -74,7 +74,14 @@ def export_run(
             run_dir.require_intact()
             adapter = None if model.adapted is None else _adapter_base(model, recipe, run_dir)
             export = plan_export(
-                run_dir.model, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter
+                run_dir.model,
+                unfinished,
+                run_dir.architecture,
+                weights,
+                dtype,
+                config,
+                adapter=adapter,
+                base=model.source,
             )
             if world.is_main:
                 export.begin()

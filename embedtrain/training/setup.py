@@ -9,6 +9,7 @@ import torch
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
 from embedtrain.checkpoint.export.hub import require_export_support
+from embedtrain.checkpoint.export.logit_score import require_logit_score
 from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.replacement import require_only_export
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
@@ -18,7 +19,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.prompts import prompt_warnings
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import LOGIT_SCORE, ModelKind, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.device import advise_when_exhausted
@@ -319,6 +320,8 @@ def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
+            if LOGIT_SCORE in recipe.export.formats:
+                require_logit_score(model.source, run_dir.architecture)
             write_checksums(run_dir.architecture)
             if model.adapted is not None:
                 write_adapter_config(run_dir.adapter, model.adapted, recipe.model, model.source)

@@ -180,6 +180,7 @@ CASES = [
     option("checkpoint.best_metric", "dev/ndcg@10"),
     option("checkpoint.best_metric", "ndcg@10", evaluation__sets=DEV),
     option("export.formats", ["tensorflow"]),
+    option("export.formats", ["logit_score"]),
     option("export.max_file_size", "5 GiB"),
     option("export.push_to_hub", "me//model"),
     option("model.lora.rank", 0),

@@ -27,9 +27,9 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.source import ModelSource
 
-_TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+TRANSFORMER_MODULE = "sentence_transformers.base.modules.transformer.Transformer"
 _TASK = "sequence-classification"
-_TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 
 
 def probe_pairs(texts: tuple[str, ...], prompts: Mapping[str, str] | None = None) -> list[Pair]:
@@ -102,11 +102,11 @@ def write_cross_encoder_settings(
     if config.get("pad_token_id") is None:
         config = config | {"pad_token_id": tokenizer.pad_token_id}
     write_json(directory / "config.json", config | {"architectures": [name], "sentence_transformers": activation})
-    write_json(directory / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER}])
+    write_modules(directory, {"": TRANSFORMER_MODULE})
     output = {"method": "forward", "method_output_name": "logits"}
     chat = {"message": output | {"format": "flat"}} if has_chat else {}
     write_json(
-        directory / _TRANSFORMER_SETTINGS,
+        directory / TRANSFORMER_SETTINGS,
         {"transformer_task": _TASK, "modality_config": {"text": output} | chat, "module_output_name": "scores"},
     )
     write_json(
@@ -115,9 +115,18 @@ def write_cross_encoder_settings(
     )
 
 
+def write_modules(directory: Path, kinds: Mapping[str, str]) -> None:
+    """Write modules.json, from the folders of the modules and their types."""
+    entries = [
+        {"idx": index, "name": str(index), "path": path, "type": kind}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    write_json(directory / "modules.json", entries)
+
+
 def renders_pairs(directory: Path) -> bool:
     """Whether sentence-transformers renders pairs with the chat template of an exported directory."""
-    path = directory / _TRANSFORMER_SETTINGS
+    path = directory / TRANSFORMER_SETTINGS
     return path.is_file() and "message" in read_json(path).get("modality_config", {})
 
 

@@ -11,7 +11,7 @@ from embedtrain import __version__
 from embedtrain.checkpoint.export.cross_encoder import renders_pairs
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
-from embedtrain.config.recipe import ONNX, ModelKind
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.report.bootstrap import CONFIDENCE
@@ -40,6 +40,11 @@ _TAGS = (["sentence-similarity", "feature-extraction"], ["cross-encoder", "reran
 _LEFT_OUT = ("output_dir", "tracking")
 _IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
 _HOMES = ("home", "Users")  # folders of home directories
+_LOGIT_SCORE_USAGE = [
+    "`logit_score` is the same model as a causal language model, whose score is the logit of a token, or the "
+    "difference of two, for sentence-transformers 6 (`LogitScore`).",
+    "",
+]
 _MAX_PROMPT = 60  # characters in the table of prompts
 
 
@@ -77,6 +82,7 @@ def model_card(
             "",
             *(_usage_of_scores(shown, prompts, run_dir) if scores_pairs else _usage(shown, prompts)),
             *_graph_usage(scores_pairs=scores_pairs) * (ONNX in formats),
+            *_LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
             *_evaluation(metrics, datasets, before, changes),
             "## Recipe",
             "",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from embedtrain.checkpoint.export.adapters import copy_adapter_config, encoder_rows, live_merged_weights, load_rows
+from embedtrain.checkpoint.export.logit_score import LogitScoreExport, write_logit_score
 from embedtrain.checkpoint.export.model_directory import (
     ADAPTER_FOLDER,
     DTYPES,
@@ -33,13 +34,14 @@ from embedtrain.checkpoint.export.verify import (
     AdapterBase,
     ExportReference,
     check_adapter,
+    check_logit_score,
     check_sentence_transformers,
     check_transformers,
     require_shapes,
 )
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, EmbedtrainError
 from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import build_encoder, stored_dtype
@@ -74,6 +76,7 @@ class ModelExport:
     formats: tuple[str, ...] = ()
     adapter: AdapterBase | None = None
     truncate_dim: int | None = None
+    logit_score: LogitScoreExport | None = None
 
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
@@ -125,6 +128,12 @@ class ModelExport:
                 if reference is not None:
                     with phase("reopening it with onnxruntime"):
                         differences.append(check_graph(directory, source, traced))
+            if self.logit_score is not None:
+                with phase("writing the causal language model"):
+                    folder = write_logit_score(directory, self.logit_score)
+                if reference is not None:
+                    with phase("reopening it with sentence-transformers"):
+                        differences.append(check_logit_score(folder, source, reference))
             write_record(directory)
             require_only_export(self.output_dir)  # files may have been added during the training
         except EmbedtrainError as error:
@@ -144,8 +153,11 @@ def plan_export(
     config: ExportConfig,
     *,
     adapter: AdapterBase | None = None,
+    base: ModelSource | None = None,
 ) -> ModelExport:
     """An export of the weights, with the adapter on its own if `export.formats` requests it.
+
+    `base` is the model that was trained, whose vocabulary head the format `logit_score` needs.
 
     `unfinished` is the scratch folder that `export_lock` yields, the same in every process.
     """
@@ -153,7 +165,13 @@ def plan_export(
     adapter_specs = weights.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
     adapter = adapter if adapter_specs else None
-    return ModelExport(output_dir, unfinished, architecture, plan, dtype, formats, adapter, config.truncate_dim)
+    logit_score = None
+    if LOGIT_SCORE in formats:
+        assert base is not None
+        logit_score = LogitScoreExport(base, config.max_file_size)
+    return ModelExport(
+        output_dir, unfinished, architecture, plan, dtype, formats, adapter, config.truncate_dim, logit_score
+    )
 
 
 def live_weights(encoder: Encoder) -> WeightStream:

@@ -245,6 +245,15 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     return require_match(torch.as_tensor(vectors).float().cpu(), reference, f"sentence-transformers opens {directory}")
 
 
+def check_logit_score(directory: Path, source: ModelSource, reference: ExportReference) -> float:
+    """Open a folder that `write_logit_score` wrote with sentence-transformers; the largest difference of its scores.
+
+    `source` is the exported classifier.
+    """
+    scores = scores_of_sentence_transformers(directory, source, reference.max_length, PROBES)
+    return _require_scores(scores, reference, f"sentence-transformers opens {directory}")
+
+
 def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, reference: ExportReference) -> float:
     """Load the adapter on its base model with PEFT; the largest relative difference of its embeddings.
 

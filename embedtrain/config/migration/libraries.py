@@ -103,6 +103,8 @@ FLAGEMBEDDING = (
         same,
     ),
     Row("passage_instruction_for_retrieval", "`model.document_prompt`", same),
+    Row("query_instruction_for_rerank", "`model.query_prompt`", same),
+    Row("passage_instruction_for_rerank", "`model.document_prompt`", same),
     Row(
         "query_instruction_format passage_instruction_format",
         "`data.instruction_format`, with {instruction} and {text}",

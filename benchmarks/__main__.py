@@ -9,6 +9,7 @@ TABLES = (
     "training",
     "caching",
     "encoding",
+    "reranking",
     "collectives",
     "scaling",
     "evaluation",

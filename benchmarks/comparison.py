@@ -18,6 +18,7 @@ from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.losses.types import Loss
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
@@ -141,11 +142,13 @@ def _to(features: Features, device: torch.device) -> Features:
     return {key: value.to(device, non_blocking=True) for key, value in features.items()}
 
 
-def make_step_context(model: LoadedModel, world: World, optim: OptimConfig = OPTIM) -> StepContext:
-    """Disable dropout and build the context that `train_step` needs."""
+def make_step_context(
+    model: LoadedModel, world: World, optim: OptimConfig = OPTIM, loss: Loss | None = None
+) -> StepContext:
+    """Disable dropout and build the context that `train_step` needs; the default loss is InfoNCE."""
     disable_dropout(model.encoder)
     optimizer = build_optimizer(model.encoder, optim)
-    loss = InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
+    loss = loss or InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
     return StepContext(
         world=world,
         module=EncoderWithLoss(model.encoder, loss),

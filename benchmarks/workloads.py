@@ -4,7 +4,7 @@ import gzip
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -45,17 +45,22 @@ class Workload:
 
     def data(self, num_batches: int, tokenizer: TextTokenizer) -> TrainData:
         """`num_batches` batches with their tokens, as a run reads them from its cache."""
-        with tempfile.TemporaryDirectory() as folder:  # mapped files remain readable after deletion
-            path, pairs = Path(folder) / "pairs.jsonl", self.pairs(num_batches * self.num_pairs)
-            # Equal texts are not negatives of each other here, but they are in sentence-transformers.
-            assert len({text for pair in pairs for text in pair}) == 2 * len(pairs)
-            rows = [{"query": query, "pos": [text], "neg": []} for query, text in pairs]
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            cache, limit = Cache(directory=Path(folder) / "cache"), self.max_length
-            source = TrainSource(path=str(path), query_max_length=limit, document_max_length=limit)
-            data = load_train_data([source], seed=0, global_batch_size=self.num_pairs, cache=cache)
-            data.prepare(tokenizer, cache)
-        return data
+        pairs = self.pairs(num_batches * self.num_pairs)
+        # Equal texts are not negatives of each other here, but they are in sentence-transformers.
+        assert len({text for pair in pairs for text in pair}) == 2 * len(pairs)
+        rows = [{"query": query, "pos": [text], "neg": []} for query, text in pairs]
+        return load_rows(rows, self.max_length, self.num_pairs, tokenizer)
+
+
+def load_rows(rows: Sequence[dict[str, Any]], max_length: int, batch_size: int, tokenizer: TextTokenizer) -> TrainData:
+    """Batches of these rows with their tokens; `max_length` is that of a text."""
+    with tempfile.TemporaryDirectory() as folder:  # mapped files remain readable after deletion
+        path, cache = Path(folder) / "rows.jsonl", Cache(directory=Path(folder) / "cache")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = TrainSource(path=str(path), query_max_length=max_length, document_max_length=max_length)
+        data = load_train_data([source], seed=0, global_batch_size=batch_size, cache=cache)
+        data.prepare(tokenizer, cache)
+    return data
 
 
 def question_passage(num_pairs: int = 64, steps: int = 2) -> Workload:

@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from sentence_transformers import CrossEncoder
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from benchmarks.comparison import StepResults, comparison_cells
+from benchmarks import reranking
+from benchmarks.comparison import Batches, StepResults, comparison_cells
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import training as gpu
 from benchmarks.inputs import MINILM
 from benchmarks.measure import ROUNDS, Timed, WrongResult
-from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
+from benchmarks.workloads import Workload, descriptions, equal_lengths, load_rows, question_passage, short_pairs, web
+from embedtrain.config.recipe import Precision
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 
 QUICK = ("search",)
@@ -53,6 +57,38 @@ def test_different_results_raise(theirs: StepResults, message: str) -> None:
     assert comparison_cells("a table", ours, [Timed(ours[0].value, 3.0)], 1e-5)[2].startswith("3.00")
     with pytest.raises(WrongResult, match=message):
         comparison_cells("a table", ours, [Timed(theirs, 3.0)], 1e-5)
+
+
+@pytest.mark.parametrize("compared", reranking.LOSSES, ids=lambda compared: compared.name)
+def test_a_reranker_takes_the_steps_of_sentence_transformers(
+    ranks: Any, tmp_path: Path, compared: reranking.Compared
+) -> None:
+    """Losses of several optimizer steps in fp32, on lists of mixed lengths of which some are cut."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    BertForSequenceClassification(BertConfig(**sizes, num_labels=1, initializer_range=0.2)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MINILM).save_pretrained(tmp_path)
+    ours, theirs = ranks(1, _losses, str(tmp_path), compared.name)[0]
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert abs(ours[0] - ours[-1]) > 1e-3, "nothing was learned"
+
+
+def _losses(world: World, folder: str, loss: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    compared = next(compared for compared in reranking.LOSSES if compared.name == loss)
+    model = reranking.load_reranker(folder, Precision.fp32, world, 48)
+    rows = [
+        {"query": query, "pos": [text], "neg": [other for _, other in descriptions()[40 * n + 40 : 40 * n + 43]]}
+        for n, (query, text) in enumerate(descriptions()[:20])
+    ]
+    batches = Batches(load_rows(rows, 48, 4, model.tokenizer), steps=5, rounds=1)
+    cross = CrossEncoder(folder, device="cpu", max_length=48)
+    sides = (
+        reranking.OurSteps(model, world, batches, compared.build()),
+        reranking.TheirSteps(cross, compared.theirs(cross), Precision.fp32, batches),
+    )
+    ours, theirs = (steps(1) for steps in sides)
+    assert ours.real == theirs.real
+    return ours.losses, theirs.losses
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.inputs import MINILM
-from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Precision
+from embedtrain.config.recipe import Attention, ModelConfig, ModelKind, ParallelConfig, Pooling, Precision
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
@@ -33,6 +33,7 @@ class Sized:
         pooling: pooling of the token embeddings.
         pairs: pairs in a batch whose graphs are all cached.
         chunk_tokens: tokens of one forward pass.
+        kind: a cross-encoder reads both texts of a pair together.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Sized:
     pooling: Pooling
     pairs: int
     chunk_tokens: int
+    kind: ModelKind = ModelKind.dense
 
 
 _XLMR = {
@@ -84,6 +86,14 @@ MODELS = (
         chunk_tokens=32768,
     ),
     Sized(
+        name="XLM-R-large reranker",
+        config={**_XLMR, **_sizes(1024, 24, 16, 4096)},
+        pooling=Pooling.cls,
+        pairs=256,
+        chunk_tokens=32768,
+        kind=ModelKind.cross_encoder,
+    ),
+    Sized(
         name="Qwen3-0.6B",
         config={**_QWEN3, **_sizes(1024, 28, 16, 3072)},
         pooling=Pooling.last,
@@ -117,16 +127,24 @@ def sized_named(name: str, *, small: bool = False) -> Sized:
 
 @contextmanager
 def saved(model: Sized, device: torch.device) -> Iterator[Path]:
-    """A sentence-transformers directory of the model, with random bf16 weights that are initialized on `device`."""
+    """A directory of the model, with random bf16 weights that are initialized on `device`.
+
+    It is one of sentence-transformers, or of a class for sequence classification.
+    """
     with TemporaryDirectory(prefix="embedtrain-bench-") as folder:
         values = dict(model.config)
         torch.manual_seed(0)
         with torch.device(device):
-            backbone = AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+            is_reranker = model.kind is ModelKind.cross_encoder
+            config = AutoConfig.for_model(
+                values.pop("model_type"), **values, **({"num_labels": 1} if is_reranker else {})
+            )
+            backbone = (AutoModelForSequenceClassification if is_reranker else AutoModel).from_config(config)
         backbone.to(torch.bfloat16).save_pretrained(folder)
         del backbone
         AutoTokenizer.from_pretrained(MINILM, model_max_length=LONGEST).save_pretrained(folder)
-        _write_sentence_transformers_files(model, Path(folder))
+        if not is_reranker:
+            _write_sentence_transformers_files(model, Path(folder))
         yield Path(folder)
 
 
@@ -148,9 +166,16 @@ def _write_sentence_transformers_files(model: Sized, folder: Path) -> None:
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": LONGEST}))
 
 
-def load(folder: Path, world: World, *, attention: Attention = Attention.auto, compiled: bool = False) -> LoadedModel:
+def load(
+    folder: Path,
+    world: World,
+    *,
+    attention: Attention = Attention.auto,
+    compiled: bool = False,
+    kind: ModelKind = ModelKind.dense,
+) -> LoadedModel:
     """Load the saved model as a bf16 run does: weights in fp32, computation in bf16."""
-    config = ModelConfig(path=str(folder), attention=attention)
+    config = ModelConfig(path=str(folder), attention=attention, kind=kind)
     return load_model(config, ParallelConfig(precision=Precision.bf16, compile=compiled), world, seed=0)
 
 

@@ -12,10 +12,13 @@ import torch
 from benchmarks.comparison import make_step_context
 from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
-from embedtrain.config.recipe import Attention
+from embedtrain.config.listwise_losses import BCEConfig
+from embedtrain.config.recipe import Attention, ModelKind
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import LoadedModel
+from embedtrain.losses.listwise import BCE
+from embedtrain.losses.score import PairScore
 from embedtrain.planning.flops import model_flops
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch, pass_overhead
 from embedtrain.training.step import StepContext, train_step
@@ -172,9 +175,10 @@ def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainC
     device, sized = world.device, model.sized
     free_memory()  # memory of the random initialization
     _peak(device)
-    loaded = load(folder, world, attention=variant.attention, compiled=variant.compiled)
+    loaded = load(folder, world, attention=variant.attention, compiled=variant.compiled, kind=sized.kind)
     loading = _peak(device)
-    run = make_step_context(loaded, world)
+    loss_of_pairs = None if sized.kind is ModelKind.dense else BCE(BCEConfig(), PairScore())
+    run = make_step_context(loaded, world, loss=loss_of_pairs)
     texts = [RandomTexts(variant.batch_factor * sized.pairs, seed) for seed in range(BATCHES)]
     num_cached = _num_cached_tokens(model, variant, sum(int(t.lengths.sum()) for t in texts) // BATCHES, device)
     batches = [_rank_batch(t, loaded, sized.chunk_tokens, num_cached) for t in texts]
@@ -185,7 +189,7 @@ def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainC
     peak = _peak(device)
     step_batches = [batches[step % BATCHES] for step in range(STEPS)]
     per_text = model_flops(loaded.encoder)
-    flops = sum(per_text.of(torch.from_numpy(texts[step % BATCHES].lengths)) for step in range(STEPS))
+    flops = sum(per_text.of(batch.lengths) for batch in step_batches)
     real, computed = sum(b.real_tokens for b in step_batches), sum(b.computed_tokens for b in step_batches)
     cached = statistics.mean(_count_cached_tokens(b) / b.computed_tokens for b in batches)
     return TrainCost(

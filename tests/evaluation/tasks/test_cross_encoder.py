@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import pytrec_eval
 import torch
+from datasets import Dataset
 from scipy import stats
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
@@ -66,6 +67,34 @@ def test_reranking_equals_sentence_transformers_and_trec_eval_on_any_number_of_r
         assert results[0]["plain"][ours] == pytest.approx(mean, abs=1e-9)
     written = [line.split() for line in (tmp_path / "plain.run").read_text().splitlines()]
     assert float(written[0][4]) == pytest.approx(max(run[written[0][0]].values()), abs=1e-6), "no sigmoid"
+
+
+def test_reranking_equals_mteb(ranks, theirs, monkeypatch):
+    """A reranking task of mteb with the same candidates, whose cross-encoder applies a sigmoid."""
+    mteb = pytest.importorskip("mteb")
+    from mteb.mocks import mock_tasks
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = plain_set()
+    names = data.documents.ids
+    collection = {
+        "corpus": Dataset.from_dict({"id": names, "title": [""] * len(names), "text": list(data.documents.texts)}),
+        "queries": Dataset.from_dict({"id": list(data.queries), "text": list(data.queries.values())}),
+        "relevant_docs": data.judgements,
+        "top_ranked": {query: [names[number] for number in of_query] for query, of_query in data.candidates.items()},
+    }
+
+    class Task(mock_tasks.MockRerankingTask):
+        def load_data(self, num_proc=None, **_):
+            self.dataset, self.data_loaded = {"default": {"test": collection}}, True
+
+    model = CrossEncoder(theirs.config._name_or_path, device="cpu", max_length=24)
+    (result,) = mteb.evaluate(model, Task(), cache=None, co2_tracker=False, show_progress_bar=False).task_results
+    (expected,) = result.scores["test"]
+    metrics = {"ndcg@10": "ndcg_at_10", "ndcg@3": "ndcg_at_3", "map@10": "map_at_10", "recall@3": "recall_at_3"}
+    (measured_by_us,) = ranks(1, measured, [LoadedSet(data, metrics=tuple(metrics))])
+    for ours, name in metrics.items():
+        assert measured_by_us["plain"][ours] == pytest.approx(expected[name], abs=1e-5)  # mteb rounds to five digits
 
 
 class _SaturatedScorer:

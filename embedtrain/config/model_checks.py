@@ -100,6 +100,11 @@ def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:
         "must be two different tokens, such as [yes, no], or one for its logit alone",
     )
     check.require(
+        not {"True", "False"} & set(tokens),
+        "score_tokens",
+        'are what YAML makes of yes and no without quotes; write ["yes", "no"]',
+    )
+    check.require(
         model.score_head is not ScoreHead.classification and model.config is None,
         "score_tokens",
         "has no effect on a classification head; leave it out, or set model.score_head=tokens and model.path",

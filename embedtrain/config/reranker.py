@@ -21,6 +21,7 @@ class RerankerConfig:
     query_prompt: str | None = None  # default: the reranker's
     document_prompt: str | None = None  # default: the reranker's
     pair_template: Any = None  # as model.pair_template
+    score_tokens: list[str] | None = None  # as model.score_tokens
     document_windows: bool = False  # read a document that is too long in overlapping windows, of which the best counts
 
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
@@ -34,6 +35,7 @@ class RerankerConfig:
             query_prompt=self.query_prompt,
             document_prompt=self.document_prompt,
             pair_template=self.pair_template,
+            score_tokens=self.score_tokens,
             trust_remote_code=trust_remote_code,
         )
 

@@ -16,8 +16,9 @@ from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
 from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
 from embedtrain.models.hub import one_line
+from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.security import weight_files
-from embedtrain.models.source import DenseSource, ModelSource
+from embedtrain.models.source import ModelSource
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16

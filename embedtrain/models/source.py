@@ -18,10 +18,18 @@ from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
-from embedtrain.models.encoder import ACTIVATIONS, disable_unused, hidden_size
+from embedtrain.models.encoder import disable_unused, hidden_size
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
+from embedtrain.models.module_settings import (
+    DenseSource,
+    read_dense,
+    read_pooling,
+    read_prompts,
+    read_transformer_settings,
+    read_truncate_dim,
+)
 from embedtrain.models.rope import scale_rope
 from embedtrain.models.score_head import (
     LOGIT_SCORE,
@@ -34,27 +42,7 @@ from embedtrain.models.score_head import (
 )
 from embedtrain.models.security import require_bounded_numbers, require_safe_config, require_safe_files
 
-_POOLING_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-}
 _SETTINGS = "config_sentence_transformers.json"
-_POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseSource:
-    """A Dense head of a sentence-transformers directory, with its weights in `directory`."""
-
-    directory: Path
-    num_in: int
-    num_out: int
-    bias: bool
-    activation: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,11 +221,11 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             case "Transformer":
                 transformer = part
             case "Pooling":
-                pooling, include_prompt = _pooling(part / "config.json")
+                pooling, include_prompt = read_pooling(part / "config.json")
             case "Normalize":
                 normalize = True
             case "Dense":
-                dense.append(_dense(part))
+                dense.append(read_dense(part))
             case "LogitScore":
                 logit_score = read_json(part / "config.json")
             case _:
@@ -256,7 +244,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         if (transformer / "modules.json").is_file():
             raise ModelError(f"{transformer / 'modules.json'} is a second one inside {directory}: remove one of them")
         require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
-    settings = _transformer_settings(transformer)
+    settings = read_transformer_settings(transformer)
     config = _config(transformer, trust_remote_code=model.trust_remote_code)
     if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
         raise _is_reranker_error(str(directory), LOGIT_SCORE)
@@ -283,56 +271,15 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         # Prompts of a model with a chat template are instructions in it, which are part of the template's prompts.
         prompts={}
         if head is not None and (pooling is not None or _is_stored(head.template, model))
-        else _prompts(directory / _SETTINGS, model.kind),
-        truncate_dim=_truncate_dim(directory / _SETTINGS) if model.kind is ModelKind.dense else None,
+        else read_prompts(directory / _SETTINGS, model.kind),
+        truncate_dim=read_truncate_dim(directory / _SETTINGS) if model.kind is ModelKind.dense else None,
         dense=tuple(dense) if model.kind is ModelKind.dense else (),
         trust_remote_code=model.trust_remote_code,
     )
 
 
-def _transformer_settings(directory: Path) -> dict[str, Any]:
-    """Settings that sentence-transformers adds to a backbone; old versions named the file after the architecture."""
-    names = sorted(directory.glob("sentence_*_config.json"), key=lambda path: path.name != "sentence_bert_config.json")
-    settings: dict[str, Any] = read_json(names[0]) if names else {}
-    length = settings.get("max_seq_length")
-    if length is not None and (not isinstance(length, int) or length < 1):
-        raise ModelError(f"{names[0]}: max_seq_length={length!r} is not a number of tokens")
-    return settings
-
-
-def _truncate_dim(path: Path) -> int | None:
-    """The option of this name that sentence-transformers reads from its settings."""
-    value = read_json(path).get("truncate_dim") if path.is_file() else None
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ModelError(f"{path}: truncate_dim={value!r} is not a number of dimensions")
-    return value
-
-
 def _is_stored(template: PairTemplate | None, model: ModelConfig) -> bool:
     return template is not None and model.pair_template is None
-
-
-def _prompts(path: Path, kind: ModelKind) -> dict[str, str]:
-    """The prompts of the directory."""
-    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
-    saved = settings.get("prompts") or {}
-    if not isinstance(saved, dict):
-        raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
-    prompts = {str(name): str(text) for name, text in saved.items() if text is not None}
-    default = settings.get("default_prompt_name")
-    if default and default not in prompts:
-        raise ModelError(
-            f"{path}: default_prompt_name={default} is not one of the prompts {', '.join(prompts) or '(none)'}"
-        )
-    # Alternative names in sentence-transformers' encode_document.
-    for name in ("passage", "corpus"):
-        if name in prompts:
-            prompts.setdefault("document", prompts[name])
-    if default and prompts[default]:
-        # A cross-encoder of sentence-transformers has it before the first text of a pair only.
-        roles = ("query", "document") if kind is ModelKind.dense else ("query",)
-        prompts = dict.fromkeys(roles, prompts[default]) | prompts
-    return prompts
 
 
 def _config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -357,40 +304,6 @@ def _check_config(config: PretrainedConfig, where: str) -> PretrainedConfig:
     require_safe_config(config, where)
     disable_unused(config)
     return config
-
-
-def _pooling(path: Path) -> tuple[Pooling, bool]:
-    """The pooling, and whether it includes the prompt's tokens."""
-    settings = read_json(path)
-    mode = settings.get("pooling_mode")
-    modes = [mode] if isinstance(mode, str) else list(mode or [])
-    modes = modes or [name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ModelError(
-            f"{path} has the pooling {' + '.join(modes) or '(none)'}; supported are {', '.join(_POOLINGS)}"
-        )
-    return _POOLINGS[modes[0]], settings.get("include_prompt", True) is not False
-
-
-def _dense(directory: Path) -> DenseSource:
-    settings = read_json(directory / "config.json")
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    if activation not in ACTIVATIONS:
-        raise ModelError(f"{directory / 'config.json'}: activation {activation} is not one of {', '.join(ACTIVATIONS)}")
-    if settings.get("use_residual"):
-        raise ModelError(f"{directory / 'config.json'}: use_residual=true is not supported in a Dense head")
-    sizes = [settings.get("in_features"), settings.get("out_features")]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ModelError(
-            f"{directory / 'config.json'}: in_features and out_features must be positive integers, not {sizes}"
-        )
-    return DenseSource(
-        directory=directory,
-        num_in=sizes[0],
-        num_out=sizes[1],
-        bias=bool(settings.get("bias", True)),
-        activation=activation,
-    )
 
 
 def _score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource | None:

@@ -87,7 +87,10 @@ CASES = [
     option("model.pair_template", "qwen", **CROSS_ENCODER),
     option("model.pair_template", {"query": "{query}", "document": "{document}", "sufix": "x"}, **CROSS_ENCODER),
     option("model.pair_template", {"query": "Q: {query}", "document": "{documents}"}, **CROSS_ENCODER),
-    *[option("model.score_tokens", tokens, **CROSS_ENCODER) for tokens in ([], ["a", "a"], ["a", "b", "c"], [""])],
+    *[
+        option("model.score_tokens", tokens, **CROSS_ENCODER)
+        for tokens in ([], ["a", "a"], ["a", "b", "c"], [""], ["True", "False"])
+    ],
     option("model.score_tokens", ["1", "0"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
     case(
         "model.score_head=tokens: .*model.path",

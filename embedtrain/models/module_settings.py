@@ -1,0 +1,107 @@
+"""Reads the settings of a sentence-transformers directory: pooling, Dense heads, prompts and dimensions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embedtrain.config.recipe import ModelKind, Pooling
+from embedtrain.errors import ModelError
+from embedtrain.models.encoder import ACTIVATIONS
+from embedtrain.models.file_references import read_json
+
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSource:
+    """A Dense head of a sentence-transformers directory, with its weights in `directory`."""
+
+    directory: Path
+    num_in: int
+    num_out: int
+    bias: bool
+    activation: str
+
+
+def read_transformer_settings(directory: Path) -> dict[str, Any]:
+    """Settings that sentence-transformers adds to a backbone; old versions named the file after the architecture."""
+    names = sorted(directory.glob("sentence_*_config.json"), key=lambda path: path.name != "sentence_bert_config.json")
+    settings: dict[str, Any] = read_json(names[0]) if names else {}
+    length = settings.get("max_seq_length")
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ModelError(f"{names[0]}: max_seq_length={length!r} is not a number of tokens")
+    return settings
+
+
+def read_truncate_dim(path: Path) -> int | None:
+    """The option of this name that sentence-transformers reads from its settings."""
+    value = read_json(path).get("truncate_dim") if path.is_file() else None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ModelError(f"{path}: truncate_dim={value!r} is not a number of dimensions")
+    return value
+
+
+def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:
+    """The prompts of the directory."""
+    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
+    saved = settings.get("prompts") or {}
+    if not isinstance(saved, dict):
+        raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
+    prompts = {str(name): str(text) for name, text in saved.items() if text is not None}
+    default = settings.get("default_prompt_name")
+    if default and default not in prompts:
+        raise ModelError(
+            f"{path}: default_prompt_name={default} is not one of the prompts {', '.join(prompts) or '(none)'}"
+        )
+    # Alternative names in sentence-transformers' encode_document.
+    for name in ("passage", "corpus"):
+        if name in prompts:
+            prompts.setdefault("document", prompts[name])
+    if default and prompts[default]:
+        # A cross-encoder of sentence-transformers has it before the first text of a pair only.
+        roles = ("query", "document") if kind is ModelKind.dense else ("query",)
+        prompts = dict.fromkeys(roles, prompts[default]) | prompts
+    return prompts
+
+
+def read_pooling(path: Path) -> tuple[Pooling, bool]:
+    """The pooling, and whether it includes the prompt's tokens."""
+    settings = read_json(path)
+    mode = settings.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else list(mode or [])
+    modes = modes or [name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ModelError(
+            f"{path} has the pooling {' + '.join(modes) or '(none)'}; supported are {', '.join(_POOLINGS)}"
+        )
+    return _POOLINGS[modes[0]], settings.get("include_prompt", True) is not False
+
+
+def read_dense(directory: Path) -> DenseSource:
+    """A Dense head; a ModelError if it is not supported."""
+    settings = read_json(directory / "config.json")
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    if activation not in ACTIVATIONS:
+        raise ModelError(f"{directory / 'config.json'}: activation {activation} is not one of {', '.join(ACTIVATIONS)}")
+    if settings.get("use_residual"):
+        raise ModelError(f"{directory / 'config.json'}: use_residual=true is not supported in a Dense head")
+    sizes = [settings.get("in_features"), settings.get("out_features")]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ModelError(
+            f"{directory / 'config.json'}: in_features and out_features must be positive integers, not {sizes}"
+        )
+    return DenseSource(
+        directory=directory,
+        num_in=sizes[0],
+        num_out=sizes[1],
+        bias=bool(settings.get("bias", True)),
+        activation=activation,
+    )

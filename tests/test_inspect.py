@@ -227,6 +227,16 @@ def test_inspect_of_a_recipe(tmp_path):
     assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}
 
 
+def test_a_cross_encoder_shows_pairs(tmp_path):
+    write(tmp_path / "one.jsonl", *(row for row in rows(20) if row.get("neg")))
+    save_small(small_model("xlm-roberta"), tmp_path / "model")
+    arguments = ["recipe=bce_reranker", "model.path=model", "model.max_length=12", "data.train=[one.jsonl]"]
+    arguments += ["data.cache_dir=cache", "evaluation.sets=[]", "train.global_batch_size=8"]
+    told = call("embedtrain.inspect", *arguments, cwd=tmp_path)
+    assert re.search(r"^  pairs( +[\d.,]+){7} +12 +[1-9]", told, re.M)  # texts, min ... max, limit, cut
+    assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", told, re.M)
+
+
 @pytest.mark.slow
 def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     write(tmp_path / "one" / "rows.jsonl", *rows(6), *BAD[:1])

@@ -69,8 +69,12 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     resumed = rewind_run(runs[1], tmp_path / "resumed", 2)
     ranks(2, run, *options(inputs, resumed, *common))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
-    with pytest.raises(ConfigError, match=r"truncate_dim=1: "):
-        export(compose([f"run={runs[1]}", f"output_dir={tmp_path / 'again'}", "truncate_dim=1"]))
+    for option, pattern in (
+        ("formats=[adapter]", r"formats=\[adapter\]: .*lora"),
+        ("truncate_dim=1", "truncate_dim=1: "),
+    ):
+        with pytest.raises(ConfigError, match=pattern):
+            export(compose([f"run={runs[1]}", f"output_dir={tmp_path / 'again'}", option]))
     again = export(compose([f"run={runs[1]}", f"output_dir={tmp_path / 'again'}"]))
     weights = [load_file(folder / "model.safetensors") for folder in (runs[1] / "model", again)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0].keys() | weights[1].keys())
@@ -94,16 +98,21 @@ def test_every_layout_has_the_losses_of_one_rank(ranks, inputs, tmp_path, size, 
 
 def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
     """The run itself compares its export with transformers, sentence-transformers and onnxruntime."""
-    output = ranks(2, run, *options(inputs, tmp_path / "run", "loss=bce", "export.formats=[onnx]", model="bert"))[0]
+    more = ("loss=bce", "export.formats=[onnx]", "model.query_prompt='alpha '", "model.document_prompt='beta '")
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model="bert"))[0]
     assert "reopening it with sentence-transformers" in output
     assert "reopening it with onnxruntime" in output
     reranker = CrossEncoder(str(tmp_path / "run/model"), device="cpu")
     assert isinstance(reranker.activation_fn, torch.nn.Sigmoid)
+    prompts = {"query": "alpha ", "document": "beta "}
+    source = open_reranker(RerankerConfig(path=str(tmp_path / "run/model")), trust_remote_code=False)
+    assert reranker.prompts == source.prompts == prompts
     ranking = reranker.rank(text(1, 3), [text(2, 4), text(3, 30), text(4, 1)])
     assert sorted(entry["corpus_id"] for entry in ranking) == [0, 1, 2]
     card = (tmp_path / "run/model/README.md").read_text()
     assert "CrossEncoder(" in card
     assert "onnx/model.onnx" in card
+    assert all(repr(prompt) in card for prompt in prompts.values())
     assert "pipeline_tag: text-ranking" in card
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from embedtrain.cli import run_command
 from embedtrain.config.checks import check_export
 from embedtrain.config.paths import require_run
+from embedtrain.config.recipe import ADAPTER
+from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.export.options import ExportOptions, compose_export, requested_export
 
@@ -42,6 +44,10 @@ def main(options: ExportOptions) -> Path:
     run_dir.require_intact()
     config = requested_export(options, recipe.export)
     check_export(config)
+    if ADAPTER in config.formats and not recipe.model.lora.on:
+        raise ConfigError(
+            f"formats={written(config.formats)}: the run has no adapters (model.lora.rank); leave {ADAPTER} out"
+        )
     require_export_support(config)
     checkpoint = find_checkpoint(run_dir.checkpoints, options.step)
     output_dir = require_replaceable(Path(options.output_dir) if options.output_dir else run_dir.model, run_dir.path)

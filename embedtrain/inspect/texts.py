@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
+from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.text_format import TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example
@@ -69,17 +70,27 @@ def shown_texts(
     ):
         for i, document in enumerate(documents[:limit]):
             texts.append(ShownText(role, i + 1, of_documents(document), score=scores[i] if scores else None))
-    return texts if tokenizer is None else [_as_tokens(text, text_format, tokenizer) for text in texts]
+    return texts if tokenizer is None else [_as_tokens(text, texts[0], text_format, tokenizer) for text in texts]
 
 
-def _as_tokens(text: ShownText, text_format: TextFormat, tokenizer: UntruncatedTokenizer) -> ShownText:
-    (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text.role == "query"))
-    (untruncated,) = tokenizer.ids([text.text])
+def _as_tokens(
+    text: ShownText, query: ShownText, text_format: TextFormat, tokenizer: UntruncatedTokenizer
+) -> ShownText:
+    """The tokens of a text; of a document for a cross-encoder, those of its pair with the query."""
+    (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text is query))
+    num_untruncated = len(tokenizer.ids([text.text])[0])
+    if isinstance(tokenizer.bound, PairTokenizer) and text is not query:
+        pairs = tokenizer.bound
+        (of_query,) = pairs.ids([query.text], tokenizer.limit(text_format, of_queries=True))
+        joined = pairs.pair_format.join(of_query, ids, pairs.max_length)
+        ids = [~token if token < 0 else token for token in joined]
+        num_untruncated += len(tokenizer.ids([query.text])[0]) + pairs.pair_format.num_special
     decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return replace(text, text=str(decoded), num_tokens=len(ids), num_untruncated=len(untruncated))
+    return replace(text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated)
 
 
 ROLES = ("queries", "positives", "negatives")
+PAIRS = "pairs"  # of the query and each document of a row
 MAX_SAMPLED_TEXTS = 10_000  # texts that are tokenised again without truncation
 _BLOCK = 1 << 22
 
@@ -99,7 +110,7 @@ class Lengths:
 class TextStatistics:
     """Statistics of the texts of a source."""
 
-    lengths: dict[str, Lengths]  # of each of ROLES
+    lengths: dict[str, Lengths]  # of each of ROLES; for a cross-encoder also of PAIRS
     keys: RowKeys
     unit: str  # "tokens" or "characters"
     num_tokens: int = 0  # of all texts after truncation
@@ -130,14 +141,31 @@ def measure(
         values[reach] = full[np.arange(len(reach)) * len(full) // max(1, len(reach))]  # of the nearest sampled text
         num_truncated = int(np.count_nonzero(values[reach] > limit))
         lengths[role] = Lengths(values, limit, num_truncated, len(values), is_exact=len(sample) == len(reach))
+    if isinstance(tokenizer.bound, PairTokenizer):
+        lengths[PAIRS] = _pair_lengths(lengths, counts, tokenizer.bound)
     of_rows = RowKeys(**keys, num_positives=counts[0], num_negatives=counts[1])
     return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
+
+
+def _pair_lengths(
+    lengths: dict[str, Lengths], counts: Sequence[NDArray[np.integer]], tokenizer: PairTokenizer
+) -> Lengths:
+    """Lengths of all pairs before truncation: first those with positives, then those with negatives."""
+    of_queries = lengths["queries"].values
+    parts = [
+        np.repeat(of_queries, count) + lengths[role].values + tokenizer.pair_format.num_special
+        for role, count in zip(ROLES[1:], counts, strict=True)
+    ]
+    values = np.concatenate(parts).astype(np.int32)
+    is_exact = all(lengths[role].is_exact for role in ROLES)
+    num_truncated = int(np.count_nonzero(values > tokenizer.max_length))
+    return Lengths(values, tokenizer.max_length, num_truncated, len(values), is_exact=is_exact)
 
 
 def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:
     """The statistics of several sources together, with a limit if all have the same."""
     lengths = {}
-    for role in ROLES:
+    for role in parts[0].lengths:
         of_role = [part.lengths[role] for part in parts]
         limits = {part.limit for part in of_role}
         lengths[role] = Lengths(

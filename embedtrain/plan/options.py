@@ -37,7 +37,8 @@ class PlanOptions:
     bandwidth_network: float = 50.0  # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
     tflops: float = 400.0  # per GPU in training; 400 is published for good trainers on an H100 in bf16
     tokens_per_text: int | None = None  # mean, including padding; default: the maximum length
-    texts_per_row: int = 2  # a query and its positive, and one for each hard negative
+    # A query, its positive, and one for each hard negative; default: 2, and the negatives of a cross-encoder.
+    texts_per_row: int | None = None
     json: bool = False  # one JSON object instead of tables; `--json` is the same
 
 

@@ -70,14 +70,16 @@ def _model(plan: TrainingPlan) -> list[tuple[str, str]]:
     groups = f"{len(weights.blocks)} layers of {weights.largest_block.elements:,}, root of {weights.root.elements:,}"
     if weights.embedding.elements:
         groups += f", embedding of {weights.embedding.elements:,}"
-    texts = work.rows * work.texts_per_row
+    texts, scores_pairs = work.rows * work.texts_per_row, model.dimension == 1
+    computed = "one score a pair" if scores_pairs else f"embeddings of {model.dimension:,}"
+    kind = "pairs" if scores_pairs else "texts"
     return [
         ("model", f"{model.name}, {parameters}"),
-        ("", f"{groups}; computes in {model.precision.value}, embeddings of {model.dimension:,}"),
+        ("", f"{groups}; computes in {model.precision.value}, {computed}"),
         ("hardware", f"{cluster.ranks:,} GPUs, {cluster.per_node} per node"),
         (
             "batch",
-            f"{work.rows:,} rows, {texts:,} texts of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
+            f"{work.rows:,} rows, {texts:,} {kind} of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
         ),
     ]
 

@@ -16,6 +16,9 @@ from embedtrain.evaluate.options import compose_evaluate
 from embedtrain.tracking.query_metrics import QueryMetrics
 from tests.commands import call
 from tests.evaluation.tiny import save_tiny_cross_encoder
+from tests.models.test_cross_encoder import save_reranker
+from tests.models.test_hub import cached, publish
+from tests.safety.payloads import edit
 from tests.small import save_guide, small_model, text, write_beir
 
 
@@ -65,6 +68,38 @@ def test_every_stage_has_its_row_on_any_number_of_ranks(ranks, workshop, tmp_pat
     cross = CrossEncoder(str(workshop / "cross"), device="cpu", activation_fn=torch.nn.Identity())
     expected = cross.predict([(queries[int(query[1:])], texts[int(document[1:])])])[0]
     assert float(score) == pytest.approx(expected, abs=1e-5)
+
+
+def evaluated_from_hub(world, folder, output, *arguments):
+    with cached(folder / "cache"):
+        return evaluated(world, folder, output, *arguments)
+
+
+@pytest.mark.parametrize("kind", ["bge", "ms-marco"])
+def test_directories_without_files_of_sentence_transformers(ranks, workshop, tmp_path, kind):
+    """bge-reranker: XLM-R by its Hub id; ms-marco-MiniLM: BERT with token types and the activation's former key."""
+    directory, activation = tmp_path / kind, "torch.nn.modules.linear.Identity"
+    if kind == "bge":
+        save_reranker("xlm-roberta", directory)
+        publish(workshop / "cache", "org/reranker", "c" * 40, directory)
+    else:
+        save_tiny_cross_encoder(directory)
+        edit(directory / "config.json", sbert_ce_default_activation_function=activation)
+    path = "org/reranker" if kind == "bge" else directory
+    assert not (directory / "modules.json").exists()
+    more = ("model=@guide", "sets=[@dev]", f"reranker={path}", "save_runs=true")
+    (result,) = ranks(1, evaluated_from_hub, workshop, tmp_path / "out", *more)
+    assert list(result) == ["dev", "dev+reranker"]
+    written = (tmp_path / "out" / "runs" / "dev+reranker.run").read_text().splitlines()
+    texts, queries = (
+        {row["_id"]: row["text"] for row in map(json.loads, (workshop / "dev" / name).read_text().splitlines())}
+        for name in ("corpus.jsonl", "queries.jsonl")
+    )
+    lines = [line.split() for line in written]
+    cross = CrossEncoder(str(directory), device="cpu")
+    assert isinstance(cross.activation_fn, torch.nn.Sigmoid if kind == "bge" else torch.nn.Identity)
+    expected = cross.predict([(queries[q], texts[d]) for q, _, d, *_ in lines], activation_fn=torch.nn.Identity())
+    assert [float(line[4]) for line in lines] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_bm25_and_the_model_one_after_the_other(ranks, workshop, tmp_path):

@@ -56,6 +56,13 @@ def test_the_command_prints_tables(tmp_path):
         assert text in output, output
 
 
+def test_rows_of_a_cross_encoder_have_a_pair_for_each_negative():
+    """The recipe draws 7 negatives of each row."""
+    common = ["recipe=bce_reranker", shape(XLMR_LARGE), "model.path=null"]
+    assert "128 rows, 1,024 pairs of 512 tokens" in call("embedtrain.plan", *common)
+    assert planned(*common, "texts_per_row=3").work.texts_per_row == 2
+
+
 def test_only_json_is_printed():
     """The exit code is 1 if the training does not fit."""
     arguments = ["embedtrain.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BatchEncoding, PreTrainedTokenizerBase
 
-from embedtrain.checkpoint.export.cross_encoder import open_checked, probe_pairs
+from embedtrain.checkpoint.export.cross_encoder import formatted_pairs, open_checked
 from embedtrain.checkpoint.export.verify import (
     PROBES,
     add_heads,
@@ -129,8 +129,8 @@ def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: 
     """These rows of PROBES, or of the pairs of them that a cross-encoder is compared on, as one padded batch."""
     if source.head is None:
         return tokenize_padded(tokenizer, [PROBES[row] for row in rows])
-    pairs = [probe_pairs(PROBES)[row] for row in rows]
-    return tokenize_padded(tokenizer, [pair.query for pair in pairs], [pair.document for pair in pairs])
+    queries, documents = zip(*(formatted_pairs(source, PROBES)[row] for row in rows), strict=True)
+    return tokenize_padded(tokenizer, list(queries), list(documents))
 
 
 class _Traced(nn.Module):

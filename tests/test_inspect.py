@@ -279,7 +279,7 @@ def test_empty_files_and_equal_names(tmp_path):
     assert "\n2 rows that cannot be used and 1 empty file\n" in told
     assert re.search(r"^  b +2 +2$", told, re.M)
     told = call("embedtrain.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
-    assert re.findall(r"^== (.*) ==$", told, re.M) == ["rows", "rows-2", "all of it"]
+    assert re.findall(r"^== (.*) ==$", told, re.M) == ["a/rows", "b/rows", "all of it"]
 
 
 @pytest.mark.parametrize(

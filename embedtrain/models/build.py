@@ -74,6 +74,11 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         return dict(encoder.state_dict())
     has_tokens = source.head is not None and bool(source.head.tokens)
     weights, missing = (_read_causal_weights if has_tokens else _read_weights)(source, source.directory)
+    if source.head is not None and source.head.linear is not None:
+        location = _linear_location(source.head.linear)
+        with safe_open(location.path, framework="pt") as file:
+            weights[_SCORE] = file.get_tensor(location.key)
+        missing = missing - {_SCORE}
     absent = sorted(missing & encoder.state_dict().keys())
     new = [name for name in absent if source.head is not None and source.head.is_new and name.startswith(HEAD)]
     if len(absent) > len(new):
@@ -225,6 +230,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
             break
     heads = [name for name in shapes if name.startswith(HEAD)]
     locations |= {name: stored[key] for name in heads if (key := classifier_name(name, "")) in stored}
+    if source.head is not None and source.head.linear is not None:
+        locations[_SCORE] = _linear_location(source.head.linear)
     computed = {_SCORE} if source.head is not None and source.head.tokens else set()
     if set(locations) != set(shapes) - computed or not _shapes_match(locations, shapes):
         return None
@@ -290,6 +297,14 @@ def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation
             f"{dense.directory / 'model.safetensors'} should contain {expected}: this head would be random"
         )
     return {f"dense.{index}.{key}": location for key, location in stored.items()}
+
+
+def _linear_location(directory: Path) -> TensorLocation:
+    """The weight of the Dense module that is the head of a cross-encoder."""
+    stored = stored_tensors(directory)
+    if "linear.weight" not in stored:
+        raise ModelError(f"{directory / 'model.safetensors'} has no linear.weight: this head would be random")
+    return stored["linear.weight"]
 
 
 def _shapes_match(locations: Mapping[str, TensorLocation], shapes: Mapping[str, torch.Size]) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -27,7 +28,9 @@ from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 
-SIGMOID = "torch.nn.modules.activation.Sigmoid"
+SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+# A cross-encoder of sentence-transformers with a linear layer on a token vector, and its type in the settings.
+SCORE_MODULES, CROSS_ENCODER = ["Transformer", "Pooling", "Dense"], "CrossEncoder"
 _LATE = "late"  # of EuroBERT's class: its head receives every token, and no pooled one
 LOGIT_SCORE = "LogitScore"
 _CLASSIFIER, _CAUSAL = "ForSequenceClassification", "ForCausalLM"
@@ -50,6 +53,7 @@ class HeadSource:
             evaluation use the scores before it.
         tokens: ids of the tokens whose rows of the vocabulary head it starts from: the first minus the second, if there
             is one; empty for a classification head.
+        linear: the directory of a Dense module whose weight [1, H] is the class's own `score.weight`.
         template: what surrounds the texts of a pair; None: the tokenizer's own pairs.
         note: a line for the user about the directory that the head is added to; may be empty.
     """
@@ -57,6 +61,7 @@ class HeadSource:
     is_new: bool
     activation: str = SIGMOID
     tokens: tuple[int, ...] = ()
+    linear: Path | None = None
     note: str = ""
     template: PairTemplate | None = None
 
@@ -68,6 +73,8 @@ class RerankerFiles:
     Attributes:
         directory: of the transformer.
         modules: the types in modules.json, if there is one.
+        pooling: of the module Pooling.
+        dense: the directories of the modules Dense.
         logit_score: the content of LogitScore's config.json.
         transformer: the content of sentence_bert_config.json.
         settings: the content of config_sentence_transformers.json.
@@ -75,6 +82,8 @@ class RerankerFiles:
 
     directory: Path
     modules: Sequence[str] = ()
+    pooling: Pooling | None = None
+    dense: Sequence[Path] = ()
     logit_score: Mapping[str, Any] = field(default_factory=dict)
     transformer: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -93,10 +102,15 @@ def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: Model
             f"{directory / 'config.json'}: {_architecture(config)} has {config.num_labels} labels, and the score of a "
             "cross-encoder is a single one (num_labels 1)"
         )
-    if files.settings.get("model_type") == "CrossEncoder" and set(modules) - {"Transformer", LOGIT_SCORE}:
+    is_linear = list(modules) == SCORE_MODULES and files.settings.get("model_type") == CROSS_ENCODER
+    if (
+        not is_linear
+        and files.settings.get("model_type") == CROSS_ENCODER
+        and set(modules) - {"Transformer", LOGIT_SCORE}
+    ):
         raise ModelError(
             f"{directory / 'modules.json'} has the modules {', '.join(modules)}; supported in a cross-encoder are "
-            f"Transformer and {LOGIT_SCORE}"
+            f"Transformer, Transformer and {LOGIT_SCORE}, or {', '.join(SCORE_MODULES)}"
         )
     if is_classifier and getattr(config, "classifier_pooling", None) == _LATE:
         raise ModelError(
@@ -105,7 +119,7 @@ def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: Model
         )
     activation = _activation(config, files.settings)
     note = ""
-    if "Pooling" in modules:
+    if "Pooling" in modules and not is_linear:
         note = f"{directory} is an embedding model: its backbone is used, its pooling is not"
     new_score_head(config, str(directory))
     name = model.pair_template if isinstance(model.pair_template, str) else published_template(str(model.path))
@@ -113,13 +127,42 @@ def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: Model
     if template is None and name is not None:
         template, note = PAIR_TEMPLATES[name], f"pairs are formatted for {name}, by the name of {model.path}"
     tokens: tuple[int, ...] = ()
-    if _has_score_tokens(files, config, model, name):
+    option = "score_tokens" if model.score_tokens is not None else "score_head"
+    if is_linear and (model.score_tokens is not None or model.score_head is ScoreHead.tokens):
+        raise ConfigError(f"model.{option}: {directory} has a head of its own, a Dense module; leave it out")
+    if not is_linear and _has_score_tokens(files, config, model, name):
         tokens = _score_tokens(files, config, model, name)
         if template is not None and template.special_tokens:
             # The token is predicted after the template's end, and no end-of-text token may follow it.
             template = replace(template, special_tokens=False, bos=True)
-    is_new = not is_classifier and not tokens
-    return HeadSource(is_new=is_new, activation=activation, tokens=tokens, note=note, template=template)
+    linear = _linear_head(files, config) if is_linear else None
+    is_new = not is_classifier and not tokens and linear is None
+    return HeadSource(is_new=is_new, activation=activation, tokens=tokens, linear=linear, note=note, template=template)
+
+
+def _linear_head(files: RerankerFiles, config: PretrainedConfig) -> Path:
+    """The directory of a Dense module that is the head; a ModelError if the class's own head cannot represent it."""
+    (directory,) = files.dense
+    settings = read_json(directory / "config.json")
+    activation, num_outputs = (settings.get(name) for name in ("activation_function", "out_features"))
+    if not is_decoder(config) or files.pooling is not Pooling.last:
+        pooling = files.pooling.value if files.pooling is not None else "none"
+        raise ModelError(
+            f"{files.directory / 'modules.json'}: a head of {', '.join(SCORE_MODULES)} on the {pooling} token of "
+            f"{config.model_type}; supported is the last token of a decoder, because the classes of encoders have more "
+            "than a linear layer"
+        )
+    if activation != IDENTITY or num_outputs != 1:
+        raise ModelError(
+            f"{directory / 'config.json'}: activation_function={activation} and {num_outputs} outputs; a head has "
+            f"{IDENTITY} and 1 output"
+        )
+    weights = directory / "model.safetensors"
+    if settings.get("bias", True) and weights.is_file():
+        with safe_open(weights, framework="pt") as file:
+            if "linear.bias" in file.keys() and file.get_tensor("linear.bias").any():  # noqa: SIM118 - not a dict
+                raise ModelError(f"{weights}: linear.bias is not 0, and classes of decoders score without a bias")
+    return directory
 
 
 def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
@@ -238,7 +281,7 @@ def stored_kind(directory: Path) -> ModelKind:
     """The kind of a model directory that an export or a run has written."""
     path = directory / "config_sentence_transformers.json"
     settings: dict[str, Any] = read_json(path) if path.is_file() else {}
-    return ModelKind.cross_encoder if settings.get("model_type") == "CrossEncoder" else ModelKind.dense
+    return ModelKind.cross_encoder if settings.get("model_type") == CROSS_ENCODER else ModelKind.dense
 
 
 def score_pooling(config: PretrainedConfig) -> Pooling:

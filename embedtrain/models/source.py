@@ -32,7 +32,9 @@ from embedtrain.models.module_settings import (
 )
 from embedtrain.models.rope import scale_rope
 from embedtrain.models.score_head import (
+    CROSS_ENCODER,
     LOGIT_SCORE,
+    SCORE_MODULES,
     HeadSource,
     RerankerFiles,
     is_reranker,
@@ -246,14 +248,18 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
     settings = read_transformer_settings(transformer)
     config = _config(transformer, trust_remote_code=model.trust_remote_code)
+    stored = read_json(directory / _SETTINGS) if (directory / _SETTINGS).is_file() else {}
+    is_scorer |= kinds == SCORE_MODULES and stored.get("model_type") == CROSS_ENCODER
     if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
-        raise _is_reranker_error(str(directory), LOGIT_SCORE)
+        raise _is_reranker_error(str(directory), f"with {', '.join(kinds)}")
     scorer = RerankerFiles(
         directory=transformer,
         modules=kinds,
+        pooling=pooling,
+        dense=[part.directory for part in dense],
         logit_score=logit_score,
         transformer=settings,
-        settings=read_json(directory / _SETTINGS) if (directory / _SETTINGS).is_file() else {},
+        settings=stored,
     )
     head = _score_head(scorer, config, model)
     return ModelSource(
@@ -270,7 +276,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         ),
         # Prompts of a model with a chat template are instructions in it, which are part of the template's prompts.
         prompts={}
-        if head is not None and (pooling is not None or _is_stored(head.template, model))
+        if head is not None and ((pooling is not None and not is_scorer) or _is_stored(head.template, model))
         else read_prompts(directory / _SETTINGS, model.kind),
         truncate_dim=read_truncate_dim(directory / _SETTINGS) if model.kind is ModelKind.dense else None,
         dense=tuple(dense) if model.kind is ModelKind.dense else (),

@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder as CrossEncoder_
+from sentence_transformers.models import Dense as StDense
+from sentence_transformers.models import Pooling as StPooling
+from sentence_transformers.models import Transformer
 from tokenizers import processors
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -203,6 +207,51 @@ def test_scores_of_directories_equal_sentence_transformers(ranks, case, strategy
     source = open_model_source(ModelConfig(path=str(tmp_path / "modules"), kind=ModelKind.cross_encoder))
     assert source.head is not None
     assert (source.head.activation, source.head.is_new) == ("torch.nn.modules.linear.Identity", False)
+
+
+def save_linear(case: str, directory: Path, pooling: str = "lasttoken", **dense: Any) -> Path:
+    """A CrossEncoder of sentence-transformers with a linear layer on a token vector."""
+    backbone = save_small(reranker(case), directory / "backbone")
+    settings = {"bias": False, "activation_function": torch.nn.Identity(), "module_output_name": "scores"} | dense
+    modules = [Transformer(str(backbone), max_seq_length=48), StPooling(32, pooling), StDense(32, 1, **settings)]
+    CrossEncoder_(modules=modules, device="cpu", activation_fn=torch.nn.Identity()).save_pretrained(
+        str(directory / "ce")
+    )
+    return directory / "ce"
+
+
+def test_a_linear_layer_on_the_last_token_is_the_head_of_a_decoder(ranks, tmp_path):
+    directory = save_linear("qwen3", tmp_path)
+    expected = CrossEncoder_(str(directory), device="cpu").predict(
+        [pair[:2] for pair in PAIRS], show_progress_bar=False
+    )
+    assert np.ptp(expected) > 0.01
+    for lora in (0, 2):  # read by ranks, and where adapters are added
+        for scores, notes in ranks(2, scores_of_directory, directory, Strategy.fsdp, lora):
+            torch.testing.assert_close(scores, expected.tolist(), rtol=1e-4, atol=1e-5)
+            assert any("a score head on the last token" in note for note in notes)
+    source = open_model_source(ModelConfig(path=str(directory), kind=ModelKind.cross_encoder))
+    assert torch.equal(
+        full_state_dict(source, seed=0)["head.score.weight"],
+        load_file(directory / "2_Dense/model.safetensors")["linear.weight"],
+    )
+    with pytest.raises(ConfigError, match=r"reranker .*Dense.* model.kind=cross_encoder"):
+        open_model_source(ModelConfig(path=str(directory)))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("bert", {"pooling": "cls"}, r"cls token of bert; supported is the last token"),
+        ("qwen3", {"pooling": "mean"}, r"mean token of qwen3"),
+        ("qwen3", {"activation_function": torch.nn.Tanh()}, r"activation_function=.*Tanh"),
+        ("qwen3", {"bias": True}, r"linear.bias"),
+    ],
+    ids=["encoder", "mean", "activation", "bias"],
+)
+def test_linear_layers_that_the_class_cannot_represent(tmp_path, case, changes, message):
+    with pytest.raises(ModelError, match=message):
+        open_model_source(ModelConfig(path=str(save_linear(case, tmp_path, **changes)), kind=ModelKind.cross_encoder))
 
 
 def test_an_embedding_model_gives_its_backbone(ranks, minilm_dir):

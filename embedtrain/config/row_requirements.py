@@ -60,6 +60,7 @@ class RowRequirements:
     positive_above: float | None = None  # documents with a higher score are the positives, at least one
     batch_negatives: int = 0  # documents of other rows that each row gets as negatives, with the score 0
     loss: str = "infonce"  # its name, for messages
+    without_negatives: str = ""  # what to do about a row without negatives, for messages
 
     def __or__(self, other: "RowRequirements") -> "RowRequirements":
         """What two losses on the same rows require together."""
@@ -76,6 +77,7 @@ class RowRequirements:
             ranked=self.ranked or other.ranked,
             positive_above=other.positive_above if self.positive_above is None else self.positive_above,
             batch_negatives=max(self.batch_negatives, other.batch_negatives),
+            without_negatives=self.without_negatives or other.without_negatives,
             loss=" + ".join(dict.fromkeys(name for name in (self.loss, other.loss) if name)),
         )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig
-from embedtrain.config.recipe import BatchMode, DataConfig, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, row_requirements, with_batch_negatives
+from embedtrain.config.recipe import BatchMode, ModelKind, Recipe, TrainSource
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
 from embedtrain.errors import ConfigError
 
 
@@ -29,16 +29,20 @@ def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
     return config
 
 
-def source_requirements(source: TrainSource, loss: LossConfig, data: DataConfig) -> RowRequirements:
-    """What `loss` requires of the rows of `source`.
+def source_requirements(source: TrainSource, loss: LossConfig, recipe: Recipe) -> RowRequirements:
+    """What `loss`, that of `source`, requires of its rows.
 
     Documents of other rows are no negatives with `in_batch_negatives=false`. A ConfigError if the loss has no label for
     them.
     """
-    needs = row_requirements(loss)
-    if not data.batch_negatives or source.in_batch_negatives is False:
+    needs, count = row_requirements(loss), recipe.data.batch_negatives
+    if recipe.model.kind is not ModelKind.cross_encoder or source.in_batch_negatives is False:
         return needs
-    return with_batch_negatives(needs, data.batch_negatives)
+    if count == 0 and needs.scores is not ScoreRequirement.teacher:
+        return replace(
+            needs, without_negatives="mine negatives, or draw documents of other rows: data.batch_negatives=4"
+        )
+    return with_batch_negatives(needs, count) if count else needs
 
 
 def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]:

@@ -271,7 +271,7 @@ def load_recipe_data(
         ),
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
-        needs=[source_requirements(source, loss, recipe.data) for source, loss in zip(sources, losses, strict=True)],
+        needs=[source_requirements(source, loss, recipe) for source, loss in zip(sources, losses, strict=True)],
         mixing=Mixing(
             by_source=uses_batches_by_source(recipe.data.batches, losses),
             weights=recipe.data.weight_mode,

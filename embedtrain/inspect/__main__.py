@@ -106,7 +106,7 @@ def _problems(recipe: Recipe, inspected: "InspectedSource", limit: int, cache: "
     if min(limit, report.num_skipped) <= len(report.problems):
         return report.problems[:limit], num_empty
     assert inspected.loss is not None
-    needs = source_requirements(inspected.source, inspected.loss, recipe.data)
+    needs = source_requirements(inspected.source, inspected.loss, recipe)
     return first_bad_rows(inspected.source, report.name, needs, limit, cache), num_empty
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,14 @@ def test_documents_of_other_rows(tmp_path: Path) -> None:
         ["name=t", "model.path=m", "model.kind=cross_encoder", "loss=softmax", "train.steps=4", "data.train=[x]",
          "train.global_batch_size=11", "data.batch_negatives=5"]
     )  # fmt: skip
-    recipe.data.train = sources
+    recipe.data.train = sources[1:]
     cache = Cache(directory=tmp_path / "cache")
+    without = replace(recipe, data=replace(recipe.data, batch_negatives=0))
+    with pytest.raises(
+        DataError, match=r"named\.jsonl:1: loss=softmax needs a hard negative .*data\.batch_negatives=4"
+    ):
+        load_recipe_data(without, {}, cache)
+    recipe.data.train = sources
     with pytest.raises(DataError, match=r"two\.jsonl:1: loss=softmax needs a hard negative"):
         load_recipe_data(recipe, {}, cache)
     sources[2] = source(tmp_path, "two", [{"query": "z", "pos": ["y"], "neg": ["x"]}], in_batch_negatives=False)

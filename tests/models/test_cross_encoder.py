@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification
 
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Precision, Strategy
 from embedtrain.data.pairs import Pair, PairTokenizer
+from embedtrain.data.tokens import restore_order
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.load import load_model
@@ -128,6 +129,20 @@ def test_scores_and_gradients_are_those_of_the_whole_class(case):
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
         for name, grad in grads(encoder, scores).items():
             torch.testing.assert_close(grad, expected_grads[classifier_name(name, prefix)], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["xlm-roberta", "qwen3"])
+def test_a_tokenizer_that_pads_on_the_left_scores_as_each_pair_alone(case):
+    """Positions count from the first token, and the score of a decoder is that of its last one."""
+    encoder, pairs = build(case), tokenizer(case, packed=False)
+    pairs.tokenizer.padding_side = "left"
+    (chunk,) = pairs.chunks(PAIRS, 10_000)
+    assert chunk.has_padding
+    scores = restore_order([encoder(*chunk.inputs)], [chunk])
+    reference = whole_class(encoder)
+    ids = [[token if token >= 0 else ~token for token in pairs.ids([pair])[0]] for pair in PAIRS]
+    alone = [reference(torch.tensor([tokens])).logits[0] for tokens in ids]
+    torch.testing.assert_close(scores, torch.stack(alone), rtol=1e-4, atol=1e-5)
 
 
 def save_reranker(case: str, directory: Path) -> Path:

@@ -83,7 +83,10 @@ class RowCheck:
             texts = _split_by_score(texts, self._needs.positive_above, self._needs.loss)
         if self._needs.negatives and not texts.negatives:
             dropped = " other than its positives" if texts.num_dropped else ""
-            raise BadRow(f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}")
+            hint = f"; {self._needs.without_negatives}" * bool(self._needs.without_negatives)
+            raise BadRow(
+                f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}{hint}"
+            )
         for score in (*texts.positive_scores, *texts.negative_scores):
             if score not in self._needs.range:
                 hint = "" if self._needs.range.integers else "; `score_scale` of a source divides its scores"

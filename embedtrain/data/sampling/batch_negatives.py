@@ -46,17 +46,20 @@ def draw_batch_negatives(batch: BatchDocuments, limits: NDArray[np.int64], seed:
         return BatchNegatives(np.empty(0, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
     _, groups = np.unique(batch.query_keys, return_inverse=True)
     excluded = _excluded(batch, candidates, groups)
-    # So many candidates in a row's random order hold as many as it gets, or all that it may get.
-    num_excluded = np.bincount(excluded // number, minlength=num_rows)[groups]
-    num_tried = np.where(num_excluded < number, np.minimum(number, limits + num_excluded), 0) * (limits > 0)
-    owners = np.repeat(np.arange(num_rows), num_tried)
-    starts = (np.cumsum(num_tried) - num_tried)[owners]
+    num_excluded = np.bincount(excluded // number, minlength=num_rows)  # of each group
+    first_excluded = np.cumsum(num_excluded) - num_excluded
+    num_allowed = (number - num_excluded)[groups]
+    counts = np.minimum(limits, num_allowed)
+    owners = np.repeat(np.arange(num_rows), counts)
+    starts = (np.cumsum(counts) - counts)[owners]
     keys = make_keys(seed, _BATCH_NEGATIVES, step, np.arange(num_rows))
-    tried = permute(np.arange(len(owners)) - starts, number, keys[owners])
-    allowed = ~np.isin(groups[owners] * number + tried, excluded)
-    before = np.concatenate([[0], np.cumsum(allowed)])
-    taken = allowed & (before[1:] - before[starts] <= limits[owners])
-    return BatchNegatives(candidates[tried[taken]], np.bincount(owners[taken], minlength=num_rows))
+    drawn = permute(np.arange(len(owners)) - starts, num_allowed[owners], keys[owners])
+    # From indices among the allowed candidates to indices among all: the excluded candidate e, before which k others
+    # are excluded, has e - k allowed ones before it.
+    group = groups[owners]
+    num_before = np.arange(len(excluded)) - first_excluded[excluded // number]
+    skipped = np.searchsorted(excluded - num_before, group * number + drawn, side="right") - first_excluded[group]
+    return BatchNegatives(candidates[drawn + skipped], counts)
 
 
 def _distinct(batch: BatchDocuments) -> NDArray[np.int64]:

@@ -83,6 +83,14 @@ def test_a_function_of_seed_and_step_that_draws_all_alike():
     assert all(abs(count - expected) < 5 * expected**0.5 for count in counts.values())
 
 
+def test_many_rows_with_one_query():
+    """Every second document is excluded for a row, which takes no longer to draw than other batches."""
+    rows: list[Row] = [(f"t{i % 2}", [(f"t{2 + i % 20}", "")], [0]) for i in range(4000)]
+    for (query, _, _), negatives in zip(rows, drawn(rows, [3] * 4000), strict=True):
+        assert len({text for text, _ in negatives}) == 3
+        assert all(int(text[1:]) % 2 != int(query[1:]) for text, _ in negatives)
+
+
 def test_rows_that_answer_one_query_and_batches_without_documents():
     rows: list[Row] = [("t1", [(f"t{12 + i}", "")], [0]) for i in range(4)]
     assert drawn(rows, [2] * 4) == [[], [], [], []]

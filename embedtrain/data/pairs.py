@@ -273,6 +273,13 @@ class PairTokenizer(TextTokenizer):
         counts = np.where(sizes > 0, 1 + -(-np.maximum(0, documents - sizes) // strides), 1)
         return np.stack([counts, strides], axis=1)
 
+    def are_whole(self, pairs: Sequence[Pair]) -> NDArray[np.bool_]:
+        """For each pair, whether neither of its texts is cut: bool [N]."""
+        queries, documents = map(_lengths, self._contents(pairs, _NO_LIMIT))
+        kept = self.pair_format.fit(queries, documents, self.max_length)
+        whole: NDArray[np.bool_] = (kept[0] == queries) & (kept[1] == documents)
+        return whole
+
     def _contents(self, pairs: Sequence[Pair], limit: int) -> tuple[list[list[int]], list[list[int]]]:
         """The tokens of the queries and of the documents, without special tokens; those of equal texts once."""
         texts = [(self.pair_format.query(pair.query), self.pair_format.document(pair.document)) for pair in pairs]

@@ -47,7 +47,7 @@ RERANKER_OPTION_NAMES = {
     "path": "reranker",
     "lora.path": "reranker.adapter",
     "trust_remote_code": "trust_remote_code",
-    **{name: f"reranker.{name}" for name in ("max_length", "revision", "pair_template")},
+    **{name: f"reranker.{name}" for name in ("max_length", "revision", "pair_template", "score_tokens")},
 }
 TEACHER_OPTION_NAMES = {
     "path": "teacher",

@@ -18,7 +18,8 @@ def open_reranker(reranker: RerankerConfig, *, trust_remote_code: bool) -> Model
         if source.head is None or (source.head.is_new and (adapter is None or not adapter.has_head)):
             raise ConfigError(
                 f"reranker={reranker.path}: it has no weights of a head that scores pairs; write a finished "
-                "cross-encoder, such as a ...ForSequenceClassification with num_labels 1"
+                "cross-encoder, such as a ...ForSequenceClassification with num_labels 1, or set "
+                "reranker.pair_template to qwen3, gemma or mxbai for a language model that answers yes or no"
             )
         return source
 

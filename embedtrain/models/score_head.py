@@ -223,7 +223,7 @@ def _score_tokens(
             "[yes, no], or a named model.pair_template"
         )
     tokenizer = _tokenizer(files, model)
-    return tuple(_single_id(tokenizer, token) for token in tokens)
+    return tuple(_single_id(tokenizer, token, tokens) for token in tokens)
 
 
 def _stored_ids(files: RerankerFiles, vocab_size: int) -> tuple[int, ...]:
@@ -236,13 +236,13 @@ def _stored_ids(files: RerankerFiles, vocab_size: int) -> tuple[int, ...]:
     return tuple(map(int, ids))  # type: ignore[arg-type]
 
 
-def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+def _single_id(tokenizer: PreTrainedTokenizerBase, token: str, tokens: Sequence[str]) -> int:
     ids: list[int] = tokenizer(token, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         parts = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids)))
         raise ConfigError(
-            f"model.score_tokens: {token!r} is {len(ids)} tokens of the tokenizer ({parts}), and must be exactly one; "
-            "capitals and spaces count"
+            f"model.score_tokens={list(tokens)}: {token!r} is {len(ids)} tokens of the tokenizer ({parts}), and must "
+            "be exactly one it knows; capitals and spaces count"
         )
     return ids[0]
 

@@ -84,6 +84,10 @@ def test_only_the_document_is_cut():
     (ids,) = pairs.ids([Pair(TEXTS[6], TEXTS[5])])
     assert [~token for token in ids if token < 0] == [*query[:3], 2, 7, 8]
     assert len(ids) == 24
+    # A query that is cut may leave the pair shorter than the maximum.
+    (ids,) = pairs.ids([Pair(TEXTS[6], "a")])
+    assert len(ids) < 24
+    assert pairs.are_whole([Pair(TEXTS[6], "a"), Pair(TEXTS[5], TEXTS[6]), Pair("a", TEXTS[5])]).tolist() == [0, 0, 1]
 
 
 def test_a_tokenizer_that_changes_texts_within_pairs_is_rejected():

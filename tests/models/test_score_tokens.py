@@ -188,7 +188,7 @@ def test_tokens_that_cannot_be_used_are_rejected(tmp_path):
     fails(ModelError, "5000")
     (directory / "modules.json").unlink()
     fails(ConfigError, r"model\.score_head=tokens.*model\.score_tokens", score_head=ScoreHead.tokens)
-    fails(ConfigError, r"model\.score_tokens: 'Yes or' is \d+ tokens", score_tokens=["Yes or", "No"])
+    fails(ConfigError, r"model\.score_tokens=.*: 'Yes or' is \d+ tokens", score_tokens=["Yes or", "No"])
     source = open_model_source(replace(model, score_tokens=["Yes"], pair_template="qwen3"))
     assert source.head is not None
     assert source.head.tokens == (chat_tokenizer().convert_tokens_to_ids("Yes"),)

@@ -55,7 +55,7 @@ def compared_pairs(tokenizer: TextTokenizer, texts: tuple[str, ...], prompts: Ma
     """
     if not isinstance(tokenizer, PairTokenizer) or tokenizer.pair_format.truncation is PairTruncation.longest_first:
         return None
-    return torch.tensor([len(ids) < tokenizer.max_length for ids in tokenizer.ids(probe_pairs(texts, prompts))])
+    return torch.from_numpy(tokenizer.are_whole(probe_pairs(texts, prompts)))
 
 
 def formatted_pairs(source: ModelSource, texts: tuple[str, ...]) -> list[tuple[str, str]]:

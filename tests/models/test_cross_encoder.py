@@ -269,6 +269,25 @@ def test_linear_layers_that_the_class_cannot_represent(tmp_path, case, changes, 
         open_model_source(ModelConfig(path=str(save_linear(case, tmp_path, **changes)), kind=ModelKind.cross_encoder))
 
 
+def test_the_padding_side_of_a_decoder_changes_no_score(tmp_path):
+    """Tokenizers of decoders often pad on the left; the score is that of the last token wherever the padding is."""
+    encoder = build("qwen3")
+    directory = save_reranker("qwen3", tmp_path / "model")
+    scores = []
+    for side in ("right", "left"):
+        pairs = small_tokenizer()
+        pairs.padding_side = pairs.init_kwargs["padding_side"] = side  # the second is saved
+        pair_format = read_pair_format(open_model_source(reranker("qwen3")), pairs)
+        (padded,) = PairTokenizer(pairs, 48, pair_format, packed=False).chunks(PAIRS, 10_000)
+        scores.append(encoder(*padded.inputs)[torch.tensor(padded.rows).argsort(), 0])
+        pairs.save_pretrained(directory)
+        theirs = CrossEncoder_(str(directory), device="cpu", activation_fn=torch.nn.Identity())
+        assert theirs.tokenizer.padding_side == side
+        expected = theirs.predict([(pair.query, pair.document) for pair in PAIRS], convert_to_tensor=True)
+        torch.testing.assert_close(scores[-1], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(*scores)
+
+
 def test_an_embedding_model_gives_its_backbone(ranks, minilm_dir):
     answers = [answer for size in (1, 2) for answer in ranks(size, scores_of_directory, minilm_dir, Strategy.ddp, 0)]
     scores, notes = answers[0]

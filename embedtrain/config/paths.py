@@ -30,10 +30,22 @@ def is_missing(path: str) -> bool:
 
 
 def require_models(**paths: str | None) -> None:
-    """Raise a ModelError for a directory that does not exist; the names of options are those of the arguments."""
+    """Raise a ModelError for a directory that does not exist, or that is a run's and not its model's.
+
+    The names of options are those of the arguments.
+    """
     for option, path in paths.items():
-        if path is not None and is_missing(path):
+        if path is None:
+            continue
+        if is_missing(path):
             raise ModelError(f"{option}={path}: there is no such directory")
+        directory = Path(path).expanduser()
+        if (directory / "recipe.yaml").is_file() and not (directory / "config.json").exists():
+            exported = directory / "model"
+            advice = (
+                f"write {option}={exported}" if exported.is_dir() else f"export its model: embedtrain export run={path}"
+            )
+            raise ModelError(f"{option}={path}: is the directory of a run, not of a model; {advice}")
 
 
 def require_sources(sources: Sequence[TrainSource], corpus: Sequence[str] = ()) -> None:

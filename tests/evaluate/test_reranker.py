@@ -10,7 +10,8 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from embedtrain.evaluate.__main__ import main
+from embedtrain.errors import ModelError
+from embedtrain.evaluate.__main__ import compose, main
 from embedtrain.evaluate.gains import describe_gains
 from embedtrain.evaluate.options import compose_evaluate
 from embedtrain.tracking.query_metrics import QueryMetrics
@@ -158,6 +159,13 @@ def test_errors_name_the_option(ranks, workshop, tmp_path, arguments, message):
         arguments = [*arguments, "rerank_depth=100"]
     with pytest.raises(AssertionError, match=f"(Config|Model)Error: .*{message}"):
         ranks(1, evaluated, workshop, tmp_path, *arguments)
+
+
+def test_the_directory_of_a_run_is_no_model(workshop, tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").touch()
+    with pytest.raises(ModelError, match=f"reranker={tmp_path}/run: .*reranker={tmp_path}/run/model"):
+        compose([f"model={workshop / 'guide'}", f"reranker={tmp_path / 'run'}", f"sets=[{workshop / 'dev'}]"])
 
 
 def test_search_orders_the_first_documents_again(workshop):

@@ -79,7 +79,13 @@ def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]
         corpus = documents_build(reader.documents, OnError.stop, cache or Cache(directory=cache_directory(None)))
         build([corpus])
         documents = DocumentStore(corpus.directory)
-    layout = reader.detect_layout(OnError.stop)
+    try:
+        layout = reader.detect_layout(OnError.stop)
+    except DataError as error:
+        reason = str(error).partition(", which loss=")[0]  # what follows is advice for training
+        raise DataError(
+            f"{reason}; a corpus is a BEIR folder, a file of documents with `text`, or rows of queries and documents"
+        ) from None
     for number, part in enumerate(reader.parts, 1):
         prefix = f"{number}:" if reader.parts[1:] else ""
         for line, row in reader.rows(Piece(part), layout, documents):

@@ -193,6 +193,10 @@ def test_any_file_is_a_corpus_to_search(tmp_path, name, text, expected):
 def test_a_beir_folder_and_unclear_columns_as_a_corpus(tmp_path):
     jsonl(tmp_path / "beir" / "corpus.jsonl", [{"_id": "d", "title": "t", "text": "a"}])
     assert list(read_any_corpus(tmp_path / "beir").texts) == ["t a"]
+    (tmp_path / "sts.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\n")
+    with pytest.raises(DataError, match=r"sts\.tsv: .*scored pairs; a corpus is ") as raised:
+        read_any_corpus(tmp_path / "sts.tsv")
+    assert "loss" not in str(raised.value), "nothing is trained"
     jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "a", "context": "c"}])
     with pytest.raises(DataError, match=r"answer and context .*columns: \[question,answer\]"):
         read_any_corpus(tmp_path / "x.jsonl")

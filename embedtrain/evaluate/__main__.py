@@ -45,6 +45,7 @@ def main(options: EvaluateOptions) -> Metrics:
     from embedtrain.evaluate.stages import Models, stages
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
+    from embedtrain.loading.reranker import open_reranker
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, evaluation_row
 
@@ -53,7 +54,7 @@ def main(options: EvaluateOptions) -> Metrics:
         console = Console(enabled=world.is_main)
         console.warn(*prompt_warnings(options))
         inputs = read_inputs(options, world, console)
-        reranker = _open_reranker(options, world)
+        reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
         with world.fail_together("opening metrics.jsonl"):
             output_dir.mkdir(parents=True, exist_ok=True)
             metrics_file = _open_metrics(output_dir) if world.is_main else None
@@ -145,16 +146,6 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     for note in model.notes:
         console.note(note)
     return model
-
-
-def _open_reranker(options: EvaluateOptions, world: "World") -> "ModelSource | None":
-    """Before the model is loaded, which may take minutes."""
-    from embedtrain.loading.reranker import open_reranker
-
-    with world.fail_together("opening the reranker"):
-        if options.reranker is None:
-            return None
-        return open_reranker(options.reranker, trust_remote_code=options.trust_remote_code)
 
 
 def _load_scorer(

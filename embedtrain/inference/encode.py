@@ -21,10 +21,11 @@ from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.distributed.sharding import reshard, unsharded_weights
+from embedtrain.distributed.sharding import unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
+from embedtrain.inference.eval_mode import eval_mode
 from embedtrain.inference.transfer import HostCopy, pinned, to_device
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.loading.load import LoadedModel
@@ -307,7 +308,7 @@ class SentenceEncoder:
     def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Tensor:
         """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
         num_passes = max(1, -(-len(block) // self.world.size))
-        with _eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
+        with eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
             vectors = [self._forward(chunk) for chunk in chunks]
             # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
             if self.unshard is Unshard.layer or not chunks:
@@ -332,23 +333,3 @@ class SentenceEncoder:
 def _repeat(vectors: Tensor, counts: Tensor, total: int) -> Tensor:
     """Repeat each of the vectors [m, D]; `counts`, int64 [m] on the CPU, add up to `total`, which is not read back."""
     return vectors.repeat_interleave(to_device(counts, vectors.device), dim=0, output_size=total)
-
-
-@contextlib.contextmanager
-def _eval_mode(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
-    """Disable gradients and dropout; afterwards restore each module's mode, and reshard the weights if asked to.
-
-    Inference mode is switched off, even if the caller has it on: FSDP allocates the buffers that it gathers weights
-    into once, and buffers allocated in inference mode can never be trained with ("Inplace update to inference tensor").
-    An error within a forward pass leaves FSDP in the middle of it, which cannot be repaired here.
-    """
-    modes = [(module, module.training) for module in encoder.modules()]
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            encoder.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        if reshard_after:
-            reshard(encoder)

@@ -10,9 +10,14 @@ from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.source import ModelSource, open_model_source
 
 
-def open_reranker(reranker: RerankerConfig, *, trust_remote_code: bool) -> ModelSource:
-    """The files of a finished cross-encoder; errors name the option `reranker`."""
-    with command_option_names(RERANKER_OPTION_NAMES):
+def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote_code: bool) -> ModelSource | None:
+    """The files of a finished cross-encoder; None without one. Errors name the option `reranker`. A collective.
+
+    Commands open it before they load other models, which may take minutes.
+    """
+    if reranker is None:
+        return None
+    with world.fail_together("opening the reranker"), command_option_names(RERANKER_OPTION_NAMES):
         config = reranker.model_config(trust_remote_code=trust_remote_code)
         source, adapter = open_model_source(config), open_adapter(config.lora)
         if source.head is None or (source.head.is_new and (adapter is None or not adapter.has_head)):

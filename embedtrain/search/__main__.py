@@ -39,13 +39,14 @@ def main(options: SearchOptions) -> None:
     from embedtrain.inference.score import best_first
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import load_model
+    from embedtrain.loading.reranker import open_reranker
     from embedtrain.tracking.console import Console
 
     corpus = read_any_corpus(Path(options.corpus).expanduser())
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:
-        reranker = _open_reranker(options, world)
+        reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
         config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
         with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
             model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
@@ -64,16 +65,6 @@ def main(options: SearchOptions) -> None:
                 numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
             results = zip(numbers, scores, strict=True)
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
-
-
-def _open_reranker(options: SearchOptions, world: "World") -> "ModelSource | None":
-    """Before the model is loaded and the corpus encoded, which may take minutes."""
-    from embedtrain.loading.reranker import open_reranker
-
-    with world.fail_together("opening the reranker"):
-        if options.reranker is None:
-            return None
-        return open_reranker(options.reranker, trust_remote_code=options.trust_remote_code)
 
 
 def _load_scorer(

@@ -7,7 +7,7 @@ from pathlib import Path
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
-from embedtrain.data.sources.layouts.keyed import FlagEmbedding
+from embedtrain.data.sources.layouts.flag_embedding import FlagEmbedding
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import expand_sources, source_names

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.reranking import texts_of
-from embedtrain.evaluation.readers.rows import Row
+from embedtrain.evaluation.readers.rows import Row, left_out_notes, nothing_left
 from embedtrain.evaluation.types import Corpus, RetrievalSet
 
 
@@ -34,13 +33,7 @@ def read_questions(
         query = queries.setdefault(text, f"q{len(queries)}")
         judgements.setdefault(query, {}).update({documents[document]: 1 for document in positives})
     if not queries:
-        reason = f": none of its {len(left_out)} rows has a {query_column} and a {positive_column}"
-        raise DataError(source + (reason if left_out else " is empty"))
-    notes = []
-    if left_out:
-        notes.append(
-            f"{name}: {len(left_out)} rows without {query_column} or {positive_column} are left out "
-            f"(the first: {left_out[0]})"
-        )
+        raise nothing_left(source, left_out, f"has a {query_column} and a {positive_column}")
+    notes = left_out_notes(name, left_out, f"without {query_column} or {positive_column} are left out")
     by_id = {key: text for text, key in queries.items()}
     return RetrievalSet(name, by_id, Corpus(list(documents.values()), list(documents)), judgements), notes

@@ -13,7 +13,7 @@ from embedtrain.data.sources import values
 from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.values import not_utf8, shorten
 from embedtrain.errors import DataError
-from embedtrain.evaluation.readers.rows import Row
+from embedtrain.evaluation.readers.rows import Row, left_out_notes, nothing_left
 from embedtrain.evaluation.types import RUN_TAG, Corpus, RetrievalSet
 
 
@@ -46,14 +46,8 @@ def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> t
             texts += documents
         candidates[query] = range(start, len(ids))
     if not queries:
-        reason = f": none of its {len(left_out)} rows has both positives and negatives, so nothing can be ranked"
-        raise DataError(source + (reason if left_out else " is empty"))
-    notes = []
-    if left_out:
-        notes.append(
-            f"{name}: {len(left_out)} rows without positives or without negatives are left out, as in mteb "
-            f"(the first: {left_out[0]})"
-        )
+        raise nothing_left(source, left_out, "has both positives and negatives, so nothing can be ranked")
+    notes = left_out_notes(name, left_out, "without positives or without negatives are left out, as in mteb")
     return RetrievalSet(name, queries, Corpus(ids, texts), judgements, candidates), notes
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -100,3 +100,13 @@ def first_rows(part: Part, count: int) -> list[Row]:
 def first_row(part: Part) -> Row:
     """The first row of a table. Raises DataError if the table cannot be read, or is empty."""
     return first_rows(part, 1)[0]
+
+
+def nothing_left(source: str, left_out: Sequence[str], has: str) -> DataError:
+    """The error about a table of which no row can be used; `left_out` are the locations of its rows."""
+    return DataError(source + (f": none of its {len(left_out)} rows {has}" if left_out else " is empty"))
+
+
+def left_out_notes(name: str, left_out: Sequence[str], which: str) -> list[str]:
+    """The note about the rows of a set that are left out, if there are any."""
+    return [f"{name}: {len(left_out)} rows {which} (the first: {left_out[0]})"] if left_out else []

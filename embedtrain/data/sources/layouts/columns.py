@@ -22,14 +22,8 @@ from embedtrain.data.sources.layouts.base import (
     losses_with_scores,
     needs_besides_texts,
 )
-from embedtrain.data.sources.layouts.keyed import (
-    BeirQueries,
-    FlagEmbedding,
-    MsSwiftMessages,
-    NemoRows,
-    TevatronIds,
-    TevatronPassages,
-)
+from embedtrain.data.sources.layouts.flag_embedding import FlagEmbedding
+from embedtrain.data.sources.layouts.keyed import BeirQueries, MsSwiftMessages, NemoRows, TevatronIds, TevatronPassages
 from embedtrain.data.sources.parts import PartKind
 from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.data.texts import Texts

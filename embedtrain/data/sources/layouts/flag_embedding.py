@@ -1,0 +1,190 @@
+"""The layout of FlagEmbedding, and of RAG-Retrieval, gritlm, E5 and MEDI."""
+
+from dataclasses import replace
+from typing import Any
+
+from embedtrain.config.row_requirements import ScoreRequirement
+from embedtrain.data.sources import values
+from embedtrain.data.sources.layouts.base import (
+    DocumentLookup,
+    RowLayout,
+    needs_besides_texts,
+    require_keys,
+)
+from embedtrain.data.sources.values import BadRow, describe_value, shorten
+from embedtrain.data.texts import Texts
+
+# FlagEmbedding's types of rows whose query and documents are of one kind and get the same instruction.
+SYMMETRIC = ("symmetric_sts", "symmetric_clustering")
+_FLAG_KEYS = ("query", "pos", "neg", "pos_id", "neg_id", "prompt", "prompt_for_query", "type")
+_FLAG_SCORES = ("pos_scores", "neg_scores", "scores")
+
+
+class FlagEmbedding(RowLayout):
+    """Rows `{"query": str, "pos": [str, ...], "neg": [str, ...]}`; `neg` is optional.
+
+    `pos_scores` and `neg_scores` (or `scores`, of the positives and then the negatives) are read where the loss needs
+    scores; `pos_id`, `neg_id`, the query's instruction `prompt` (or `prompt_for_query`) and `type` are always read;
+    other keys are ignored. The query may also be [instruction, text], and then documents may be, too.
+
+    Sources: https://github.com/FlagOpen/FlagEmbedding/tree/master/examples/finetune/embedder,
+    https://github.com/NovaSearch-Team/RAG-Retrieval, https://github.com/ContextualAI/gritlm.
+    """
+
+    name = "FlagEmbedding rows"
+
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+        require_keys(row, "query", "pos")
+        instruction, query = values.text_with_instruction(row["query"], '"query"')
+        may_have_instructions = instruction is not None
+        if may_have_instructions:
+            row = _wrap_single_documents(row)
+        document_instructions: set[str | None] = set()
+        positives = _flag_documents(row["pos"], '"pos"', document_instructions, may_have_instructions)
+        self._require_positives(positives, '"pos"')
+        negatives: list[str] = []
+        if row.get("neg") is not None:
+            negatives = _flag_documents(row["neg"], '"neg"', document_instructions, may_have_instructions)
+        document_instruction = _single_instruction(document_instructions)
+        if instruction is not None or document_instruction is not None:
+            self.features["instructions"] = None
+        texts = Texts(
+            query,
+            tuple(positives),
+            tuple(negatives),
+            0,
+            instruction=instruction,
+            document_instruction=document_instruction,
+        )
+        texts = self._with_scores(texts, row)
+        if len(row) > 2 + ("neg" in row):
+            texts = self._with_optional_values(texts, row)
+        return texts
+
+    def _with_optional_values(self, texts: Texts, row: dict[str, Any]) -> Texts:
+        has_scores = self.needs.scores != ScoreRequirement.none
+        self._ignore_except(row, *_FLAG_KEYS, *(_FLAG_SCORES if has_scores else ()))
+        ids: list[tuple[str, ...]] = []
+        for key, name, documents in (("pos_id", '"pos"', texts.positives), ("neg_id", '"neg"', texts.negatives)):
+            value = row.get(key)
+            if value is not None:
+                value = values.one_per_text(value, f'"{key}"', name, len(documents), values.identifier)
+            ids.append(tuple(value or ()))
+        instruction = texts.instruction
+        for key in ("prompt", "prompt_for_query"):
+            prompt = values.instruction(row.get(key), f'"{key}"')
+            if prompt is not None and instruction not in (None, prompt):
+                raise BadRow(f'"{key}" is {describe_value(prompt)}, and the row gives its query another instruction')
+            instruction = instruction if prompt is None else prompt
+        for feature, present in (
+            ("scores", texts.positive_scores),
+            ("ids", any(ids)),
+            ("instructions", instruction is not None),
+        ):
+            if present:
+                self.features[feature] = None
+        max_negatives, is_symmetric = self._type(row.get("type"))
+        document_instruction = texts.document_instruction
+        if is_symmetric and document_instruction is None:
+            document_instruction = instruction
+            if instruction is None:
+                self.ignored[f"type {row['type']} (of rows without a prompt)"] = None
+        return replace(
+            texts,
+            positive_ids=ids[0],
+            negative_ids=ids[1],
+            instruction=instruction,
+            document_instruction=document_instruction,
+            max_negatives=max_negatives,
+        )
+
+    def _type(self, value: object) -> tuple[int | None, bool]:
+        """How many negatives rows of a type use, and whether their documents get the query's instruction."""
+        match value:
+            case None | "normal" | "symmetric_class":
+                return None, False
+            case "only_1neg":
+                self.features["one negative used (only_1neg)"] = None
+                return 1, False
+            case str() if value in SYMMETRIC:
+                return None, True
+            case _:
+                self.ignored[f"type {value}"] = None
+                return None, False
+
+    def _with_scores(self, texts: Texts, row: dict[str, Any]) -> Texts:
+        if self.needs.scores == ScoreRequirement.none:
+            return texts
+        num_positives, num_negatives = len(texts.positives), len(texts.negatives)
+        of_positives, of_negatives = row.get("pos_scores"), row.get("neg_scores")
+        positives_key = "pos_scores"
+        if of_positives is None and of_negatives is None and row.get("scores") is not None:
+            of_all = row["scores"]
+            if isinstance(of_all, list) and len(of_all) != num_positives and num_negatives:
+                count = num_positives + num_negatives
+                scores = values.one_per_text(of_all, '"scores"', '"pos" and "neg"', count, values.number)
+                return replace(
+                    texts,
+                    positive_scores=tuple(scores[:num_positives]),
+                    negative_scores=tuple(scores[num_positives:]),
+                )
+            of_positives, positives_key = of_all, "scores"
+        if self.needs.scores == ScoreRequirement.pairs and of_positives is None and of_negatives is None:
+            return texts
+        for key, value, count in (
+            ("pos_scores", of_positives, num_positives),
+            ("neg_scores", of_negatives, num_negatives),
+        ):
+            if value is None and count:
+                needed = needs_besides_texts(self.needs)
+                raise BadRow(f'loss={self.needs.loss} needs {needed}, and this row has no "{key}"')
+        positive_scores = values.one_per_text(
+            of_positives or [], f'"{positives_key}"', '"pos"', num_positives, values.number
+        )
+        negative_scores = values.one_per_text(of_negatives or [], '"neg_scores"', '"neg"', num_negatives, values.number)
+        return replace(texts, positive_scores=tuple(positive_scores), negative_scores=tuple(negative_scores))
+
+
+def _flag_documents(value: object, name: str, instructions: set[str | None], may_have_instructions: bool) -> list[str]:
+    """A list of texts. The instructions that come with them, where they may, are added to `instructions`."""
+    pairs = [i for i, element in enumerate(value, 1) if isinstance(element, list)] if isinstance(value, list) else []
+    if pairs and not may_have_instructions:
+        raise BadRow(
+            f"element {pairs[0]} of {name} is a list inside a list: write texts, or, if these are "
+            '[instruction, text], "query" like that too'
+        )
+    if not isinstance(value, list) or not pairs:
+        texts = values.text_list(value, name)
+        if texts:
+            instructions.add(None)
+        return texts
+    parsed = [values.text_with_instruction(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
+    instructions.update(instruction for instruction, _ in parsed)
+    return [text for _, text in parsed]
+
+
+def _single_instruction(instructions: set[str | None]) -> str | None:
+    if len(instructions) > 1:
+        ordered = sorted(instructions, key=lambda instruction: (instruction is None, instruction))
+        first, second = ("none" if instruction is None else shorten(instruction) for instruction in ordered[:2])
+        raise BadRow(
+            f"the documents of this row have different instructions, {first} and {second}: give all of them the same"
+        )
+    return next(iter(instructions), None)
+
+
+def _wrap_single_documents(row: dict[str, Any]) -> dict[str, Any]:
+    """MEDI's rows, whose only positive and negative are [instruction, text] themselves, as gritlm writes them.
+
+    Two plain texts are two documents, unless positive and negative have the same first element: a positive is never a
+    negative.
+    """
+    positive, negative = row["pos"], row.get("neg")
+    if not (values.is_text_pair(positive) and values.is_text_pair(negative)):
+        return row
+    if positive[0] == negative[0]:
+        return {**row, "pos": [positive], "neg": [negative]}
+    raise BadRow(
+        'the query is [instruction, text], and "pos" and "neg" are two texts each: '
+        "put [instruction, text] of a document into brackets once more, or leave the query's instruction out"
+    )

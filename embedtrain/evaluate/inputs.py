@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.validation import written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
 from embedtrain.evaluate.mteb_client import resolve_tasks
 from embedtrain.evaluate.options import EvaluateOptions
 from embedtrain.evaluation.first_stage import check_scored_sets
 from embedtrain.evaluation.function import EvaluationFunction, check_function_name, function_name, load_function
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.evaluation.types import LoadedSet
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet
 from embedtrain.tracking.console import Console
 
 
@@ -36,6 +38,11 @@ def read_inputs(options: EvaluateOptions, world: World, console: Console) -> Inp
     with world.fail_together("reading evaluation sets"):
         if not options.model:
             check_scored_sets(sets, "sets")
+        if options.first_stage is not None and not any(map(_is_searched, sets)):
+            raise ConfigError(
+                f"first_stage={written(options.first_stage)}: has no effect: no set is searched, for they have "
+                "candidates of their own or compare pairs; leave it out"
+            )
     with world.fail_together("looking up the tasks of mteb"):
         names = [loaded.data.name for loaded in sets]
         if function is not None:
@@ -43,6 +50,10 @@ def read_inputs(options: EvaluateOptions, world: World, console: Console) -> Inp
             names.append(function_name(function))
         tasks = resolve_tasks(options.mteb, names) if options.mteb and world.is_main else []
     return Inputs(sets, tasks, function)
+
+
+def _is_searched(loaded: LoadedSet) -> bool:
+    return isinstance(loaded.data, RetrievalSet) and loaded.data.candidates is None
 
 
 def _read_sets(options: EvaluateOptions, world: World, console: Console) -> list[LoadedSet]:

@@ -107,10 +107,8 @@ def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
             check.require(getattr(options, name) == default, name, message)
         return
     check.at_least(1, "rerank_depth")
-    if options.first_stage is None:
-        options.first_stage = [MODEL if options.model else BM25]
     allowed = "must be [model], [bm25] or [bm25,model]"
-    stages = options.first_stage
+    stages = first_stages(options)
     check.require(
         bool(stages) and set(stages) <= {BM25, MODEL} and len(set(stages)) == len(stages), "first_stage", allowed
     )
@@ -124,6 +122,13 @@ def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
             check.require(
                 getattr(options, name) == getattr(EvaluateOptions(), name), name, "is of a model; write model=DIR"
             )
+
+
+def first_stages(options: EvaluateOptions) -> list[str]:
+    """What finds the documents for the reranker; by default the model if there is one, else BM25."""
+    if options.first_stage is not None:
+        return options.first_stage
+    return [] if options.reranker is None else [MODEL if options.model else BM25]
 
 
 def compose_evaluate(arguments: list[str]) -> EvaluateOptions:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from embedtrain.distributed.world import World
-from embedtrain.evaluate.options import BM25, MODEL, EvaluateOptions
+from embedtrain.evaluate.options import BM25, MODEL, EvaluateOptions, first_stages
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import has_scores, limit_candidates, with_bm25_candidates, with_rankings
 from embedtrain.evaluation.function import EvaluationFunction
@@ -48,7 +48,7 @@ class Stage:
 def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, world: World) -> Iterator[Stage]:
     """All stages in order; a stage must be evaluated before the next one is taken. A collective."""
     rankings: Mapping[str, Mapping[str, Sequence[int]]] = {}
-    first_stages, depth = options.first_stage or [], options.rerank_depth
+    stage_names, depth = first_stages(options), options.rerank_depth
     reranked_by = {} if options.reranker is None else {"reranker": str(options.reranker.path)}
     common: dict[str, Any] = {"world": world, "run_depth": options.run_depth, "index": options.index}
     if models.encoder is not None:
@@ -58,7 +58,7 @@ def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, 
             truncate_dims=options.truncate_dims,
             vector_cache=models.vector_cache,
             function=models.function,
-            keep_rankings=depth if MODEL in first_stages else 0,
+            keep_rankings=depth if MODEL in stage_names else 0,
             **common,
         )
         yield Stage(evaluator, {"model": options.model})
@@ -80,7 +80,7 @@ def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, 
         yield from reranked(prepared, name)
 
     searched = [loaded for loaded in sets if _candidates_of(loaded) == "search"]
-    if BM25 in first_stages:
+    if BM25 in stage_names:
         yield from measured_and_reranked(
             [with_bm25_candidates(loaded, max(depth, _depth(loaded)), world) for loaded in searched], BM25
         )
@@ -92,7 +92,7 @@ def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, 
         if _candidates_of(loaded) == "search"
         else loaded
         for loaded in sets
-        if _candidates_of(loaded) == "own" or (MODEL in first_stages and _candidates_of(loaded) == "search")
+        if _candidates_of(loaded) == "own" or (MODEL in stage_names and _candidates_of(loaded) == "search")
     ]
     yield from reranked(others, MODEL)
 

@@ -144,6 +144,7 @@ def test_the_queries_of_a_gain_are_paired_by_id():
         (["reranker={path: @cross, pair_template: none}"], r"reranker\.pair_template=none"),
         (["reranker={path: @cross, score_tokens: [yes, no]}"], r"reranker\.score_tokens=\['yes', 'no'\]"),
         (["first_stage=[model]"], r"first_stage=\[model\]: "),
+        (["first_stage=[bm25]", "sets=[@rows.jsonl]"], r"first_stage=\[bm25\]: .*no set is searched"),
         (["first_stage=[bm52]"], r"first_stage=\[bm52\]: "),
         (["rerank_depth=0"], "rerank_depth=0: "),
         (["mteb=[SciFact]"], r"mteb=\[SciFact\]: "),

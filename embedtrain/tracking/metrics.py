@@ -221,7 +221,7 @@ class MainChange:
 
     def __str__(self) -> str:
         first, last = f"{self.first:.4f} at step {self.first_step}", f"{self.last:.4f} at step {self.last_step}"
-        before = "" if self.first_stage is None else f", {self.first_stage}"
+        before = "" if self.first_stage is None else f" ({self.first_stage})"
         return f"{self.name}: {self.metric} {first}, {last}{before}"
 
 

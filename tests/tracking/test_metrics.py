@@ -136,7 +136,7 @@ def test_a_reranked_set_says_what_its_first_stage_reached(tmp_path):
     assert datasets_at(tmp_path, 4) == {"dev": dataset}
     assert dataset.size == "3 queries, ndcg@10 0.7500 in the order of BM25"
     (change,) = main_changes(tmp_path, 4)
-    assert str(change).endswith(", 0.5000 at step 4, ndcg@10 0.7500 in the order of BM25")
+    assert str(change).endswith(", 0.5000 at step 4 (ndcg@10 0.7500 in the order of BM25)")
 
 
 def test_a_row_says_what_was_measured(tmp_path):

@@ -112,6 +112,35 @@ def test_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     torch.testing.assert_close(live[name], quantization_round_trip(base[name]) + 2 * b @ a, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+def test_the_head_of_a_cross_encoder_is_not_quantized(ranks, workshop, tmp_path, architecture):
+    """The run compares its merged export with the scores of the quantized base, adapters and head."""
+    small = small_model(architecture)
+    small.config |= {"hidden_size": 64, "intermediate_size": 128} | (
+        {"type_vocab_size": 2} if architecture == "bert" else {}
+    )
+    save_small(small, tmp_path / "base")
+    template = 'model.pair_template={prefix: alpha, query: "{query}", document: "{document}", suffix: mu nu}'
+    arguments = [
+        f"model.path={tmp_path / 'base'}", f"data.train=[{workshop / 'train.jsonl'}]", "model.kind=cross_encoder",
+        "model.pooling=null", "loss=softmax", "data.on_error=skip", "model.lora.rank=4", "model.lora.load_in_4bit=true",
+        "train.steps=2", "optim.lr=2e-2", "export.check=true", "export.formats=[adapter]",
+        *([template] if architecture == "llama" else []),
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    output = ranks(2, run, *arguments, f"output_dir={out}")[0]
+    assert "frozen in 4 bits and float32" in output
+    main(compose_export([f"run={out}", f"output_dir={tmp_path / 'to'}"]))
+    live, offline = (load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "to"))
+    adapter = load_file(out / "model" / "adapter" / "adapter_model.safetensors")
+    heads = [name for name in live if name.startswith(("score.", "classifier.", "bert.pooler."))]
+    assert heads
+    for name, tensor in live.items():
+        torch.testing.assert_close(offline[name], tensor, rtol=0, atol=1e-6, msg=name)
+    for name in heads:
+        assert torch.equal(live[name], adapter[f"base_model.model.{name}"])
+
+
 def test_reported_size_equals_memory():
     layer = FourBitLinear(torch.nn.Linear(1024, 2048, bias=False))
     layer.quantize_weight(torch.randn(2048, 1024))

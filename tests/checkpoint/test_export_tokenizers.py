@@ -1,6 +1,7 @@
 """Exported tokenizers of decoders begin and end pairs as the template says, when transformers opens them again."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,16 @@ from embedtrain.checkpoint.export.cross_encoder import formatted_pairs, probe_pa
 from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.errors import ModelError
 from embedtrain.loading.load import bound_tokenizer
-from embedtrain.models.source import open_model_source
+from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from tests.small import save_small, small_model
 
 TEMPLATE = {"query": "Query: {query}\n", "document": "Document: {document}\n", "suffix": "Relevant:"}
+
+
+Family = Callable[[], tuple[PreTrainedTokenizerFast, dict[str, object]]]
 
 
 def byte_level(name: str, specials: list[str]) -> Tokenizer:
@@ -70,14 +75,21 @@ def gemma() -> tuple[PreTrainedTokenizerFast, dict[str, object]]:
     return fast, {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "family"),
-    [("qwen3", qwen), ("llama", llama3), ("gemma3_text", gemma)],
-    ids=["qwen", "llama3", "gemma"],
-)
-def test_pairs_have_the_tokens_of_the_run(tmp_path, architecture, family):
-    """Byte-level BPE, with a beginning-of-text token in a sequence of post-processors, and BPE of sentencepiece."""
-    directory: Path = tmp_path / "model"
+def llama2() -> tuple[PreTrainedTokenizerFast, dict[str, object]]:
+    names = ["<unk>", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=[*names, *fallback])
+    tokenizer.train_from_iterator([*PROBES, *TEMPLATE.values()] * 9, trainer)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = with_bos("<s>", 1)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    return fast, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False}
+
+
+def write(directory: Path, architecture: str, family: Family, template: dict[str, str]) -> ModelSource:
+    """A run's architecture in `out` of a small model with this tokenizer."""
     model = small_model(architecture)
     model.config |= {"vocab_size": 1000, "max_position_embeddings": 256}
     save_small(model, directory)
@@ -85,17 +97,38 @@ def test_pairs_have_the_tokens_of_the_run(tmp_path, architecture, family):
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    options = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder, pair_template=TEMPLATE, max_length=256)
-    source = open_model_source(options)
+    options = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder, pair_template=template, max_length=256)
+    return open_model_source(options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "template"),
+    [
+        ("qwen3", qwen, TEMPLATE),
+        ("llama", llama3, TEMPLATE),
+        ("gemma3_text", gemma, TEMPLATE),
+        ("llama", llama2, {"prefix": "Judge:\n", "query": "{query}", "document": "{document}", "suffix": "Relevant:"}),
+    ],
+    ids=["qwen", "llama3", "gemma", "llama2"],
+)
+def test_pairs_have_the_tokens_of_the_run(tmp_path, architecture, family, template):
+    """Byte-level BPE, with a beginning-of-text token in a sequence of post-processors, and BPE of sentencepiece."""
+    source = write(tmp_path / "model", architecture, family, template)
     own = bound_tokenizer(source, load_tokenizer(source))
     expected = [[~token if token < 0 else token for token in ids] for ids in own.ids(probe_pairs(PROBES))]
     write_architecture(tmp_path / "out", source, own)
     opened = AutoTokenizer.from_pretrained(tmp_path / "out")
-    whole = [ids for ids in expected if len(ids) < 256]
-    assert len(whole) >= 5
+    assert len([ids for ids in expected if len(ids) < 256]) >= 5
     for ids, texts in zip(expected, formatted_pairs(source, PROBES), strict=True):
         read = opened(*texts, truncation=True)["input_ids"]
         assert read[-3:] == ids[-3:]
         assert read == ids or len(ids) == 256
-    template = f"Query: {PROBES[0]}\nDocument: {PROBES[1]}\nRelevant:"
-    assert opened.decode(expected[0], skip_special_tokens=True) == template
+    if template is TEMPLATE:
+        text = f"Query: {PROBES[0]}\nDocument: {PROBES[1]}\nRelevant:"
+        assert opened.decode(expected[0], skip_special_tokens=True) == text
+
+
+def test_a_tokenizer_that_begins_each_part_with_a_space_has_a_prefix_and_a_suffix_only(tmp_path):
+    source = write(tmp_path / "model", "llama", llama2, TEMPLATE)
+    with pytest.raises(ModelError, match=r"model\.pair_template .*prefix and suffix"):
+        write_architecture(tmp_path / "out", source, bound_tokenizer(source, load_tokenizer(source)))

@@ -150,7 +150,8 @@ def with_pair_format(tokenizer: PairTokenizer, source: ModelSource) -> tuple[Pre
     if chat is None and template.wraps_texts:
         raise ModelError(
             "model.pair_template cannot be exported: as one text its parts have other tokens, such as those of a word "
-            "at the end of one part and one at the beginning of the next; separate them by line breaks"
+            "at the end of one part and one at the beginning of the next; separate them by line breaks, or write "
+            "the text into prefix and suffix"
         )
     _write_post_processor(copied, pair_format)
     if chat is not None:

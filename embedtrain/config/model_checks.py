@@ -64,11 +64,11 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
     for kind, names in _OPTIONS_OF_KIND.items():
         foreign = [name for name in names if getattr(model, name) != getattr(defaults, name)]
         if foreign and model.kind is not kind:
-            nulls = " ".join(f"model.{name}=null" for name in foreign)
+            unset = " ".join(f"model.{name}={written(getattr(defaults, name))}" for name in foreign)
             check.require(
                 False,
                 foreign[0],
-                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write {nulls} where a "
+                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write {unset} where a "
                 "recipe sets it",
             )
     if model.pair_template is not None:

@@ -33,6 +33,7 @@ class PairTemplate:
         return any((*self.query, *self.document))
 
 
+PLAIN_INSTRUCTION = "{instruction}{text}"  # of a chat template whose system message is the whole prompt
 _CHAT_END = "<|im_end|>\n<|im_start|>assistant\n"
 # Qwen3-Reranker: its model card. bge-reranker-v2-gemma: FlagEmbedding 1.4, inference/reranker/decoder_only/base.py.
 # mxbai-rerank-base-v2 and -large-v2: mxbai-rerank 0.1, mxbai_rerank_v2.py.

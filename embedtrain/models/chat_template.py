@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.pair_template import PairTemplate
+from embedtrain.config.pair_template import PLAIN_INSTRUCTION, PairTemplate
 from embedtrain.errors import ModelError
 from embedtrain.models.hub import one_line
 
@@ -120,7 +120,7 @@ def write_chat_template(
     A system message replaces the instruction within the query's prompt, or else the whole prompt. `special` are the
     special tokens at the beginning and at the end of a pair.
     """
-    prompt, instruction_format = prompts.get("query", ""), template.instruction_format or "{instruction}{text}"
+    prompt, instruction_format = prompts.get("query", ""), template.instruction_format or PLAIN_INSTRUCTION
     before, after = instruction_format.removesuffix("{text}").split("{instruction}")
     if not (prompt.startswith(before) and prompt.endswith(after) and len(prompt) >= len(before + after)):
         before = after = ""

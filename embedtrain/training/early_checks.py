@@ -5,17 +5,37 @@ from pathlib import Path
 
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig, matryoshka_dims_of
+from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
 from embedtrain.data.sources.urls import is_url
+from embedtrain.data.train_data import TrainData
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
 from embedtrain.losses.build import require_dimensions
 from embedtrain.models.hub import require_hub_id, split_revision
 from embedtrain.models.source import ModelSource
+
+
+def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:
+    """A warning for each source whose rows have instructions in another format than that of the model's template."""
+    template = None if source.head is None else source.head.template
+    if template is None or template.instruction_format in (None, PLAIN_INSTRUCTION):
+        return []
+    formats = {
+        store.report.name: settings.text_format.instruction_format
+        for store, settings in zip(data.stores, data.settings, strict=True)
+        if "instruction" in store.extra_columns
+    }
+    return [
+        f"{name}: the instructions of its rows are formatted as {own!r}, and this reranker was trained with "
+        f"{template.instruction_format!r}: set data.instruction_format to it"
+        for name, own in formats.items()
+        if own != template.instruction_format
+    ]
 
 
 def check_local_inputs(recipe: Recipe) -> None:

@@ -44,7 +44,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
 from embedtrain.training.custom_code import import_code, parse_recipe_metric
-from embedtrain.training.early_checks import check_dimensions, check_local_inputs, truncate_dims
+from embedtrain.training.early_checks import check_dimensions, check_local_inputs, instruction_warnings, truncate_dims
 from embedtrain.training.guides import GuideModel, load_guides
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.precision import use_tf32_products
@@ -137,6 +137,7 @@ def read_inputs(run: Run) -> RunInputs:
         data, losses = load_recipe_data(recipe, source.prompts, cache)
         total_steps, total_batches = _run_length(recipe, data)
     require_same_data(data, world)
+    run.console.warn(*instruction_warnings(source, data))
     evaluation, best = recipe.evaluation, recipe.checkpoint.best_metric
     dims = truncate_dims(recipe, losses, source)
     sets = load_sets(

@@ -1,11 +1,18 @@
 """Mistakes that show without the Hub and without weights are reported before either is opened."""
 
+import json
+
 import pytest
 
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.recipe import ModelKind, TrainSource
+from embedtrain.data.text_format import TextFormat
+from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import EmbedtrainError
 from embedtrain.hub import is_local_path
-from embedtrain.training.early_checks import check_dimensions, check_local_inputs
+from embedtrain.models.source import open_model_source
+from embedtrain.training.early_checks import check_dimensions, check_local_inputs, instruction_warnings
+from tests.small import small_model
 
 # The model is on the Hub, which must not be asked: these tests have no network, and would fail with its name.
 ON_HUB = "model.path=owner/model"
@@ -64,3 +71,21 @@ def test_dimensions_before_weights(tmp_path):
     (recipe,) = compose_recipes([*options, "loss.matryoshka_dims=[4096,8]"])
     with pytest.raises(EmbedtrainError, match=r"matryoshka_dims=\[4096, 8\]"):
         check_dimensions(recipe, open_model_source(recipe.model))
+
+
+def test_instructions_in_other_words_than_the_templates(tmp_path):
+    rows = [{"query": "a", "pos": ["b"]}, {"query": "c", "pos": ["d"], "prompt": "Find it."}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = small_model("qwen3", kind=ModelKind.cross_encoder, pooling=None, pair_template="qwen3")
+    source = open_model_source(model)
+
+    def warnings(**text_format: str) -> list[str]:
+        options = TextFormat(**text_format)
+        sources = [TrainSource(path=str(tmp_path / "rows.jsonl"))]
+        data = load_train_data(sources, text_format=options, seed=0, global_batch_size=2)
+        return instruction_warnings(source, data)
+
+    (warning,) = warnings()
+    assert "rows" in warning
+    assert repr("<Instruct>: {instruction}\n<Query>: {text}") in warning
+    assert not warnings(instruction_format="<Instruct>: {instruction}\n<Query>: {text}")

@@ -229,10 +229,18 @@ def test_inspect_of_a_recipe(tmp_path):
 
 def test_a_cross_encoder_shows_pairs(tmp_path):
     write(tmp_path / "one.jsonl", *(row for row in rows(20) if row.get("neg")))
-    save_small(small_model("xlm-roberta"), tmp_path / "model")
-    arguments = ["recipe=bce_reranker", "model.path=model", "model.max_length=12", "data.train=[one.jsonl]"]
+    for architecture in ("xlm-roberta", "qwen3"):
+        save_small(small_model(architecture), tmp_path / architecture)
+    arguments = ["recipe=bce_reranker", "data.train=[one.jsonl]"]
     arguments += ["data.cache_dir=cache", "evaluation.sets=[]", "train.global_batch_size=8"]
-    told = call("embedtrain.inspect", *arguments, cwd=tmp_path)
+    template = 'model.pair_template={prefix: alpha, query: "beta {query} mu", document: "{document}", suffix: nu}'
+    told = call("embedtrain.inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path)
+    assert re.search(r"^  positive 1 +\d+ +<s> alpha beta .* mu .* nu </s>$", told, re.M)
+    shortest = re.search(r"^  pairs +\d+ +(\d+)", told, re.M)
+    shown = re.findall(r"^  (?:positive|negative) 1 +(\d+)", told, re.M)
+    assert shortest is not None
+    assert int(shortest[1]) <= min(map(int, shown))
+    told = call("embedtrain.inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path)
     assert re.search(r"^  pairs( +[\d.,]+){7} +12 +[1-9]", told, re.M)  # texts, min ... max, limit, cut
     assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", told, re.M)
 

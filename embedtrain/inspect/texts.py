@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.pairs import PairTokenizer
-from embedtrain.data.text_format import TextFormat, text_key
+from embedtrain.data.text_format import Prompt, TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example
 from embedtrain.inspect.rows import RowKeys, batches_of
@@ -62,7 +62,7 @@ def shown_texts(
     example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None, limit: int
 ) -> list[ShownText]:
     """The texts of a row as the model receives them: the query, and up to `limit` positives and negatives each."""
-    of_query, of_documents = text_format.prompts(example)
+    of_query, of_documents = _prompts(example, text_format, tokenizer)
     texts = [ShownText("query", 0, of_query(example.query))]
     for role, documents, scores in (
         ("positive", example.positives, example.positive_scores),
@@ -71,6 +71,16 @@ def shown_texts(
         for i, document in enumerate(documents[:limit]):
             texts.append(ShownText(role, i + 1, of_documents(document), score=scores[i] if scores else None))
     return texts if tokenizer is None else [_as_tokens(text, texts[0], text_format, tokenizer) for text in texts]
+
+
+def _prompts(
+    example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None
+) -> tuple[Prompt, Prompt]:
+    """What surrounds the query and the documents of a row, with what a pair template puts around them."""
+    query, document = text_format.prompts(example)
+    if tokenizer is None:
+        return query, document
+    return tokenizer.bound.query_prompt(query), tokenizer.bound.document_prompt(document)
 
 
 def _as_tokens(
@@ -223,7 +233,7 @@ def _untruncated_lengths(
         prompted = []
         for text, row in zip(texts[start : start + 256].tolist(), rows[start : start + 256].tolist(), strict=True):
             example, index = store[row], text - int(first[row])
-            prompts = text_format.prompts(example)
+            prompts = _prompts(example, text_format, tokenizer)
             plain = (example.query, *example.positives, *example.negatives)[index]
             prompted.append(prompts[min(index, 1)](plain))
         lengths[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted)]

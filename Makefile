@@ -6,11 +6,16 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 export OMP_NUM_THREADS ?= 1
 RUN := runs/quickstart
+# What `make demo-reranker` mines with and starts from: a directory or Hub id.
+MINILM ?= sentence-transformers/all-MiniLM-L6-v2
+RERANKER := runs/quickstart_reranker
+# bf16 is faster on CPUs with AMX or AVX512-BF16, and slower on others.
+PRECISION ?= fp32
 # Test files run side by side in this many processes; each starts ranks of its own.
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
+.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
@@ -19,6 +24,16 @@ demo: .venv  ## train, evaluate, export and search on Debian package description
 	@echo
 	@echo 'Search yourself:'
 	@echo '  $(BIN)/embedtrain search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'
+
+demo-reranker: .venv  ## mine negatives, train a reranker, and order the documents of BM25 and of an embedding model with it
+	$(BIN)/embedtrain mine --nproc-per-node $(RANKS) model=$(MINILM) data=[recipes/quickstart/train-en.jsonl.gz] \
+	  negatives=7 max_length=128 output_dir=$(RERANKER)-rows
+	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart_reranker model.path=$(MINILM) \
+	  'data.train=[{path: $(RERANKER)-rows/train-en.jsonl, negatives: 3}]' parallel.precision=$(PRECISION)
+	$(BIN)/embedtrain evaluate --nproc-per-node $(RANKS) model=$(MINILM) first_stage=[bm25,model] \
+	  'reranker={path: $(RERANKER)/model, max_length: 128}' rerank_depth=20 precision=$(PRECISION) \
+	  'sets=[{path: recipes/quickstart/dev-en, subset: 200}]' metrics=[ndcg@10,mrr@10] \
+	  output_dir=$(RERANKER)-evaluation
 
 test: .venv  ## all tests except those marked slow
 	$(PYTEST) -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'

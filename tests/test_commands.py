@@ -248,7 +248,7 @@ def test_zsh_completes_at_the_first_tab(completion_files, tmp_path):
         read_until("ready> ")
         for line, completed in [
             ("embedtrain tr", "embedtrain train "),
-            ("embedtrain train recipe=qu", "recipe=quickstart "),
+            ("embedtrain train recipe=ll", "recipe=llama_embedder "),
             ("embedtrain train optim.wa", "optim.warmup="),
             ("embedtrain train data.train=ro", "data.train=rows.jsonl "),
             ("embedtrain evaluate save_runs=t", "save_runs=true "),

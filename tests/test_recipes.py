@@ -114,8 +114,8 @@ def test_a_recipe_is_planned(name):
 
 
 def test_every_recipe_has_a_run():
-    # `make demo` and its own tests run the quickstart.
-    assert set(PATHS) == {*MODELS, *RERANKERS, "quickstart"}
+    # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
+    assert set(PATHS) == {*MODELS, *RERANKERS, "quickstart", "quickstart_reranker"}
 
 
 def test_the_larger_llama_is_an_override():
@@ -207,7 +207,7 @@ def test_a_small_version_trains(ranks, tmp_path, name):
     assert adapter.is_dir() == (name == "e5_mistral_lora")
 
 
-@pytest.mark.parametrize("name", RERANKERS)
+@pytest.mark.parametrize("name", [*RERANKERS, "quickstart_reranker"])
 def test_a_small_reranker_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included; some with what their comments show."""
     of_tokens = name == "qwen3_reranker"
@@ -220,7 +220,7 @@ def test_a_small_reranker_trains(ranks, tmp_path, name):
         rows = [{key: row[key] for key in ("query", "pos", "neg")} for row in rows]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     directory = tmp_path / "plain"
-    model = save_causal(directory) if of_tokens else save_small(small_model(RERANKERS[name]), directory)
+    model = save_causal(directory) if of_tokens else save_small(small_model(RERANKERS.get(name, "bert")), directory)
     arguments = [
         f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]",
         f"model.max_length={320 if of_tokens else 48}", "train.epochs=null", "train.steps=2",

@@ -222,6 +222,7 @@ def _modules_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str,
         parts = [part for part in encoder.head_modules if part.endswith(files.modules_to_save)]
         modules = {f"{HEAD}{part}": encoder.get_submodule(f"{HEAD}{part}") for part in parts}
         names -= {name for name in names if any(part.endswith(name) for part in parts)} | set(CLASSIFIER_MODULES)
+        names = {name.removeprefix(encoder.stored_name("backbone.")) for name in names}
     try:
         return modules | find_modules(encoder, sorted(names))
     except ConfigError:

@@ -20,6 +20,7 @@ BLOCKS = {
     "llama": "LlamaDecoderLayer",
     "qwen2": "Qwen2DecoderLayer",
     "qwen3": "Qwen3DecoderLayer",
+    "gemma": "GemmaDecoderLayer",
     "gemma3_text": "Gemma3DecoderLayer",
     "mistral": "MistralDecoderLayer",
     "modernbert": "ModernBertEncoderLayer",

@@ -19,7 +19,7 @@ LENGTH = 24
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE_ARCHITECTURES])
 def test_operations_are_those_of_a_real_pass(architecture):
     """Of attention torch counts the whole square: so all layers see all tokens here."""
-    decoder = architecture in ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+    decoder = architecture in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text")
     model = small_model(architecture, bidirectional=True if decoder else None)
     if architecture == "modernbert":
         model.config["local_attention"] = 64

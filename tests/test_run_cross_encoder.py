@@ -19,6 +19,7 @@ from embedtrain.export.__main__ import compose
 from embedtrain.export.__main__ import main as export
 from embedtrain.inference.score import PairScorer
 from embedtrain.loading.reranker import load_reranker, open_reranker
+from embedtrain.models.source import open_model_source
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
@@ -105,7 +106,7 @@ def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
     reranker = CrossEncoder(str(tmp_path / "run/model"), device="cpu")
     assert isinstance(reranker.activation_fn, torch.nn.Sigmoid)
     prompts = {"query": "alpha ", "document": "beta "}
-    source = open_reranker(RerankerConfig(path=str(tmp_path / "run/model")), trust_remote_code=False)
+    source = open_model_source(RerankerConfig(path=str(tmp_path / "run/model")).model_config(trust_remote_code=False))
     assert reranker.prompts == source.prompts == prompts
     ranking = reranker.rank(text(1, 3), [text(2, 4), text(3, 30), text(4, 1)])
     assert sorted(entry["corpus_id"] for entry in ranking) == [0, 1, 2]
@@ -119,7 +120,7 @@ def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
 def scores_with_adapter(world, model, adapter, pairs):
     template = {"prefix": "alpha", "query": "{query}", "document": "{document}", "suffix": "mu nu"}
     reranker = RerankerConfig(path=str(model), adapter=adapter and str(adapter), pair_template=template)
-    source = open_reranker(reranker, trust_remote_code=False)
+    source = open_reranker(reranker, world, trust_remote_code=False)
     loaded = load_reranker(source, reranker, Precision.fp32, world)
     return PairScorer.from_model(loaded, world, chunk_tokens=64).score(*zip(*pairs, strict=True)).tolist()
 
@@ -197,7 +198,7 @@ def test_adapters_on_a_reranker_of_tokens(ranks, inputs, tmp_path):
 
 def scores_of_pairs(world, path, pairs):
     reranker = RerankerConfig(path=str(path))
-    loaded = load_reranker(open_reranker(reranker, trust_remote_code=False), reranker, Precision.fp32, world)
+    loaded = load_reranker(open_reranker(reranker, world, trust_remote_code=False), reranker, Precision.fp32, world)
     return PairScorer.from_model(loaded, world, chunk_tokens=2000).score(*zip(*pairs, strict=True)).tolist()
 
 

@@ -212,8 +212,9 @@ def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora:
 
 @pytest.mark.parametrize(
     ("case", "strategy", "lora"),
-    [("bert", Strategy.fsdp, 0), ("xlm-roberta", Strategy.ddp, 0), ("modernbert", Strategy.fsdp, 4),
-     ("qwen3", Strategy.fsdp, 0), ("deberta-v2", Strategy.fsdp, 0)],
+    [("bert", Strategy.fsdp, 0), pytest.param("xlm-roberta", Strategy.ddp, 0, marks=pytest.mark.slow),
+     ("modernbert", Strategy.fsdp, 4), ("qwen3", Strategy.fsdp, 0),
+     pytest.param("deberta-v2", Strategy.fsdp, 0, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_scores_of_directories_equal_sentence_transformers(ranks, case, strategy, lora, tmp_path):
     classic = save_reranker(case, tmp_path / "classic")
@@ -379,7 +380,7 @@ HSDP = parallel(Strategy.hsdp, shard_size=2, activation_checkpointing=True)
 @pytest.mark.parametrize(
     ("case", "size", "options"),
     [
-        ("bert", 4, HSDP),
+        pytest.param("bert", 4, HSDP, marks=pytest.mark.slow),
         ("albert", 2, parallel(activation_checkpointing=True)),
         pytest.param("bert", 2, parallel(), marks=pytest.mark.slow),
         pytest.param("bert", 2, parallel(Strategy.ddp), marks=pytest.mark.slow),

@@ -78,6 +78,7 @@ def evaluate_real(world, directory, data):
     return Evaluator([LoadedSet(data)], encoder, world).evaluate()[data.name]
 
 
+@pytest.mark.slow
 def test_metrics_of_minilm(ranks, minilm_dir, shared_data):
     path = shared_data / "tatoeba" / "deu-eng.tsv"
     with path.open(encoding="utf-8") as file:

@@ -53,6 +53,7 @@ def test_a_damaged_cache_that_is_verified_during_the_run(folder, undisturbed):
     assert training_result(folder / "second") == undisturbed
 
 
+@pytest.mark.slow
 def test_an_exhausted_memory(folder):
     """One sentence: what failed, what is used, what was planned, and the options to lower."""
     run = start(folder, "exhausted", hook=MemoryExhausted(rank=1, step=4))

@@ -65,6 +65,7 @@ def test_a_full_disk_and_a_read_only_disk(folder, undisturbed, small_disk):
     assert training_result(small_disk / "run") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_directory_that_disappears(folder, undisturbed):
     run = start(folder, "vanishes").until(lambda run: (run.output_dir / "checkpoints" / "step-00000003").exists())
     shutil.move(folder / "vanishes", folder / "elsewhere")

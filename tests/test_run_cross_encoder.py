@@ -117,6 +117,14 @@ def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
     assert "pipeline_tag: text-ranking" in card
 
 
+def assert_same_weights(first: Path, second: Path, *names: str) -> None:
+    for name in names:
+        expected, weights = load_file(first / name), load_file(second / name)
+        assert weights.keys() == expected.keys()
+        for key, weight in expected.items():
+            torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
+
+
 def scores_with_adapter(world, model, adapter, pairs):
     template = {"prefix": "alpha", "query": "{query}", "document": "{document}", "suffix": "mu nu"}
     reranker = RerankerConfig(path=str(model), adapter=adapter and str(adapter), pair_template=template)
@@ -147,11 +155,7 @@ def test_adapters_and_the_head_score_on_the_base_as_the_merged_model(ranks, inpu
     with pytest.raises(AssertionError, match="reranker="):
         ranks(1, scores_with_adapter, base, None, pairs)
     again = export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'again'}"]))
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        first, second = load_file(merged / name), load_file(again / name)
-        assert first.keys() == second.keys()
-        for key, weight in first.items():
-            torch.testing.assert_close(second[key], weight, rtol=0, atol=1e-6, msg=key)
+    assert_same_weights(merged, again, "model.safetensors", "adapter/adapter_model.safetensors")
     weights = load_file(base / "model.safetensors")
     save_file({name: weight + 0.1 for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"other weights than {base}"):
@@ -187,11 +191,7 @@ def test_adapters_on_a_reranker_of_tokens(ranks, inputs, tmp_path):
     logits = classifier(**tokenizer(*formatted[0], return_tensors="pt")).logits
     assert logits.item() == pytest.approx(scores["merged"][0], abs=1e-4)
     again = export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'again'}"]))
-    for name in ("model.safetensors", "logit_score/model.safetensors"):
-        weights, exported = load_file(again / name), load_file(merged / name)
-        assert weights.keys() == exported.keys()
-        for key, weight in exported.items():
-            torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-6, msg=key)
+    assert_same_weights(merged, again, "model.safetensors", "logit_score/model.safetensors")
     with pytest.raises(AssertionError, match=r"export\.formats: logit_score"):
         ranks(1, run, *options(inputs, tmp_path / "new", "loss=bce", "export.formats=[logit_score]", model="bert"))
 

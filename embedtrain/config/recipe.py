@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 
 ALL_LINEAR = "all-linear"
@@ -56,10 +57,15 @@ class Pooling(str, Enum):
 
 
 class ModelKind(str, Enum):
-    """What the model computes: a vector per text, or a score per pair of query and document (a reranker)."""
+    """What the model computes.
+
+    `dense`: a vector per text. `cross_encoder`: a score per pair of query and document (a reranker).
+    `late_interaction`: a vector per token of a text (ColBERT).
+    """
 
     dense = "dense"
     cross_encoder = "cross_encoder"
+    late_interaction = "late_interaction"
 
 
 class ScoreHead(str, Enum):
@@ -215,6 +221,7 @@ class ModelConfig:
     pair_template: Any = None
     score_head: ScoreHead = ScoreHead.auto
     score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
+    late_interaction: LateInteractionConfig = field(default_factory=LateInteractionConfig)
     attention: Attention = Attention.auto
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -3,12 +3,20 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class TextRole(str, Enum):
+    """What a text is encoded as. Some models treat queries and documents differently, besides their prompts."""
+
+    query = "query"
+    document = "document"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch, Row, TextRole
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
 
@@ -122,8 +122,10 @@ class TextTokens:
     """The tokens of a batch's texts, made of the texts; see BatchTokens."""
 
     def __init__(self, batch: GlobalBatch, tokenizer: TextTokenizer) -> None:
-        texts = [row.query for row in batch.rows] + [text for row in batch.rows for text in row.documents]
-        self._ids = tokenizer.ids(texts)
+        queries, documents = [row.query for row in batch.rows], [text for row in batch.rows for text in row.documents]
+        texts = queries + documents
+        self._ids = tokenizer.stored_ids(queries, None, "", TextRole.query)
+        self._ids += tokenizer.stored_ids(documents, None, "", TextRole.document)
         self.num_documents = np.array([len(row.documents) for row in batch.rows], dtype=np.int64)
         self.lengths = np.array([len(ids) for ids in self._ids], dtype=np.int64)
         self.keys = text_keys(texts).numpy()

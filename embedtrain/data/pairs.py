@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.cache.token_store import gather_ranges
+from embedtrain.data.fast_tokenizer import TOKENIZER_LOCK, FastTokenizer
 from embedtrain.data.text_format import NO_PROMPT, Prompt
-from embedtrain.data.tokens import TOKENIZER_LOCK, FastTokenizer, TextTokenizer
-from embedtrain.data.types import BatchTokens, Tokens
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import BatchTokens, TextRole, Tokens
 from embedtrain.errors import ModelError
 
 # A tokenizer's own pairs of these texts are compared with ours.
@@ -233,7 +234,11 @@ class PairTokenizer(TextTokenizer):
         return PairTokenizer(self.tokenizer, self.max_length, self.pair_format, packed=packed)
 
     def ids(
-        self, texts: Sequence[str] | Sequence[Pair], max_length: int | None = None, prompts: str | Sequence[str] = ""
+        self,
+        texts: Sequence[str] | Sequence[Pair],
+        max_length: int | None = None,
+        prompts: str | Sequence[str] = "",
+        role: TextRole = TextRole.document,
     ) -> list[list[int]]:
         """The tokens of each text without special tokens, or the marked ids of each pair, see `PairFormat.join`.
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -121,6 +121,51 @@ class GlobalBatch:
         return tuple(self.rows[rank::size])
 
 
+class PackedKeys:
+    """The tokens of packed texts that are attended to, where some are not: those at the beginning of each text.
+
+    Not a dataclass, as `Packing`.
+
+    Attributes:
+        lengths: attended tokens of each text, at least one: [N].
+        longest: the most of a text.
+        longest_partial: tokens of the longest text that has tokens without attention.
+        starts: int32 [N + 1], the offset of each text among the attended tokens, and the end.
+        tokens: int64 [K], the attended tokens.
+        attended: bool [T], whether a token is attended to.
+    """
+
+    __slots__ = ("attended", "lengths", "longest", "longest_partial", "starts", "tokens")
+
+    def __init__(
+        self, lengths: tuple[int, ...], longest_partial: int, starts: Tensor, tokens: Tensor, attended: Tensor
+    ) -> None:
+        self.lengths, self.longest_partial, self.starts, self.tokens = lengths, longest_partial, starts, tokens
+        self.attended, self.longest = attended, max(lengths)
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], key_lengths: NDArray[np.int64]) -> "PackedKeys | None":
+        """From the tokens and the attended tokens of each text, int64 [N]; None if these are the same."""
+        if np.array_equal(lengths, key_lengths):
+            return None
+        total = int(lengths.sum())
+        positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        attended = positions < np.repeat(key_lengths, lengths)
+        starts = np.concatenate([[0], np.cumsum(key_lengths)]).astype(np.int32)
+        return cls(
+            tuple(key_lengths.tolist()),
+            int(lengths[key_lengths < lengths].max()),
+            torch.from_numpy(starts),
+            torch.from_numpy(np.flatnonzero(attended)),
+            torch.from_numpy(attended),
+        )
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PackedKeys":
+        """The same with `change` applied to all tensors."""
+        tensors = change(self.starts), change(self.tokens), change(self.attended)
+        return PackedKeys(self.lengths, self.longest_partial, *tensors)
+
+
 class Packing:
     """Offsets of N texts that are concatenated into one row of T tokens, without padding.
 
@@ -131,13 +176,21 @@ class Packing:
         longest: tokens of the longest text. Compiled code reads it; from `lengths` it would be compiled for each batch.
         starts: int32 [N + 1], the offset of each text, and the end.
         positions: int64 [1, T], position of each token in its text, from 0.
+        keys: the tokens that are attended to; None: all.
     """
 
-    __slots__ = ("lengths", "longest", "positions", "starts")
+    __slots__ = ("keys", "lengths", "longest", "positions", "starts")
 
-    def __init__(self, lengths: tuple[int, ...], starts: Tensor, positions: Tensor) -> None:
-        self.lengths, self.starts, self.positions = lengths, starts, positions
+    def __init__(
+        self, lengths: tuple[int, ...], starts: Tensor, positions: Tensor, keys: PackedKeys | None = None
+    ) -> None:
+        self.lengths, self.starts, self.positions, self.keys = lengths, starts, positions, keys
         self.longest = max(lengths)
+
+    @property
+    def key_lengths(self) -> tuple[int, ...] | None:
+        """Attended tokens of each text, which come first in it; None: all."""
+        return None if self.keys is None else self.keys.lengths
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -146,7 +199,8 @@ class Packing:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Packing":
         """The same with `change` applied to all tensors."""
-        return Packing(self.lengths, change(self.starts), change(self.positions))
+        keys = None if self.keys is None else self.keys.map_tensors(change)
+        return Packing(self.lengths, change(self.starts), change(self.positions), keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +209,15 @@ class Tokens:
 
     Attributes:
         ids: int64 [N, L], or [1, T].
-        mask: the same shape, 1 where a token is real. Padding may be on either side.
+        mask: the same shape, 1 where a token is real and attended to. Padding may be on either side.
         rows: index of each text in the list it is from; -1 for a dummy, whose embedding is dropped.
         pooled: the same shape, 1 where a token is pooled; None: all real tokens are.
         packing: offsets of packed texts; None: the texts are padded.
         has_padding: whether the mask has a 0, known without reading it from a device.
         types: the same shape, the token types of pairs; None: all are 0.
+        token_rows: int64 [R], the tokens that have a vector, as flat indices in ids, text by text; None: a text has
+            one vector.
+        sizes: int64 [N], vectors of each text, with `token_rows`.
     """
 
     ids: Tensor
@@ -170,11 +227,15 @@ class Tokens:
     packing: Packing | None = None
     has_padding: bool = True
     types: Tensor | None = None
+    token_rows: Tensor | None = None
+    sizes: NDArray[np.int64] | None = None
 
     @property
     def inputs(self) -> tuple[Tensor | Packing | None, ...]:
-        """The arguments of the encoder: ids, mask (None without padding), pooled, and packing and types if needed."""
+        """The arguments of the encoder: ids, mask (None without padding), pooled, and further ones if needed."""
         padded = (self.ids, self.mask if self.has_padding else None, self.pooled)
+        if self.token_rows is not None:
+            return (*padded, self.packing, self.types, self.token_rows)
         if self.types is not None:
             return (*padded, self.packing, self.types)
         return padded if self.packing is None else (*padded, self.packing)
@@ -185,12 +246,21 @@ class Tokens:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """The same with `change` applied to all tensors."""
-        pooled = None if self.pooled is None else change(self.pooled)
-        types = None if self.types is None else change(self.types)
-        packing = None if self.packing is None else self.packing.map_tensors(change)
-        return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing, self.has_padding, types)
+
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return replace(
+            self,
+            ids=change(self.ids),
+            mask=change(self.mask),
+            pooled=changed(self.pooled),
+            packing=None if self.packing is None else self.packing.map_tensors(change),
+            types=changed(self.types),
+            token_rows=changed(self.token_rows),
+        )
 
     @property
     def lengths(self) -> Tensor:
-        """Int64 [N], real tokens of each text."""
+        """Int64 [N], real tokens of each text; of padded texts, those that are attended to."""
         return self.mask.sum(dim=1) if self.packing is None else torch.tensor(self.packing.lengths)

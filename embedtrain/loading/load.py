@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
@@ -189,9 +190,11 @@ def load_model(
 
 
 def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
-    """The tokenizer of texts, or of pairs for a cross-encoder, with the maximal length of the model."""
+    """The tokenizer of texts, or of pairs for a cross-encoder, with the maximal lengths of the model."""
     check_vocabulary(source, tokenizer)
     max_length = resolve_max_length(source, tokenizer)
+    if source.token_vectors is not None:
+        return TokenRowTokenizer(tokenizer, max_length, source.token_vectors)
     if source.head is None:
         return TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt)
     return PairTokenizer(tokenizer, max_length, read_pair_format(source, tokenizer))
@@ -238,6 +241,9 @@ def quiet_libraries() -> None:
 
 
 def _describe_outputs(source: ModelSource) -> str:
+    if source.token_vectors is not None:
+        new = "new " * source.token_vectors.is_new
+        return f"a {new}projection of tokens to {source.dimension} dimensions, {source.token_vectors.similarity.value}"
     if source.head is None:
         return f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}"
     kind = "a new score head" if source.head.is_new else "a score head"
@@ -293,6 +299,8 @@ def _read_weights(
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
     new = f", the new score head from seed {seed}" if source.head is not None and source.head.is_new else ""
+    if source.token_vectors is not None and source.token_vectors.is_new:
+        new = f", the new projection from seed {seed}"
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new}"
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.pair_template import PairTemplate
+from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.pairs import PairFormat, PairTruncation
 from embedtrain.data.text_format import Prompt
-from embedtrain.data.tokens import FastTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.source import ModelSource

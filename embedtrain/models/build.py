@@ -16,6 +16,7 @@ from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
 from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
 from embedtrain.models.hub import one_line
+from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.security import weight_files
 from embedtrain.models.source import ModelSource
@@ -57,6 +58,8 @@ def assemble_encoder(source: ModelSource) -> Encoder:
         ) from None
     if source.head is not None:
         return CrossEncoder(*split_classifier(model), source.pooling)
+    if source.token_vectors is not None:
+        return LateInteractionEncoder(prepare_backbone(model), heads)
     return Encoder(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
 
 
@@ -88,7 +91,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
             "they would be random"
         )
     encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
-    for index, dense in enumerate(source.dense):
+    for index, dense in enumerate(source.dense):  # a new one keeps its random weights
         for name, location in _dense_locations(index, dense).items():
             with safe_open(location.path, framework="pt") as file:
                 encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
@@ -275,7 +278,7 @@ def weights_digest(source: ModelSource) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
-    for directory in directories:
+    for directory in filter(None, directories):
         for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin")):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
@@ -287,6 +290,8 @@ def weights_digest(source: ModelSource) -> str:
 
 
 def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
+    if dense.directory is None:
+        return {}
     stored = stored_tensors(dense.directory)
     shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}
     if dense.bias:

@@ -128,22 +128,29 @@ class Encoder(nn.Module):
         unused; the backbone has to be prepared by `enable_packing`. `types` are the token types of pairs, of the same
         shape as ids; None: all are 0.
         """
+        hidden = self.hidden_states(ids, mask, packing, types)
+        if packing is None:
+            real = torch.ones_like(ids) if mask is None else mask
+            return self.vectors(hidden, real if pooled is None else pooled)
+        return self._apply_heads(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
+
+    def hidden_states(self, ids: Tensor, mask: Tensor | None, packing: Packing | None, types: Tensor | None) -> Tensor:
+        """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts."""
         token_types = {} if types is None else {"token_type_ids": types}
         if packing is None:
             # Without a mask some models fail (custom code), others search the position ids for packed texts.
             real = torch.ones_like(ids) if mask is None else mask
             with known_padding(mask is not None):
-                hidden = self.backbone(input_ids=ids, attention_mask=real, **token_types).last_hidden_state
-            return self.vectors(hidden, real if pooled is None else pooled)
+                hidden: Tensor = self.backbone(input_ids=ids, attention_mask=real, **token_types).last_hidden_state
+            return hidden
         # Transformers passes a mask of four dimensions on unchanged, so it creates none.
-        hidden = self.backbone(
+        return self.backbone(  # type: ignore[no-any-return]
             input_ids=ids,
             attention_mask=ids.new_ones((1, 1, 1, 1)),
             position_ids=packing.positions + first_position(self.backbone),
             packing=packing,
             **token_types,
         ).last_hidden_state
-        return self._apply_heads(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Apply pooling, heads and normalisation to token vectors [N, L, H] with the pooling mask [N, L]: [N, D]."""

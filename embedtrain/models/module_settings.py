@@ -22,9 +22,9 @@ _POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSource:
-    """A Dense head of a sentence-transformers directory, with its weights in `directory`."""
+    """A Dense head of a sentence-transformers directory, with its weights in `directory`, or a new one."""
 
-    directory: Path
+    directory: Path | None  # None: its weights start from the seed
     num_in: int
     num_out: int
     bias: bool

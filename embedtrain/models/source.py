@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.config.token_vectors import TokenVectors
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.encoder import disable_unused, hidden_size
@@ -30,6 +31,7 @@ from embedtrain.models.module_settings import (
     read_transformer_settings,
     read_truncate_dim,
 )
+from embedtrain.models.projection import token_projection
 from embedtrain.models.rope import scale_rope
 from embedtrain.models.score_head import (
     CROSS_ENCODER,
@@ -72,11 +74,14 @@ class ModelSource:
     prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
     trust_remote_code: bool = False  # whether Python in `directory` may run
     head: HeadSource | None = None  # of a cross-encoder; None for a model of vectors
+    token_vectors: TokenVectors | None = None  # of a late-interaction model, whose projection is `dense`
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
     @property
     def kind(self) -> ModelKind:
         """What the model computes."""
+        if self.token_vectors is not None:
+            return ModelKind.late_interaction
         return ModelKind.dense if self.head is None else ModelKind.cross_encoder
 
     @property
@@ -106,6 +111,9 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     if source.head is not None:
         pooling = score_pooling(config)
         return replace(source, config=config, pooling=pooling, include_prompt=True, normalize=False)
+    if model.kind is ModelKind.late_interaction:
+        dense, token_vectors = token_projection(source.dense, source.token_vectors, config, model.late_interaction)
+        return replace(source, config=config, dense=dense, token_vectors=token_vectors, normalize=True)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -256,7 +264,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         directory=transformer,
         modules=kinds,
         pooling=pooling,
-        dense=[part.directory for part in dense],
+        dense=[part.directory for part in dense if part.directory is not None],
         logit_score=logit_score,
         transformer=settings,
         settings=stored,
@@ -313,7 +321,7 @@ def _check_config(config: PretrainedConfig, where: str) -> PretrainedConfig:
 
 
 def _score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource | None:
-    return None if model.kind is ModelKind.dense else read_score_head(files, config, model)
+    return read_score_head(files, config, model) if model.kind is ModelKind.cross_encoder else None
 
 
 def _is_reranker_error(what: str, kinds: str) -> ConfigError:
@@ -326,6 +334,8 @@ def _is_reranker_error(what: str, kinds: str) -> ConfigError:
 def _required(model: ModelConfig, config: PretrainedConfig | None, what: str) -> Pooling:
     if model.kind is ModelKind.cross_encoder:
         return Pooling.cls  # the architecture decides, see `score_pooling`
+    if model.kind is ModelKind.late_interaction:
+        return Pooling.cls  # without an effect
     if model.pooling is None and config is not None and is_reranker(config):
         raise _is_reranker_error(what.split(",", maxsplit=1)[0], ", ".join(config.architectures or ()))
     if model.pooling is None:

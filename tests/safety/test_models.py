@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.data.tokens import FastTokenizer
+from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.errors import ModelError
 from embedtrain.models.adapter_files import read_settings
 from embedtrain.models.build import stored_tensors

@@ -183,6 +183,7 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
     _compare_shapes(directory, {name: list(tensor.shape) for name, tensor in backbone.state_dict().items()})
     for head in source.dense:
         shapes = {"linear.weight": [head.num_out, head.num_in]} | ({"linear.bias": [head.num_out]} if head.bias else {})
+        assert head.directory is not None
         _compare_shapes(head.directory, shapes)
     return source
 
@@ -300,6 +301,7 @@ def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
     heads = []
     for dense in source.dense:
         head = Dense(dense.num_in, dense.num_out, bias=dense.bias, activation=dense.activation)
+        assert dense.directory is not None
         for name, location in stored_tensors(dense.directory).items():
             with safe_open(location.path, framework="pt") as file:
                 head.get_parameter(name).data.copy_(file.get_tensor(location.key))

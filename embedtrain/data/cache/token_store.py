@@ -19,6 +19,7 @@ from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
 from embedtrain.data.text_format import Prompt, TextFormat, instructed_query, text_key
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import TextRole
 from embedtrain.errors import DataError
 
 ROWS_PER_PART = 1 << 14
@@ -74,6 +75,7 @@ class _Kind(NamedTuple):
 
     prompt: Prompt
     max_length: int | None
+    role: TextRole
     instruction: str | None = None  # of a query, from its row
 
 
@@ -91,10 +93,10 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokeni
     for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
             prompt = tokenizer.query_prompt(text_format.query(of_query))
-            queries[of_query] = _Kind(prompt, query_length, of_query or None)
+            queries[of_query] = _Kind(prompt, query_length, TextRole.query, of_query or None)
         if of_documents not in documents:
             prompt = tokenizer.document_prompt(text_format.document(of_documents))
-            documents[of_documents] = _Kind(prompt, document_length)
+            documents[of_documents] = _Kind(prompt, document_length, TextRole.document)
         yield query, queries[of_query]
         kind = documents[of_documents]
         for text in positives:
@@ -139,7 +141,9 @@ class _DistinctTexts:
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
         for batch in _batches(texts):
-            ids = self._tokenizer.ids([kind.prompt(text) for text in batch], kind.max_length, kind.prompt.prefix)
+            ids = self._tokenizer.stored_ids(
+                [kind.prompt(text) for text in batch], kind.max_length, kind.prompt.prefix, kind.role
+            )
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))

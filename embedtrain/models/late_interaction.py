@@ -1,0 +1,45 @@
+"""The late-interaction encoder: backbone and projection in one module, tokens to a normalised vector each (ColBERT).
+
+R: tokens that have a vector; L: tokens of a padded text; T: tokens of all packed texts; D: dimensions of the vectors.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from embedtrain.config.recipe import Pooling
+from embedtrain.data.types import Packing
+from embedtrain.models.encoder import Dense, Encoder
+
+
+class LateInteractionEncoder(Encoder):
+    """Tokens of texts to vectors of tokens: a Hugging Face model without a head, projections, L2 normalisation."""
+
+    def __init__(self, backbone: PreTrainedModel, dense: Sequence[Dense]) -> None:
+        super().__init__(backbone, Pooling.cls, normalize=True, dense=dense)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        pooled: Tensor | None = None,
+        packing: Packing | None = None,
+        types: Tensor | None = None,
+        token_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens as in `Encoder.forward` to float32 vectors [R, D].
+
+        `token_rows`, int64 [R], are the tokens that have a vector, as flat indices in ids; None: those that `pooled`
+        selects, or all real ones.
+        """
+        hidden = self.hidden_states(ids, mask, packing, types)
+        selected = pooled if mask is None else mask if pooled is None else pooled * mask
+        if token_rows is None and selected is not None:
+            token_rows = selected.flatten().nonzero()[:, 0]
+        flat = hidden.flatten(0, 1)
+        return self._apply_heads(flat if token_rows is None else flat[token_rows])
+
+    def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Apply the projection to the token vectors [N, L, H] that the mask [N, L] selects: [R, D]."""
+        return self._apply_heads(hidden[mask.bool()])

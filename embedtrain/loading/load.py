@@ -31,7 +31,7 @@ from embedtrain.loading.pair_format import read_pair_format
 from embedtrain.loading.verify import (
     packing_notes,
     prepare_packing,
-    require_classifier_scores,
+    verify_outputs,
     verify_packed_vectors,
 )
 from embedtrain.models.adapter_files import open_adapter
@@ -170,7 +170,7 @@ def load_model(
         notes += _initialize_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
     if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
-        _check_weights(encoder, model, world)
+        _check_weights(encoder, model, source, world)
     if work is not None and not choice.reduce_per_step:
         size = 4 * costs.weights.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank")
@@ -304,11 +304,10 @@ def _read_weights(
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new}"
 
 
-def _check_weights(encoder: Encoder, model: ModelConfig, world: World) -> None:
+def _check_weights(encoder: Encoder, model: ModelConfig, source: ModelSource, world: World) -> None:
     """Reject weights that are not finite; measure the direction of attention, which some configurations do not set."""
     require_finite_weights(encoder, f"model.path={model.path}", world)
-    if isinstance(encoder, CrossEncoder):
-        require_classifier_scores(encoder, world)
+    verify_outputs(encoder, source, world)
     bidirectional = model.bidirectional
     if bidirectional is None:
         return

@@ -11,7 +11,9 @@ from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.attention_kernels import packing_limit, select_flash_attention, use_flash_attention_2
 from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, has_token_types
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
 from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
+from embedtrain.models.source import ModelSource
 
 
 def prepare_packing(
@@ -70,6 +72,7 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
             parallel.precision,
             world.device,
             token_types=is_cross_encoder and has_token_types(encoder),
+            token_vectors=isinstance(encoder, LateInteractionEncoder),
         )
     encoder.train(training)
     reshard(encoder)
@@ -83,7 +86,16 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
     return reason
 
 
-def require_classifier_scores(encoder: CrossEncoder, world: World) -> None:
+def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
+    """Reject a model of scores or of vectors of tokens whose outputs cannot be right. A collective."""
+    if isinstance(encoder, CrossEncoder):
+        _require_classifier_scores(encoder, world)
+    expansion = None if source.token_vectors is None else source.token_vectors.expansion
+    if isinstance(encoder, LateInteractionEncoder) and expansion is not None and not expansion.attend:
+        _require_expansion(encoder, world)
+
+
+def _require_classifier_scores(encoder: CrossEncoder, world: World) -> None:
     """Reject a cross-encoder whose scores are not those of transformers' class. A collective."""
     training = encoder.training
     encoder.eval()
@@ -93,6 +105,21 @@ def require_classifier_scores(encoder: CrossEncoder, world: World) -> None:
     reason = next((text for text in world.gather(mismatch) if text is not None), None)
     if reason is not None:
         raise ModelError(f"{type(encoder.head).__name__} is not supported as a cross-encoder: {reason}")
+
+
+def _require_expansion(encoder: LateInteractionEncoder, world: World) -> None:
+    """Reject a model whose expansion tokens without attention have other vectors in other batches. A collective."""
+    training = encoder.training
+    mismatch = expansion_mismatch(encoder.eval(), world.device)
+    encoder.train(training)
+    reshard(encoder)
+    reason = next((text for text in world.gather(mismatch) if text is not None), None)
+    if reason is not None:
+        raise ModelError(
+            "model.late_interaction.attend_to_expansion_tokens=false: expansion tokens of "
+            f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because {reason}; "
+            "set it to true, or model.late_interaction.query_expansion=none"
+        )
 
 
 def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:

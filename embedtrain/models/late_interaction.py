@@ -5,12 +5,16 @@ R: tokens that have a vector; L: tokens of a padded text; T: tokens of all packe
 
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Packing
 from embedtrain.models.encoder import Dense, Encoder
+
+_TOLERANCE = 5e-2  # between vectors of length 1, also in bf16
 
 
 class LateInteractionEncoder(Encoder):
@@ -43,3 +47,20 @@ class LateInteractionEncoder(Encoder):
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Apply the projection to the token vectors [N, L, H] that the mask [N, L] selects: [R, D]."""
         return self._apply_heads(hidden[mask.bool()])
+
+
+def expansion_mismatch(encoder: LateInteractionEncoder, device: torch.device) -> str | None:
+    """Why expansion tokens that no token attends to cannot be used with padded texts; None if they can.
+
+    DeBERTa has no attention at all for such tokens: their vectors are a mean over a text and its padding. Two forward
+    passes without gradient, which are collectives if the encoder is sharded: every rank must call.
+    """
+    num_attended, length, padding = 3, 5, 4
+    ids = torch.arange(5, 5 + length, device=device)[None]
+    mask = (torch.arange(length, device=device) < num_attended).long()[None]
+    rows = torch.arange(length, device=device)
+    with torch.no_grad():
+        alone = encoder(ids, mask, None, None, None, rows)
+        padded = encoder(F.pad(ids, (0, padding)), F.pad(mask, (0, padding)), None, None, None, rows)
+    difference = float((alone - padded).norm(dim=1).max())
+    return None if difference <= _TOLERANCE else f"their vectors depend on padding (they differ by {difference:.1%})"

@@ -1,9 +1,10 @@
 """Packed texts: attention over concatenated texts without padding, and checks whether a model supports it.
 
-Each token attends to the tokens of its own text. A model's code calls `packed_attention` through transformers'
-AttentionInterface, by a name in its configuration. On a GPU torch's kernel for variable lengths computes it. Elsewhere
-adjacent texts of equal length (chunks are sorted by length) form a batch without a copy, for torch's plain attention
-without a mask. Without a `packing`, the same name is transformers' SDPA attention, bit for bit.
+Each token attends to the tokens of its own text, or to those at its beginning (`Packing.keys`). A model's code calls
+`packed_attention` through transformers' AttentionInterface, by a name in its configuration. On a GPU torch's kernel for
+variable lengths computes it. Elsewhere adjacent texts of equal length (chunks are sorted by length) form a batch
+without a copy, for torch's plain attention, without a mask if all tokens are attended to. Without a `packing`, the same
+name is transformers' SDPA attention, bit for bit.
 
 A model that lets a text attend to its neighbours, or counts positions differently, would be silently wrong. So no list
 of architectures is trusted: `check_packing` runs its code on the meta device, and `packing_mismatch` compares vectors.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Precision
-from embedtrain.data.types import Packing
+from embedtrain.data.types import PackedKeys, Packing
 from embedtrain.models.attention_kernels import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit
 from embedtrain.models.attention_mask import without_reads
 from embedtrain.models.encoder import Encoder
@@ -115,32 +117,50 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
 
 
 def packing_mismatch(
-    encoder: Forward, config: PretrainedConfig, precision: Precision, device: torch.device, *, token_types: bool = False
+    encoder: Forward,
+    config: PretrainedConfig,
+    precision: Precision,
+    device: torch.device,
+    *,
+    token_types: bool = False,
+    token_vectors: bool = False,
 ) -> str | None:
     """Why the vectors of packed texts differ from those of padded texts; None if they do not.
 
     Two texts are packed together, and each with a third one instead, which must not change a bit of its vector. Four
     forward passes without gradient, which are collectives if the encoder is sharded: every rank must call. The encoder
     has weights, no dropout, the backbone's configuration `config`, and packing enabled. With `token_types` all tokens
-    of a text but the first have type 1.
+    of a text but the first have type 1. With `token_vectors` the encoder returns a vector of each token, and the second
+    text has tokens that no token attends to.
     """
     text = config.get_text_config()
     ids = [token for token in range(int(text.vocab_size)) if token != text.pad_token_id][:11]
-    first, second = ids[:5], (ids * 3)[5:8]
+    width, num_attended = 5, 3
+    first, second = ids[:width], (ids * 3)[5:8]
     changed_first, changed_second = first[1:] + first[:1], (ids * 3)[8:11]
+    filler = [ids[0]] * (width - num_attended)
+    if token_vectors:
+        second, changed_second = second + filler, changed_second + filler
+    key_lengths = [width, num_attended] if token_vectors else None
+    of_first = slice(0, width if token_vectors else 1)
+    of_second = slice(of_first.stop, None)
     with torch.no_grad():
         texts = [(first, second), (changed_first, second), (first, changed_second)]
         both, other_first, other_second = (
-            encoder(*_chunk(device, list(pair), token_types=token_types)).float() for pair in texts
+            encoder(*_chunk(device, list(pair), key_lengths, token_types=token_types)).float() for pair in texts
         )
-        width = len(first)
-        padded = torch.tensor([first, second + [ids[0]] * (width - len(second))], device=device)
-        mask = torch.arange(width, device=device) < torch.tensor([[width], [len(second)]], device=device)
+        padded = torch.tensor([first, (second + filler)[:width]], device=device)
+        mask = torch.arange(width, device=device) < torch.tensor([[width], [num_attended]], device=device)
         types = (torch.arange(width, device=device) > 0).long().expand_as(padded)
-        separate = encoder(padded, mask.long(), *((None, None, types) if token_types else ())).float()
+        further: tuple[Tensor | None, ...] = (None, None, types) if token_types else ()
+        if token_vectors:
+            further = (None, None, None, torch.arange(2 * width, device=device))
+        separate = encoder(padded, mask.long(), *further).float()
     if not torch.stack([both, other_first, other_second, separate]).isfinite().all():
         return "its vectors are not finite"  # NaN never equals NaN, so no comparison would say anything
-    if not (torch.equal(both[0], other_second[0]) and torch.equal(both[1], other_first[1])):
+    if not (
+        torch.equal(both[of_first], other_second[of_first]) and torch.equal(both[of_second], other_first[of_second])
+    ):
         return "packed texts attend to each other"
     difference = float(((both - separate).norm(dim=1) / separate.norm(dim=1)).max())
     if not difference <= _TOLERANCE[precision]:
@@ -149,13 +169,15 @@ def packing_mismatch(
 
 
 def _chunk(
-    device: torch.device, texts: list[list[int]], *, token_types: bool = False
+    device: torch.device, texts: list[list[int]], key_lengths: list[int] | None = None, *, token_types: bool = False
 ) -> tuple[Tensor | Packing | None, ...]:
     lengths = [len(text) for text in texts]
     ids = torch.tensor([[token for text in texts for token in text]], device=device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     positions = torch.tensor([[position for length in lengths for position in range(length)]], device=device)
-    packed = (ids, None, None, Packing(tuple(lengths), starts, positions))
+    keys = PackedKeys.of(np.array(lengths), np.array(lengths if key_lengths is None else key_lengths))
+    keys = None if keys is None else keys.map_tensors(lambda tensor: tensor.to(device))
+    packed = (ids, None, None, Packing(tuple(lengths), starts, positions, keys))
     return (*packed, (positions > 0).long()) if token_types else packed
 
 
@@ -204,7 +226,7 @@ def packed_attention(
     reach = _reach(causal, sliding_window, explicit=is_causal is not None)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    if q.is_cuda and v.dtype in KERNEL_DTYPES:
+    if q.is_cuda and v.dtype in KERNEL_DTYPES and _kernel_supports(packing.keys, causal, reach):
         return _varlen_kernel(q, k, v, packing, causal, reach, scale).unsqueeze(0), None
     if module.training or torch.is_grad_enabled():
         # torch's attention on a CPU is several times slower backward in bf16. The first of two passes over a chunk
@@ -224,6 +246,15 @@ def _reach(causal: bool, window: int | None, *, explicit: bool) -> int | None:
     return window if explicit and not causal else window - 1
 
 
+def _kernel_supports(keys: PackedKeys | None, causal: bool, reach: int | None) -> bool:
+    """Whether the kernel for variable lengths has the masks of a layer, where some tokens are not attended to.
+
+    It aligns the end of a text's queries with the end of its keys. With fewer keys than queries, a causal mask would
+    hide the first keys from the first queries, and a window that does not cover the text would be shifted.
+    """
+    return keys is None or (not causal and (reach is None or keys.longest_partial <= reach + 1))
+
+
 def _varlen_kernel(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float
 ) -> Tensor:
@@ -236,7 +267,11 @@ def _varlen_kernel(
     starts, longest = packing.starts, packing.longest
     window = (distance, 0 if causal else distance)
     q, k = q.to(v.dtype), k.to(v.dtype)
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=window, **extra)
+    key_starts, longest_keys = starts, longest
+    if packing.keys is not None:
+        k, v = k[packing.keys.tokens], v[packing.keys.tokens]
+        key_starts, longest_keys = packing.keys.starts, packing.keys.longest
+    out = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, scale=scale, window_size=window, **extra)
     assert isinstance(out, Tensor)
     return out
 
@@ -250,13 +285,17 @@ def _batched_runs(
     sizes = [texts * length for texts, length in runs]
     # One split: each slice would create a gradient of full size, zero except for its run.
     parts = [part.split(sizes) for part in (q.to(v.dtype), k.to(v.dtype), v)]
+    key_masks = _key_masks(packing)
     outputs = []
-    for (texts, length), *run in zip(runs, *parts, strict=True):
+    for (texts, length), key_mask, *run in zip(runs, key_masks, *parts, strict=True):
         batch = [part.view(texts, length, *part.shape[1:]).transpose(1, 2) for part in run]
         groups = batch[0].shape[1] // batch[1].shape[1]
         narrow = reach is not None and length > reach + 1
         window_mask = _window_mask if length <= _MAX_CACHED_LENGTH else _window_mask.__wrapped__
-        mask = window_mask(length, reach, causal, q.device) if narrow and reach is not None else None
+        distance = reach if narrow else length if causal and key_mask is not None else None
+        mask = None if distance is None else window_mask(length, distance, causal, q.device)
+        if key_mask is not None:
+            mask = key_mask if mask is None else mask & key_mask
         output = F.scaled_dot_product_attention(
             batch[0],
             repeat_kv(batch[1], groups),
@@ -268,6 +307,19 @@ def _batched_runs(
         )
         outputs.append(output.transpose(1, 2).reshape(texts * length, output.shape[1], output.shape[3]))
     return torch.cat(outputs)
+
+
+def _key_masks(packing: Packing) -> list[Tensor | None]:
+    """Of each run of texts, bool [texts, 1, 1, length], true for the tokens that are attended to; None: all are."""
+    runs, keys = packing.runs, packing.keys
+    if keys is None:
+        return [None] * len(runs)
+    ends = list(itertools.accumulate(texts for texts, _ in runs))
+    attended = keys.attended.split([texts * length for texts, length in runs])
+    return [
+        None if min(keys.lengths[end - texts : end]) == length else part.view(texts, 1, 1, length)
+        for (texts, length), end, part in zip(runs, ends, attended, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,7 +16,8 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import FailedElsewhere
-from embedtrain.inference.encode import EncodedShard, SentenceEncoder
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.inference.vector_cache import VectorCache

@@ -1,6 +1,7 @@
 """Encodes texts on all ranks, with weights that may be sharded.
 
-Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
+Shapes: n texts, n_r of them on rank r, with R vectors, W ranks, D dimensions. A text has one vector, or several in a
+late-interaction model.
 """
 
 import contextlib
@@ -19,16 +20,20 @@ from embedtrain.config.evaluation import Unshard
 from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Tokens
-from embedtrain.distributed.collectives import gather_rows
+from embedtrain.data.types import TextRole, Tokens
 from embedtrain.distributed.sharding import unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
+from embedtrain.inference.comparison import Comparison
+from embedtrain.inference.comparisons import comparison_of
+from embedtrain.inference.cosine import Cosine
+from embedtrain.inference.encoded_shard import EncodedShard, gather_numbers, gather_texts
 from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
 from embedtrain.inference.eval_mode import eval_mode
 from embedtrain.inference.transfer import HostCopy, pinned, to_device
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.loading.load import LoadedModel
+from embedtrain.losses.encoded import Part, concatenate
 
 # Chunks of a rank between two reports of progress. A thread prepares the chunks of the next block during the forward
 # passes of a block, and the vectors of the previous one are checked, and cached on disk.
@@ -36,14 +41,6 @@ CHUNKS_PER_BLOCK = 16
 
 # Called with a description of the work, the number of items done, and their total.
 ProgressCallback = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedShard:
-    """The vectors on this rank; each text is on exactly one rank."""
-
-    vectors: Tensor  # [n_r, D] on this rank's device; float32, unless `transform` returned another type
-    rows: Tensor  # int64 [n_r] on the CPU, the index of each vector's text among the n texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +61,9 @@ class _Block:
 
     chunks: Sequence[int]  # numbers
     distinct: NDArray[np.int64]  # [m], numbers of the texts
-    vectors: Tensor  # [m, D], transformed, on the device
-    is_finite: HostCopy  # bool [m]
-    stored: HostCopy | None  # `vectors`, if they are cached on disk
+    vectors: Part  # of m texts, transformed, on the device
+    is_finite: HostCopy  # bool [R], of each vector
+    stored: HostCopy | None  # the vectors, if they are cached on disk
     num_done: int  # chunks of all ranks up to the end of this block
 
 
@@ -83,12 +80,13 @@ class SentenceEncoder:
     All methods are collectives: every rank calls them with the same texts.
 
     Args:
-        encoder: maps token ids and mask [N, L], and the mask of tokens to pool or None, to float32 [N, D]; it is called
-            directly, never its `forward`.
+        encoder: maps `Tokens.inputs` to float32 [N, D], or to the vectors of tokens [R, D]; it is called directly,
+            never its `forward`.
         chunk_tokens: maximum number of tokens, including padding, of one forward pass.
         query_prompt, document_prompt: defaults for callers that have no others.
         truncate_dim: only the first so many dimensions of a vector are returned, without normalising it again, as with
             sentence-transformers' option of this name.
+        comparison: how texts are compared by their vectors; default: by cosine.
     """
 
     def __init__(
@@ -102,6 +100,7 @@ class SentenceEncoder:
         document_prompt: str = "",
         unshard: Unshard = Unshard.layer,
         truncate_dim: int | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -111,6 +110,7 @@ class SentenceEncoder:
         self.document_prompt = document_prompt
         self.unshard = unshard
         self.truncate_dim = truncate_dim
+        self.comparison = Cosine() if comparison is None else comparison
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
@@ -134,6 +134,7 @@ class SentenceEncoder:
             document_prompt=prompts.get("document", ""),
             unshard=unshard,
             truncate_dim=model.source.truncate_dim if truncate else None,
+            comparison=comparison_of(model.source),
         )
 
     @contextlib.contextmanager
@@ -154,35 +155,49 @@ class SentenceEncoder:
         label: str = "encoding queries",
         existing_prompt: str | Sequence[str] = "",
     ) -> Tensor:
-        """Encode n texts; returns all vectors on every rank, float32 [n, D], in the order of the texts.
+        """`encode` with a model that gives each text one vector: float32 [n, D]."""
+        vectors = self.encode(texts, prompt, max_length=max_length, label=label, existing_prompt=existing_prompt)
+        assert vectors.sizes is None, "a model with several vectors per text uses `encode`"
+        return vectors.values
+
+    def encode(
+        self,
+        texts: Sequence[str] | Sequence[Pair],
+        prompt: str = "",
+        *,
+        role: TextRole = TextRole.query,
+        max_length: int | None = None,
+        label: str = "encoding queries",
+        existing_prompt: str | Sequence[str] = "",
+    ) -> Part:
+        """Encode n texts; returns all vectors on every rank, float32 [R, D], in the order of the texts.
 
         Args:
             texts: may contain duplicates, which are encoded once; pairs of texts for a cross-encoder.
             prompt: prepended to each text, not to pairs.
+            role: what a late-interaction model encodes the texts as.
             max_length: in tokens, if less than the model's maximum.
             label: what is done, for progress.
             existing_prompt: a prompt that all texts already start with, or one per text.
 
         Raises TrainingError on every rank if a vector is not finite on any.
         """
-        prompted = self._with_prompt(texts, prompt, existing_prompt)
+        prompted = self._with_prompt(texts, prompt, existing_prompt, role)
         plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
         blocks = list(self._encode(_Work(texts=prompted, max_length=max_length, plan=plan, label=label)))
         with torch.inference_mode(False), torch.no_grad():
-            local_vectors = torch.cat([vectors for vectors, _ in blocks])
-            vectors = gather_rows(local_vectors)
-            local_distinct = torch.from_numpy(np.concatenate([distinct for _, distinct in blocks]))
-            distinct = gather_rows(local_distinct.to(local_vectors.device)).cpu().numpy()
-            rows, counts = plan.expand(distinct)
-            ordered = vectors.new_empty((len(rows), vectors.shape[1]))
-            ordered[rows.to(vectors.device)] = _repeat(vectors, counts, len(rows))
-            return ordered
+            local = concatenate([vectors for vectors, _ in blocks])
+            vectors = gather_texts(local)
+            distinct = gather_numbers(np.concatenate([distinct for _, distinct in blocks]), local.values.device)
+            rows, positions = plan.expand(distinct)
+            return _take(vectors, positions[np.argsort(rows.numpy())])
 
     def encode_blocks(
         self,
         texts: Sequence[str],
         prompt: str = "",
         *,
+        role: TextRole = TextRole.document,
         max_length: int | None = None,
         vector_cache: VectorCache | None = None,
         transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
@@ -192,14 +207,14 @@ class SentenceEncoder:
         """Encode n texts and leave each vector on the rank that encoded it; yields blocks.
 
         There is at least one block, and the same number on every rank. Equal texts are encoded once, so their vectors
-        are bit-identical. Arguments and errors are those of `encode_all`, and DataError if vectors cannot be stored or
+        are bit-identical. Arguments and errors are those of `encode`, and DataError if vectors cannot be stored or
         read.
 
         Args:
             vector_cache: stores vectors on disk, so that interrupted encoding resumes.
-            transform: applied row by row to vectors [m, D] before they are stored and yielded.
+            transform: applied row by row to vectors [R, D] before they are stored and yielded.
         """
-        prompted = self._with_prompt(texts, prompt, existing_prompt)
+        prompted = self._with_prompt(texts, prompt, existing_prompt, role)
         plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
         if vector_cache is not None:
             vector_cache = vector_cache.for_texts(prompted, self.tokenizer, max_length, plan.chunk_tokens)
@@ -212,20 +227,23 @@ class SentenceEncoder:
             transform=transform,
         )
         for encoded, distinct in self._encode(work):
-            rows, counts = plan.expand(distinct)
+            rows, positions = plan.expand(distinct)
             with torch.inference_mode(False), torch.no_grad():
-                has_duplicates = len(rows) != len(distinct)
-                vectors = _repeat(encoded, counts, len(rows)) if has_duplicates else encoded
-            yield EncodedShard(vectors, rows)
+                part = encoded if len(rows) == len(distinct) else _take(encoded, positions)
+            yield EncodedShard(part.values, rows, part.sizes)
 
     def _with_prompt(
-        self, texts: Sequence[str] | Sequence[Pair], prompt: str, existing_prompt: str | Sequence[str]
+        self,
+        texts: Sequence[str] | Sequence[Pair],
+        prompt: str,
+        existing_prompt: str | Sequence[str],
+        role: TextRole,
     ) -> PromptedTexts:
         # Existing prompts only matter if prompt tokens are excluded from pooling.
-        return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt)
+        return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt, role)
 
-    def _encode(self, work: _Work) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-        """Yield vectors [m, D] of this rank's chunks, block by block, and the numbers of their distinct texts."""
+    def _encode(self, work: _Work) -> Iterator[tuple[Part, NDArray[np.int64]]]:
+        """Yield the vectors of this rank's chunks, block by block, and the numbers of their distinct texts."""
         world, plan = self.world, work.plan
         remaining = list(range(len(plan)))
         if work.vector_cache is not None:
@@ -233,7 +251,7 @@ class SentenceEncoder:
             cached_chunks = {number for _, numbers in files for number in numbers}
             remaining = [number for number in remaining if number not in cached_chunks]
             for vectors, distinct in work.vector_cache.read_local(files, world):
-                yield vectors.to(world.device), distinct
+                yield vectors.with_values(vectors.values.to(world.device)), distinct
             if not remaining:
                 return
         with self._unsharded(), contextlib.closing(self._prepared(work, remaining)) as prepared:
@@ -267,7 +285,8 @@ class SentenceEncoder:
                 )
             else:
                 rows = plan.first[distinct].tolist()
-                ids = tokenizer.ids(work.texts.with_prompt(rows), work.max_length, work.texts.prompts(rows))
+                texts = work.texts
+                ids = tokenizer.ids(texts.with_prompt(rows), work.max_length, texts.prompts(rows), role=texts.role)
                 tokens = tokenizer.chunk(ids, range(len(ids)))
             return pinned(tokens, self.world.device)
 
@@ -280,18 +299,20 @@ class SentenceEncoder:
         local_chunks = block[self.world.rank :: self.world.size]
         distinct = [work.plan.chunk(number) for number in local_chunks]
         with torch.inference_mode(False), torch.no_grad():
-            is_finite = HostCopy(torch.isfinite(vectors).all(dim=1))
-            vectors = work.transform(vectors)
-            stored = None if work.vector_cache is None else HostCopy(vectors)
+            is_finite = HostCopy(torch.isfinite(vectors.values).all(dim=1))
+            vectors = vectors.with_values(work.transform(vectors.values))
+            stored = None if work.vector_cache is None else HostCopy(vectors.values)
         numbers = np.concatenate([np.empty(0, dtype=np.int64), *distinct])
         return _Block(local_chunks, numbers, vectors, is_finite, stored, num_done)
 
-    def _finish(self, work: _Work, block: _Block) -> tuple[Tensor, NDArray[np.int64]]:
+    def _finish(self, work: _Work, block: _Block) -> tuple[Part, NDArray[np.int64]]:
         """Check and store the vectors of a block; returns them and the numbers of their texts. A collective."""
-        bad_rows = (~block.is_finite.wait()).nonzero().flatten().tolist()
+        bad_rows = (~block.is_finite.wait()).nonzero().flatten().numpy()
         report = None
-        if bad_rows:
-            text = work.texts.texts[int(work.plan.first[block.distinct[bad_rows[0]]])]
+        if len(bad_rows):
+            sizes = block.vectors.sizes
+            texts = block.distinct if sizes is None else np.repeat(block.distinct, sizes)
+            text = work.texts.texts[int(work.plan.first[texts[bad_rows[0]]])]
             report = len(bad_rows), (text.query if isinstance(text, Pair) else text)[:60]
         failures = [(rank, *report) for rank, report in enumerate(self.world.gather(report)) if report is not None]
         if failures:
@@ -301,19 +322,20 @@ class SentenceEncoder:
                 f"the weights hold NaN or infinity, or overflow in this precision"
             )
         if work.vector_cache is not None and block.stored is not None:
-            work.vector_cache.write(block.stored.wait(), block.distinct, block.chunks, self.world)
+            stored = block.vectors.with_values(block.stored.wait())
+            work.vector_cache.write(stored, block.distinct, block.chunks, self.world)
         self.progress(work.label, block.num_done, len(work.plan))
         return block.vectors, block.distinct
 
-    def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Tensor:
+    def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Part:
         """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
         num_passes = max(1, -(-len(block) // self.world.size))
         with eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
             vectors = [self._forward(chunk) for chunk in chunks]
             # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
             if self.unshard is Unshard.layer or not chunks:
-                vectors += [self._forward(self._dummy)[:0] for _ in range(num_passes - len(chunks))]
-            return torch.cat(vectors)
+                vectors += [self._forward(self._dummy).slice(0, 0) for _ in range(num_passes - len(chunks))]
+            return concatenate(vectors)
 
     @cached_property
     def _dummy(self) -> Tokens:
@@ -325,11 +347,11 @@ class SentenceEncoder:
             return contextlib.nullcontext()
         return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size))
 
-    def _forward(self, tokens: Tokens) -> Tensor:
+    def _forward(self, tokens: Tokens) -> Part:
         vectors: Tensor = self.encoder(*tokens.to(self.world.device).inputs)
-        return vectors[:, : self.truncate_dim].float()
+        return Part(vectors[:, : self.truncate_dim].float(), tokens.sizes)
 
 
-def _repeat(vectors: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Repeat each of the vectors [m, D]; `counts`, int64 [m] on the CPU, add up to `total`, which is not read back."""
-    return vectors.repeat_interleave(to_device(counts, vectors.device), dim=0, output_size=total)
+def _take(part: Part, texts: NDArray[np.int64]) -> Part:
+    """These of the texts, which may be repeated."""
+    return part.take(to_device(torch.from_numpy(texts), part.values.device), texts)

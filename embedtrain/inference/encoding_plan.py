@@ -16,6 +16,7 @@ from torch import Tensor
 from embedtrain.data.pairs import Pair
 from embedtrain.data.text_format import text_key, text_keys
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import TextRole
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 
@@ -37,6 +38,7 @@ class PromptedTexts:
     prompt: str = ""  # prepended to each text
     # A prompt that all texts already start with, or one per text; matters if prompt tokens are excluded from pooling.
     existing_prompt: str | Sequence[str] = ""
+    role: TextRole = TextRole.document  # matters to models that encode queries in another way
 
     def with_prompt(self, rows: Sequence[int]) -> list[Any]:
         """The texts or pairs `rows` as the model sees them."""
@@ -101,12 +103,12 @@ class EncodingPlan:
         """The distinct texts of a chunk."""
         return self.order[self.cuts[number] : self.cuts[number + 1]]
 
-    def expand(self, distinct: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """All occurrences of distinct texts, int64 [m], and their number per distinct text; both on the CPU."""
+    def expand(self, distinct: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+        """All occurrences of distinct texts, int64 [m] on the CPU, and the position in `distinct` of each, [m]."""
         counts = self.starts[distinct + 1] - self.starts[distinct]
         begins = np.repeat(self.starts[distinct] - np.concatenate([[0], counts.cumsum()[:-1]]), counts)
         rows = self.occurrences[begins + np.arange(counts.sum())] if len(distinct) else np.empty(0, dtype=np.int64)
-        return torch.from_numpy(rows), torch.from_numpy(counts)
+        return torch.from_numpy(rows), np.repeat(np.arange(len(distinct)), counts)
 
     def exchange_tokens(self, chunks: Sequence[int], world: World) -> TokenizedTexts | None:
         """The tokens of this rank's chunks; None if they were not kept. A collective.
@@ -178,7 +180,7 @@ def _tokenize(
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
             batch = local_rows[start : start + _TEXTS_PER_CALL]
-            ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch))
+            ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch), role=texts.role)
             local_counts[start : start + len(ids)] = torch.tensor([len(text_ids) for text_ids in ids])
             if sum(map(len, kept)) <= MAX_KEPT_TOKENS:
                 kept.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))

@@ -3,6 +3,9 @@
 Shapes: n vectors, P pairs, D dimensions.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -46,7 +49,11 @@ def pairwise_dot(left: Tensor, right: Tensor) -> Tensor:
     The products of float32 are exact in float64, and halves are added to halves: a library's sum may add in another
     order for another P, on another device or with another number of threads.
     """
-    terms = left.double() * right.double()
+    return sum_of_halves(left.double() * right.double())
+
+
+def sum_of_halves(terms: Tensor) -> Tensor:
+    """Sum of each row of [P, n], n at least 1, in an order of additions that depends on n alone."""
     while terms.shape[1] > 1:
         half = terms.shape[1] // 2
         odd = terms[:, 2 * half :]
@@ -72,3 +79,15 @@ def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
 def top_keys(keys: Tensor, k: int) -> Tensor:
     """The `k` largest keys of each row, largest first."""
     return keys.topk(min(k, keys.shape[1]), dim=1).values
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute products in true fp32, without TF32 and autocast: bounds on their rounding errors do not cover them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,17 +1,18 @@
 """Exact top-k search over documents that are sharded over the ranks.
 
-Shapes: Q queries, T of them in a batch, N documents, n on this rank, D dimensions, K results, W ranks.
+Shapes: Q queries, T of them in a batch, N documents, n on this rank, K results, W ranks.
 
 Scores are computed in two stages. Matrix products in fp32 select candidates; their rounding depends on the shape of the
 tile and thus on the number of ranks. The score of each candidate is then recomputed in float64, in a fixed order of
-additions, and rounded to float32: a function of the two vectors alone. The error of the first stage is bounded. If a
+additions, and rounded to float32: a function of the two texts alone. How two texts are compared, and how documents are
+kept for it, is that of a `Comparison`. The error of the first stage is bounded. If a
 document beyond the candidates could still belong to the top K, all documents that could are rescored.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -21,21 +22,18 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
-from embedtrain.inference.encode import EncodedShard, SentenceEncoder
-from embedtrain.inference.exact import (
-    NO_DOCUMENT,
-    norms,
-    pack_keys,
-    pair_batch_size,
-    pairwise_dot,
-    top_keys,
-    unit_vectors,
-    unpack_keys,
-)
+from embedtrain.inference.comparison import Comparison
+from embedtrain.inference.cosine import Cosine
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.exact import NO_DOCUMENT, full_precision, pack_keys, top_keys, unpack_keys
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.inference.vector_tiles import VectorTiles, dtype_of
+from embedtrain.inference.vector_tiles import dtype_of
+from embedtrain.losses.encoded import Part
 
 QUERY_BATCH_SIZE = 512
+# Of the queries of a batch, unless a single one has more.
+MAX_QUERY_ROWS = 16384
 # Queries that are compared with a tile before the next tile is copied to the device.
 QUERIES_PER_SCAN = 8192
 # Candidates beyond K, so that rounding rarely makes a rescan necessary.
@@ -51,43 +49,47 @@ class Ranking:
 
 
 class ShardedIndex:
-    """Documents on the ranks that encoded them, searched by inner product.
+    """Documents on the ranks that encoded them, searched by the scores of `comparison`.
 
     Ties have a fixed order, so that a ranking depends neither on the number of ranks nor on the tiles or the placement
     of vectors.
 
     `priorities`, int64 [N], is a permutation, the same on every rank: of documents with equal scores, the one with the
-    highest priority ranks first; see `trec_order`. Scores are those of the vectors in the data type of `config`.
+    highest priority ranks first; see `trec_order`. Scores are those of the vectors in the data type of `config`; by
+    default, of inner products.
     """
 
-    def __init__(self, priorities: Tensor, world: World, config: IndexConfig | None = None) -> None:
+    def __init__(
+        self,
+        priorities: Tensor,
+        world: World,
+        config: IndexConfig | None = None,
+        comparison: Comparison | None = None,
+    ) -> None:
         self.world = world
+        self.comparison = comparison or Cosine()
         self.config = config or IndexConfig()
         self.num_documents = len(priorities)
         self._priorities = priorities
         self._document_of_priority = torch.empty_like(priorities)
         self._document_of_priority[priorities] = torch.arange(len(priorities))
-        self._vectors = VectorTiles(self.config, world.device, -(-len(priorities) // world.size))
+        self._documents = self.comparison.store(self.config, world.device, -(-len(priorities) // world.size))
         self._rows: list[Tensor] = []
         # Priorities of this rank's documents, int64 [n] on the device, once they are searched.
         self._local_priorities: Tensor | None = None
-        # Of the vectors; on the device, because reading it after each block would make the next one wait.
-        self._max_norm = torch.zeros((), dtype=torch.float64, device=world.device)
 
     def add(self, shard: EncodedShard) -> None:
         """Add documents of this rank; `shard.rows` are their numbers. Each document is added on one rank, once."""
-        vectors = self._vectors.add(shard.vectors)
+        self._documents.add(shard.part)
         self._rows.append(shard.rows)
         self._local_priorities = None
-        if len(vectors):
-            self._max_norm = torch.maximum(self._max_norm, norms(vectors).max())
 
     def truncated(self, dimension: int) -> "ShardedIndex":
-        """An index of the first dimensions of the same vectors, normalised again, so that scores are cosines."""
-        index = ShardedIndex(self._priorities, self.world, self.config)
+        """An index of the first dimensions of the same vectors, normalised again."""
+        index = ShardedIndex(self._priorities, self.world, self.config, self.comparison)
         rows = self._document_numbers()
-        for start, vectors in self._vectors.tiles():
-            index.add(EncodedShard(unit_vectors(vectors[:, :dimension]), rows[start : start + len(vectors)]))
+        for numbers, part in self._documents.parts():
+            index.add(EncodedShard(self.comparison.prepare(part.values, dimension), rows[numbers], part.sizes))
         return index
 
     def add_texts(
@@ -101,7 +103,7 @@ class ShardedIndex:
         label: str = "encoding documents",
         existing_prompt: str = "",
     ) -> None:
-        """Encode all N documents and add their unit vectors, so that scores are cosines. A collective.
+        """Encode all N documents and add them as the comparison prepares them: as unit vectors. A collective.
 
         Arguments and errors are those of `SentenceEncoder.encode_blocks`.
         """
@@ -111,29 +113,31 @@ class ShardedIndex:
             prompt,
             max_length=max_length,
             vector_cache=vector_cache,
-            transform=lambda vectors: unit_vectors(vectors).to(dtype),
+            transform=lambda vectors: self.comparison.prepare(vectors).to(dtype),
             label=label,
             existing_prompt=existing_prompt,
         ):
             self.add(block)
 
-    def search(self, queries: Tensor, k: int) -> Ranking:
-        """The K documents with the largest inner product, at least 1; all documents if there are fewer. A collective.
+    def search(self, queries: Part | Tensor, k: int) -> Ranking:
+        """The K documents with the largest scores, at least 1; all documents if there are fewer. A collective.
 
-        `queries` are float32 [Q, D], the same on every rank.
+        `queries` are those of Q texts, the same on every rank; a tensor, float32 [Q, D], has one row of each.
         """
-        k = min(k, self.num_documents)
-        scans = [scan for scan in torch.split(queries, QUERIES_PER_SCAN) if len(scan)]
-        keys = [gather_rows(self._local_results(scan, k), self._query_counts(len(scan))).cpu() for scan in scans]
-        scores, priorities = unpack_keys(torch.cat([torch.empty((0, k), dtype=torch.int64), *keys]))
+        k, queries = min(k, self.num_documents), _as_part(queries)
+        keys = [torch.empty((0, k), dtype=torch.int64)]
+        for start in range(0, len(queries), QUERIES_PER_SCAN):
+            scan = queries.slice(start, min(start + QUERIES_PER_SCAN, len(queries)))
+            keys.append(gather_rows(self._local_results(scan, k), self._query_counts(len(scan))).cpu())
+        scores, priorities = unpack_keys(torch.cat(keys))
         return Ranking(scores, self._document_of_priority[priorities])
 
     @torch.no_grad()
-    def scores_of(self, queries: Tensor, documents: Tensor) -> Tensor:
+    def scores_of(self, queries: Part | Tensor, documents: Tensor) -> Tensor:
         """Scores of `documents`, float32 [Q, M] on the CPU, bit-identical to those of `search`. A collective.
 
-        `queries`, float32 [Q, D], and `documents`, int64 [Q, M] numbers on the CPU, are the same on every rank; the
-        score of -1 is minus infinity.
+        `queries` are those of `search`; `documents`, int64 [Q, M] numbers on the CPU, are the same on every rank, and
+        the score of -1 is minus infinity.
         """
         rows, numbers = self._document_numbers().sort()
         at = torch.searchsorted(rows, documents.flatten()).clamp(max=max(0, len(rows) - 1))
@@ -142,8 +146,8 @@ class ShardedIndex:
         scores = torch.full((documents.numel(),), -torch.inf, device=self.world.device)
         if len(local):
             device, query_rows = self.world.device, local // documents.shape[1]
-            local_scores = self._scores(
-                queries.to(device, torch.float32), query_rows.to(device), numbers[at[local]].to(device)
+            local_scores = self._documents.exact_scores(
+                _on_device(_as_part(queries), device), query_rows.to(device), numbers[at[local]].to(device)
             )
             scores[local.to(device)] = local_scores
         dist.all_reduce(scores, op=dist.ReduceOp.MAX)
@@ -155,11 +159,11 @@ class ShardedIndex:
         return [num_queries * (rank + 1) // size - num_queries * rank // size for rank in range(size)]
 
     @torch.no_grad()
-    def _local_results(self, queries: Tensor, k: int) -> Tensor:
+    def _local_results(self, queries: Part, k: int) -> Tensor:
         """Keys of the best `k` documents of all ranks for the queries whose results this rank merges, [t, k]."""
         assert k > 0, "a ranking holds at least one document"
-        queries = queries.to(self.world.device, torch.float32)
-        with _full_precision(self.world.device):
+        queries = _on_device(queries, self.world.device)
+        with full_precision(self.world.device):
             shard_keys = self._search_shard(queries, k)
         counts = self._query_counts(len(queries))
         num_local = counts[self.world.rank]
@@ -167,83 +171,69 @@ class ShardedIndex:
         by_query = received.view(self.world.size, num_local, k).transpose(0, 1)
         return top_keys(by_query.reshape(num_local, self.world.size * k), k)
 
-    def _search_shard(self, queries: Tensor, k: int) -> Tensor:
+    def _search_shard(self, queries: Part, k: int) -> Tensor:
         """Keys of the best `k` documents of this rank, int64 [Q, k], best first; padded with NO_DOCUMENT."""
-        results = torch.full((len(queries), k), NO_DOCUMENT, dtype=torch.int64, device=queries.device)
-        num, batches = len(self._vectors), torch.split(queries, QUERY_BATCH_SIZE)
+        device, num = self.world.device, len(self._documents)
+        results = torch.full((len(queries), k), NO_DOCUMENT, dtype=torch.int64, device=device)
         if not num:
             return results
-        num_results = min(k, num)
-        for start, (batch, approximate, candidates) in zip(
-            range(0, len(queries), QUERY_BATCH_SIZE),
-            self._candidates(batches, min(k + _EXTRA_CANDIDATES, num)),
-            strict=True,
+        num_results, start = min(k, num), 0
+        for batch, approximate, candidates in self._candidates(
+            list(_query_batches(queries)), min(k + _EXTRA_CANDIDATES, num)
         ):
-            rows = torch.arange(len(batch), device=batch.device).repeat_interleave(candidates.shape[1])
+            rows = torch.arange(len(batch), device=device).repeat_interleave(candidates.shape[1])
             keys = top_keys(self._keys(batch, rows, candidates.flatten()).view(candidates.shape), num_results)
             if candidates.shape[1] < num:
                 # Other documents score at most as much as the last candidate, give or take both rounding errors.
                 last = unpack_keys(keys[:, -1])[0].double()
-                error = self._rounding_error(batch)
+                error = self._documents.rounding_error(batch)
                 unsure = (last <= approximate.min(dim=1).values.double() + error).nonzero().flatten()
                 if unsure.numel():
-                    keys[unsure] = self._rescan(batch[unsure], num_results, (last - error)[unsure])
+                    rescanned = batch.take(unsure, unsure.cpu().numpy())
+                    keys[unsure] = self._rescan(rescanned, num_results, (last - error)[unsure])
             results[start : start + len(batch), :num_results] = keys
+            start += len(batch)
         return results
 
-    def _candidates(self, queries: Sequence[Tensor], count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each batch of queries [T, D]: itself, the `count` largest fp32 scores, and their rows, [T, count]."""
-        scores = [batch.new_empty((len(batch), 0)) for batch in queries]
-        rows = [torch.empty((len(batch), 0), dtype=torch.int64, device=batch.device) for batch in queries]
-        for start, vectors in self._vectors.tiles():
+    def _candidates(self, queries: Sequence[Part], count: int) -> list[tuple[Part, Tensor, Tensor]]:
+        """For each batch of T queries: itself, the `count` largest fp32 scores, and their rows, [T, count]."""
+        device = self.world.device
+        scores = [torch.empty((len(batch), 0), device=device) for batch in queries]
+        rows = [torch.empty((len(batch), 0), dtype=torch.int64, device=device) for batch in queries]
+        for start, tile in self._documents.tiles():
             for i, batch in enumerate(queries):
-                tile_scores, tile_rows = (batch @ vectors.T).topk(min(count, len(vectors)), dim=1, sorted=False)
+                tile_scores, tile_rows = tile.scores(batch).topk(min(count, len(tile)), dim=1, sorted=False)
                 both = torch.cat([scores[i], tile_scores], dim=1)
                 scores[i], selected = both.topk(min(count, both.shape[1]), dim=1, sorted=False)
                 rows[i] = torch.cat([rows[i], tile_rows + start], dim=1).gather(1, selected)
         return list(zip(queries, scores, rows, strict=True))
 
-    def _rescan(self, queries: Tensor, k: int, min_scores: Tensor) -> Tensor:
+    def _rescan(self, queries: Part, k: int, min_scores: Tensor) -> Tensor:
         """Keys of the best `k` among all documents whose fp32 score is at least `min_scores` [T]: [T, k].
 
         Needed for many documents with the same vector, or a model that gives every text nearly the same one.
         """
-        results = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
-        for start, vectors in self._vectors.tiles():
-            approximate = (queries @ vectors.T).double()
+        results = torch.empty((len(queries), 0), dtype=torch.int64, device=self.world.device)
+        for start, tile in self._documents.tiles():
+            approximate = tile.scores(queries).double()
             rows, columns = (approximate >= min_scores.unsqueeze(1)).nonzero(as_tuple=True)
             keys = torch.full_like(approximate, NO_DOCUMENT, dtype=torch.int64)
             keys[rows, columns] = self._keys(queries, rows, columns + start)
             results = top_keys(torch.cat([results, keys], dim=1), k)
         return results
 
-    def _keys(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
+    def _keys(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
         """Keys of pairs (row of `queries`, row of this shard), [P]."""
         if self._local_priorities is None:
-            self._local_priorities = self._priorities[self._document_numbers()].to(queries.device)
-        return pack_keys(self._scores(queries, rows, documents), self._local_priorities[documents])
-
-    def _scores(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
-        """Scores of pairs (row of `queries`, row of this shard), float32 [P]."""
-        scores = torch.empty(len(rows), device=queries.device)
-        for positions, vectors in self._vectors.pick(documents, pair_batch_size(queries)):
-            scores[positions] = pairwise_dot(queries[rows[positions]], vectors).float()
-        return scores
+            self._local_priorities = self._priorities[self._document_numbers()].to(self.world.device)
+        scores = self._documents.exact_scores(queries, rows, documents)
+        return pack_keys(scores, self._local_priorities[documents])
 
     def _document_numbers(self) -> Tensor:
         """The numbers of this rank's documents, int64 [n] on the CPU."""
         if len(self._rows) != 1:
             self._rows = [torch.cat([torch.empty(0, dtype=torch.int64), *self._rows])]
         return self._rows[0]
-
-    def _rounding_error(self, queries: Tensor) -> Tensor:
-        """Bound, [T], on the difference between an fp32 score and an exact score rounded to float32.
-
-        Higham, "Accuracy and Stability of Numerical Algorithms" (2002), section 3.1: D u |q| |d| for a sum in any
-        order, and a little more for the rounding of the exact score.
-        """
-        unit = torch.finfo(torch.float32).eps / 2
-        return (self._vectors.dimension + 8) * unit * self._max_norm * norms(queries)
 
 
 def trec_order(ids: Sequence[str]) -> Tensor:
@@ -259,13 +249,21 @@ def first_added_order(num_documents: int) -> Tensor:
     return torch.arange(num_documents - 1, -1, -1)
 
 
-@contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Compute products in true fp32, without TF32 and autocast: the bound on the error does not cover them."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _as_part(queries: Part | Tensor) -> Part:
+    return queries if isinstance(queries, Part) else Part(queries)
+
+
+def _on_device(queries: Part, device: torch.device) -> Part:
+    return queries.with_values(queries.values.to(device, torch.float32))
+
+
+def _query_batches(queries: Part) -> Iterator[Part]:
+    """Consecutive queries that are compared at a time."""
+    sizes = np.ones(len(queries), dtype=np.int64) if queries.sizes is None else queries.sizes
+    ends = np.concatenate([[0], sizes.cumsum()])
+    start = 0
+    while start < len(queries):
+        fits = int(np.searchsorted(ends, ends[start] + MAX_QUERY_ROWS, side="right")) - 1
+        stop = min(len(queries), max(start + 1, min(fits, start + QUERY_BATCH_SIZE)))
+        yield queries.slice(start, stop)
+        start = stop

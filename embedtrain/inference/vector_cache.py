@@ -20,20 +20,24 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, from_numpy
+from torch import from_numpy
 
 from embedtrain.checksums import checksum, file_checksum
 from embedtrain.config.recipe import Precision
 from embedtrain.data.sources.files import file_digest
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write
 from embedtrain.inference.encoding_plan import PromptedTexts
+from embedtrain.losses.encoded import Part
 from embedtrain.models.source import ModelSource
 
-# Part of the file format: the tensor with the numbers of the distinct texts, and parts of the digest.
+# Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
+# their number; and parts of the digest.
 _DISTINCT_TEXTS = "kinds"
+_SIZES = "sizes"
 _CHUNK_TOKENS = "limit"
 _EXISTING_PROMPT = "prompt within"
 
@@ -60,6 +64,8 @@ class VectorCache:
         if texts.existing_prompt:
             existing = texts.existing_prompt
             identity[_EXISTING_PROMPT] = existing if isinstance(existing, str) else list(existing)
+        if texts.role is not TextRole.document:
+            identity["role"] = texts.role.value
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
         digest.update(texts.text_keys().tobytes())
         return VectorCache(self.directory / digest.hexdigest(), identity)
@@ -105,8 +111,8 @@ class VectorCache:
 
     def read_local(
         self, files: Sequence[tuple[str, list[int]]], world: World
-    ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-        """Yield vectors [m, D] of every W-th file, on the CPU, and the numbers of their distinct texts. A collective.
+    ) -> Iterator[tuple[Part, NDArray[np.int64]]]:
+        """Yield the vectors of every W-th file, on the CPU, and the numbers of their distinct texts. A collective.
 
         The number of items is the same on every rank; the last may be empty.
         """
@@ -115,13 +121,15 @@ class VectorCache:
             with world.fail_together("reading stored vectors"):
                 # Ranks without a file read the last one and drop its rows: they only need the width.
                 vectors, distinct = _read(self.directory / files[min(index, len(files) - 1)][0])
-            yield (vectors, distinct) if index < len(files) else (vectors[:0], distinct[:0])
+            yield (vectors, distinct) if index < len(files) else (vectors.slice(0, 0), distinct[:0])
 
-    def write(self, vectors: Tensor, distinct: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
+    def write(self, vectors: Part, distinct: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
         """Store this rank's vectors of `chunks`. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
-                tensors = {"vectors": vectors.cpu().contiguous(), _DISTINCT_TEXTS: from_numpy(distinct)}
+                tensors = {"vectors": vectors.values.cpu().contiguous(), _DISTINCT_TEXTS: from_numpy(distinct)}
+                if vectors.sizes is not None:
+                    tensors[_SIZES] = from_numpy(vectors.sizes)
                 content = save(tensors, metadata={"chunks": json.dumps(list(chunks))})
                 path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{checksum(content)}.safetensors"
                 try:
@@ -147,15 +155,23 @@ def _read_chunk_numbers(path: Path) -> list[int]:
         raise DataError(f"{path}: not a file of stored vectors ({error}): delete {path.parent}") from error
 
 
-def _read(path: Path) -> tuple[Tensor, NDArray[np.int64]]:
+def _read(path: Path) -> tuple[Part, NDArray[np.int64]]:
     try:
         with safe_open(path, framework="pt") as file:
             vectors, distinct = file.get_tensor("vectors"), file.get_tensor(_DISTINCT_TEXTS)
+            sizes = file.get_tensor(_SIZES) if _SIZES in file.keys() else None  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: stored vectors cannot be read ({error}): delete {path.parent}") from error
-    if vectors.dim() != 2 or distinct.shape != vectors.shape[:1] or distinct.dtype != torch.int64:
+    counted = torch.tensor([len(distinct)]) if sizes is None else sizes
+    if (
+        vectors.dim() != 2
+        or distinct.dim() != 1
+        or distinct.dtype != torch.int64
+        or (sizes is not None and (sizes.dtype != torch.int64 or sizes.shape != distinct.shape))
+        or len(vectors) != int(counted.sum())
+    ):
         raise DataError(f"{path}: not a file of stored vectors: delete {path.parent}")
-    return vectors, distinct.numpy()
+    return Part(vectors, None if sizes is None else sizes.numpy()), distinct.numpy()
 
 
 # Weights, configuration, tokenizer, and custom code.
@@ -178,6 +194,8 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
     options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
     if source.truncate_dim is not None:
         options["truncate_dim"] = source.truncate_dim
+    if source.token_vectors is not None:
+        options["similarity"] = source.token_vectors.similarity.value  # a dense model may have the same files
     return options | {
         "files": world.broadcast(files),
         "pooling": source.pooling.value,

@@ -12,7 +12,7 @@ from embedtrain.inference.transfer import HostCopy, to_device
 # Vectors per tile: as many are on the device at a time if vectors are kept on the host.
 TILE = 16384
 # Fraction of a GPU's free memory that vectors may take before they are kept on the host.
-_MAX_DEVICE_FRACTION = 0.5
+MAX_DEVICE_FRACTION = 0.5
 _DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16}
 
 
@@ -90,7 +90,7 @@ class VectorTiles:
         if self._config.place is not VectorPlacement.auto or self._device.type != "cuda":
             return self._config.place is VectorPlacement.host
         size = self._expected * dimension * self._dtype.itemsize
-        return size > _MAX_DEVICE_FRACTION * free_memory(self._device)
+        return size > MAX_DEVICE_FRACTION * free_memory(self._device)
 
 
 def dtype_of(config: IndexConfig) -> torch.dtype:

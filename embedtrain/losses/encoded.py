@@ -51,6 +51,13 @@ class Part:
         return Part(values, self.sizes)
 
 
+def concatenate(parts: Sequence[Part]) -> Part:
+    """The texts of several parts, one after the other; at least one part."""
+    values = torch.cat([part.values for part in parts])
+    sizes = [part.sizes for part in parts if part.sizes is not None]
+    return Part(values, np.concatenate(sizes) if sizes else None)
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The representations of N texts. Most kinds of models have one part; several belong to the same texts."""

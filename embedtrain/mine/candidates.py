@@ -10,11 +10,11 @@ from typing import Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from embedtrain.data.text_format import instructed_query, text_keys
 from embedtrain.data.types import Example
 from embedtrain.inference.index import ShardedIndex
+from embedtrain.losses.encoded import Part
 from embedtrain.mine.inputs import MiningInputs, distinct_pairs, positions_within
 from embedtrain.mine.options import MarginReference, MineOptions
 from embedtrain.mine.pool import IntArray, stripped_keys
@@ -170,12 +170,12 @@ class CandidateWindow:
         return QueryDocumentPairs(rows.astype(np.int64), self.documents[rows, columns]), self.scores[rows, columns]
 
 
-def find_window(index: ShardedIndex, queries: Tensor, excluded: QueryDocumentPairs, rank_max: int) -> CandidateWindow:
+def find_window(index: ShardedIndex, queries: Part, excluded: QueryDocumentPairs, rank_max: int) -> CandidateWindow:
     """The `rank_max` best documents of each query that are not excluded. A collective.
 
     sentence-transformers' `mine_hard_negatives` counts ranks alike. But if a positive is beyond the window, it also
     considers further documents, their number being the maximum number of positives of a query; here, the candidates of
-    a row do not depend on other queries. `queries` are float32 [Q, D], the same on every rank.
+    a row do not depend on other queries. `queries` are the same on every rank.
     """
     num_queries, width = len(queries), min(rank_max, index.num_documents)
     documents: IntArray = np.full((num_queries, width), -1, dtype=np.int64)
@@ -184,7 +184,7 @@ def find_window(index: ShardedIndex, queries: Tensor, excluded: QueryDocumentPai
     excluded_keys = excluded.owners * index.num_documents + excluded.documents
     for group in group_by_depth(counts):
         # Deep enough to fill the window even if all excluded documents rank first.
-        ranking = index.search(queries[torch.from_numpy(group)], rank_max + int(counts[group].max()))
+        ranking = index.search(queries.take(torch.from_numpy(group), group), rank_max + int(counts[group].max()))
         ranked, ranked_scores = ranking.documents.numpy(), ranking.scores.numpy()
         is_excluded = np.isin(group[:, None] * index.num_documents + ranked, excluded_keys)
         order = np.argsort(is_excluded, axis=1, kind="stable")[:, :width]
@@ -195,7 +195,7 @@ def find_window(index: ShardedIndex, queries: Tensor, excluded: QueryDocumentPai
     return CandidateWindow(documents, scores)
 
 
-def scores_of(index: ShardedIndex, queries: Tensor, pairs: QueryDocumentPairs) -> FloatArray:
+def scores_of(index: ShardedIndex, queries: Part, pairs: QueryDocumentPairs) -> FloatArray:
     """The score of each pair, float32 [P], bit-identical to the score in a search. A collective."""
     scores: FloatArray = np.empty(len(pairs.owners), dtype=np.float32)
     counts = pairs.counts(len(queries))
@@ -208,7 +208,9 @@ def scores_of(index: ShardedIndex, queries: Tensor, pairs: QueryDocumentPairs) -
         indices = np.repeat(starts[group], group_counts) + columns
         documents: IntArray = np.full((len(group), int(group_counts.max())), -1, dtype=np.int64)
         documents[rows, columns] = pairs.documents[indices]
-        group_scores = index.scores_of(queries[torch.from_numpy(group)], torch.from_numpy(documents)).numpy()
+        group_scores = index.scores_of(
+            queries.take(torch.from_numpy(group), group), torch.from_numpy(documents)
+        ).numpy()
         scores[indices] = group_scores[rows, columns]
     return scores
 

@@ -17,7 +17,6 @@ from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
-from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.mine.candidates import (
@@ -117,7 +116,9 @@ class Miner:
 
     def _index(self, document_format: DocumentFormat, progress: ProgressCallback) -> ShardedIndex:
         pool = self.inputs.pool
-        index = ShardedIndex(first_added_order(len(pool)), self.encoder.world, self.options.index)
+        index = ShardedIndex(
+            first_added_order(len(pool)), self.encoder.world, self.options.index, self.encoder.comparison
+        )
         with self.encoder.report_progress(progress):
             index.add_texts(
                 self.encoder,
@@ -154,9 +155,8 @@ class Miner:
     def _find_candidates(
         self, queries: UniqueQueries, max_length: int | None, index: ShardedIndex, progress: ProgressCallback
     ) -> BlockCandidates:
-        vectors = unit_vectors(
-            self.encoder.encode_all(queries.inputs, max_length=max_length, existing_prompt=queries.prompts)
-        )
+        encoded = self.encoder.encode(queries.inputs, max_length=max_length, existing_prompt=queries.prompts)
+        vectors = self.encoder.comparison.prepared(encoded)
         window = find_window(index, vectors, queries.excluded, self.options.rank_max)
         answer_scores = scores_of(index, vectors, queries.answers)
         ranks = ranks_of(window, queries.answers, answer_scores)

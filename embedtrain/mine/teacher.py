@@ -12,7 +12,6 @@ from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Pre
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
-from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache, model_identity
@@ -96,7 +95,7 @@ def load_teacher(
 
 
 class _BiEncoder:
-    """Exact cosines. Texts get the teacher's own prompts, as they do for a teacher in a loss."""
+    """Exact similarities. Texts get the teacher's own prompts, as they do for a teacher in a loss."""
 
     scores_are_logits = False
 
@@ -107,7 +106,9 @@ class _BiEncoder:
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """Encode all documents."""
         prompt = self._encoder.document_prompt
-        self._index = ShardedIndex(first_added_order(len(pool)), self._encoder.world, self._options.index)
+        self._index = ShardedIndex(
+            first_added_order(len(pool)), self._encoder.world, self._options.index, self._encoder.comparison
+        )
         with self._encoder.report_progress(progress):
             self._index.add_texts(
                 self._encoder,
@@ -120,10 +121,8 @@ class _BiEncoder:
     def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
         """Encode the queries and score the pairs."""
         assert self._index is not None
-        vectors = self._encoder.encode_all(
-            queries, self._encoder.query_prompt, label="encoding queries with the teacher"
-        )
-        return scores_of(self._index, unit_vectors(vectors), pairs)
+        encoded = self._encoder.encode(queries, self._encoder.query_prompt, label="encoding queries with the teacher")
+        return scores_of(self._index, self._encoder.comparison.prepared(encoded), pairs)
 
 
 class _CrossEncoder:

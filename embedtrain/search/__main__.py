@@ -34,7 +34,6 @@ def main(options: SearchOptions) -> None:
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.any_corpus import read_any_corpus
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.index import ShardedIndex, trec_order
     from embedtrain.inference.score import best_first
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
@@ -52,12 +51,12 @@ def main(options: SearchOptions) -> None:
             model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
-        index = ShardedIndex(trec_order(ids), world)
+        index = ShardedIndex(trec_order(ids), world, comparison=encoder.comparison)
         with console.phase(f"encoding {len(texts):,} texts"):
             index.add_texts(encoder, texts, encoder.document_prompt)
         for query in _queries(options.query):
-            vector = unit_vectors(encoder.encode_all([query], encoder.query_prompt))
-            ranking = index.search(vector, options.top_k if scorer is None else options.rerank_depth)
+            encoded = encoder.comparison.prepared(encoder.encode([query], encoder.query_prompt))
+            ranking = index.search(encoded, options.top_k if scorer is None else options.rerank_depth)
             numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
             if scorer is not None:
                 scores = scorer.score([query] * len(numbers), [texts[number] for number in numbers]).tolist()

@@ -11,10 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
+from embedtrain.config.late_interaction import QueryExpansion
+from embedtrain.config.token_vectors import Expansion, TokenVectors
 from embedtrain.data.pairs import PairFormat, PairTokenizer
+from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.late_interaction import MaxSimComparison
 from embedtrain.inference.score import PairScorer
 from tests.small import small_tokenizer
 
@@ -52,6 +56,41 @@ def sharded_encoder(world: World) -> TinyEncoder:
 def sentence_encoder(world: World, *, chunk_tokens: int = 40, **options: Any) -> SentenceEncoder:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     return SentenceEncoder(sharded_encoder(world), tokenizer, world, chunk_tokens=chunk_tokens, **options)
+
+
+class TinyTokenEncoder(nn.Module):
+    """The same with a normalised vector of 16 dimensions for each of the tokens that `token_rows` names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = TinyEncoder().backbone
+        self.projection = nn.Linear(32, 16, bias=False)
+        self.forwards = 0
+
+    def forward(
+        self, ids: Tensor, mask: Tensor | None, pooled: Any, packing: Any, types: Any, token_rows: Tensor
+    ) -> Tensor:
+        self.forwards += 1
+        mask = torch.ones_like(ids) if mask is None else mask
+        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        return nn.functional.normalize(self.projection(hidden.flatten(0, 1)[token_rows]), dim=-1)
+
+
+# Queries have 9 vectors, and documents none of two words.
+TOKEN_VECTORS = TokenVectors(
+    document_length=12,
+    expansion=Expansion(strategy=QueryExpansion.fixed, length=9),
+    skiplist_words=("alpha", "kappa"),
+)
+
+
+def token_encoder(world: World, *, chunk_tokens: int = 40, mean: bool = False, **options: Any) -> SentenceEncoder:
+    """A late-interaction model on all ranks."""
+    encoder = TinyTokenEncoder()
+    fully_shard(encoder, mesh=init_device_mesh("cpu", (world.size,)))
+    tokenizer = TokenRowTokenizer(small_tokenizer(), 16, TOKEN_VECTORS)
+    comparison = MaxSimComparison(mean=mean)
+    return SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, comparison=comparison, **options)
 
 
 class TinyCrossEncoder(nn.Module):

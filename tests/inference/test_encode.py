@@ -297,9 +297,9 @@ def encode_counting_texts(world, max_kept_tokens):
     encoder = sentence_encoder(world, chunk_tokens=16)
     ids, tokenized = encoder.tokenizer.ids, []
 
-    def counting(texts, max_length=None, prompts=""):
+    def counting(texts, max_length=None, prompts="", **more):
         tokenized.extend(text for text in texts if text != "a")
-        return ids(texts, max_length, prompts)
+        return ids(texts, max_length, prompts, **more)
 
     encoder.tokenizer.ids = counting
     before, encoding_plan.MAX_KEPT_TOKENS = encoding_plan.MAX_KEPT_TOKENS, max_kept_tokens

@@ -10,7 +10,7 @@ import torch
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.inference import index as index_module
 from embedtrain.inference import vector_tiles
-from embedtrain.inference.encode import EncodedShard
+from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
 

@@ -11,13 +11,15 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
+from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.types import Corpus, LoadedSet
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.exact import cosines, unit_vectors
-from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.losses.encoded import Part
 from embedtrain.tracking.query_metrics import QueryMetrics
 
 # MTEB's seed for all draws.
@@ -30,7 +32,7 @@ _SCORE_BATCH_SIZE = 1 << 22
 class EncodedSet:
     """The vectors of a set, encoded once and measured with all and with fewer dimensions."""
 
-    vectors: dict[str, Tensor] = field(default_factory=dict)  # by label, on every rank
+    texts: dict[str, Part] = field(default_factory=dict)  # by label, on every rank
     documents: ShardedIndex | None = None
     ranking: dict[str, list[int]] | None = None  # indices of the best documents by query id, best first
 
@@ -49,7 +51,7 @@ class EvaluationContext:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderContext(EvaluationContext):
-    """One set on a model that gives texts vectors; texts are compared by cosine."""
+    """One set on a model that encodes texts, and compares them by their representations."""
 
     encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     index: IndexConfig
@@ -58,52 +60,84 @@ class EncoderContext(EvaluationContext):
     encoded: EncodedSet  # filled by the first measurement
     keep_ranking: int = 0  # documents per query of a search that `encoded.ranking` has afterwards
 
-    def encode_queries(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors of queries: float32 [n, D], on every rank. A collective."""
-        return unit_vectors(self._encode(texts, "queries"))
+    def encode_queries(self, texts: Sequence[str]) -> Part:
+        """Queries as an index compares them, on every rank. A collective."""
+        return self.encoder.comparison.prepared(self._encode(texts, "queries"))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts that are neither queries nor documents, not normalized: float32 [n, D], on every rank.
 
         They get the prompt and the maximum length of queries. A collective.
         """
-        return self._encode(texts, "texts")
+        part = self._encode(texts, "texts")
+        assert part.sizes is None, "sets that need one vector per text are rejected for other models"
+        return part.values
 
-    def encode_pairs(self, first: Sequence[str], second: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """`encode_texts` of two lists of equal length."""
-        vectors = self.encode_texts([*first, *second])
-        return vectors[: len(first)], vectors[len(first) :]
+    def encode_pairs(self, first: Sequence[str], second: Sequence[str], *, swapped: bool = False) -> tuple[Part, Part]:
+        """Two lists of equal length: queries and documents if the comparison distinguishes them, else texts.
+
+        With `swapped`, the second texts are the queries. A collective.
+        """
+        if not self.encoder.comparison.is_symmetric:
+            suffix = " in the other direction" if swapped else ""
+            queries, documents = (second, first) if swapped else (first, second)
+            return (
+                self._encode(queries, f"queries{suffix}"),
+                self._encode(documents, f"documents{suffix}", TextRole.document),
+            )
+        texts = self._encode([*first, *second], "texts")
+        parts = texts.slice(0, len(first)), texts.slice(len(first), len(texts))
+        return parts[::-1] if swapped else parts
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> Tensor:
-        """Cosines of n pairs of texts, float32 [n], on every rank. A collective."""
-        # In float32, the cosine of two equal texts is exactly 1, so that they tie.
-        return cosines(*self.encode_pairs(first, second)).float().cpu()
+        """Scores of n pairs of texts, float32 [n], on every rank. A collective."""
+        return self.encoder.comparison.similarities(*self.encode_pairs(first, second))
+
+    def nearest(self, first: Sequence[str], second: Sequence[str], *, swapped: bool = False) -> list[int]:
+        """For each of the first texts, or of the second ones, the index of the nearest one of the others. A collective.
+
+        Every rank has all vectors and searches a part of them.
+        """
+        queries, documents = map(self.encoder.comparison.prepared, self.encode_pairs(first, second, swapped=swapped))
+        num, rank = len(documents), self.world.rank
+        index = ShardedIndex(first_added_order(num), self.world, self.index, self.encoder.comparison)
+        local_rows = torch.arange(num)[rank :: self.world.size]
+        local = documents.take(local_rows.to(documents.values.device), local_rows.numpy())
+        index.add(EncodedShard(local.values, local_rows, local.sizes))
+        nearest: list[int] = index.search(queries, 1).documents.flatten().tolist()
+        return nearest
 
     def candidate_scores(self, queries: Sequence[str], documents: Corpus, candidates: Tensor) -> Tensor:
-        """Cosines of Q queries with M candidates each, float32 [Q, M], on every rank. A collective.
+        """Scores of Q queries with M candidates each, float32 [Q, M], on every rank. A collective.
 
         `candidates`, int64 [Q, M], are indices of documents, or -1.
         """
-        vectors = self.encode_queries(queries)
+        encoded = self.encode_queries(queries)
         index = self.index_documents(documents.texts, documents.ids)
+        scores = [torch.empty((0, candidates.shape[1]))]
         batch_size = max(1, _SCORE_BATCH_SIZE // candidates.shape[1])
-        batches = zip(vectors.split(batch_size), candidates.split(batch_size), strict=True)
-        return torch.cat([torch.empty((0, candidates.shape[1])), *(index.scores_of(*batch) for batch in batches)])
+        for start in range(0, len(encoded), batch_size):
+            stop = min(start + batch_size, len(encoded))
+            scores.append(index.scores_of(encoded.slice(start, stop), candidates[start:stop]))
+        return torch.cat(scores)
 
-    def _encode(self, texts: Sequence[str], label: str) -> Tensor:
-        if label not in self.encoded.vectors:
-            prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
-            self.encoded.vectors[label] = self.encoder.encode_all(
-                texts, prompt, max_length=self.loaded.query_max_length, label=f"encoding {label}"
-            )
-        return self.encoded.vectors[label][:, : self.dimension]
+    def _encode(self, texts: Sequence[str], label: str, role: TextRole = TextRole.query) -> Part:
+        encoder, loaded, encoded = self.encoder, self.loaded, self.encoded.texts
+        if label not in encoded:
+            given, default, max_length = loaded.query_prompt, encoder.query_prompt, loaded.query_max_length
+            if role is TextRole.document:
+                given, default, max_length = loaded.document_prompt, encoder.document_prompt, loaded.document_max_length
+            prompt = default if given is None else given
+            encoded[label] = encoder.encode(texts, prompt, role=role, max_length=max_length, label=f"encoding {label}")
+        return encoded[label].with_values(encoded[label].values[:, : self.dimension])
 
     def index_documents(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
-        """An index of documents for search by cosine, with ties in the order of trec_eval. A collective."""
+        """An index of documents, with ties in the order of trec_eval. A collective."""
         index = self.encoded.documents
         if index is None:
             given = self.loaded.document_prompt
-            index = self.encoded.documents = ShardedIndex(trec_order(ids), self.world, self.index)
+            index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.comparison)
+            self.encoded.documents = index
             index.add_texts(
                 self.encoder,
                 texts,

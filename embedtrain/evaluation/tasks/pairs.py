@@ -1,21 +1,16 @@
 """Pairs of sentences: semantic textual similarity, pair classification and bitext mining.
 
-Shapes: n pairs, D dimensions.
+Shapes: n pairs.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from sklearn.metrics import average_precision_score, precision_recall_fscore_support
-from torch import Tensor
 
 from embedtrain.evaluation.metrics import sts_metrics
 from embedtrain.evaluation.tasks.context import EncoderContext, ScorerContext, reproducible_sklearn
 from embedtrain.evaluation.types import Bitext, LabelledPairs, ScoredPairs
-from embedtrain.inference.encode import EncodedShard
-from embedtrain.inference.exact import unit_vectors
-from embedtrain.inference.index import ShardedIndex, first_added_order
 
 STS_METRICS = ("spearman", "pearson")
 PAIR_CLASSIFICATION_METRICS = ("ap", "accuracy", "f1", "precision", "recall", "accuracy_threshold", "f1_threshold")
@@ -57,15 +52,15 @@ def _pair_classification_metrics(scores: np.ndarray, labels: np.ndarray) -> dict
 
 
 def measure_bitext(data: Bitext, context: EncoderContext) -> dict[str, float]:
-    """Metrics of nearest neighbours by cosine, identical on every rank. A collective.
+    """Metrics of nearest neighbours, identical on every rank. A collective.
 
     From the first sentences to the second, a translation is found if the nearest neighbour is in the same row;
     precision, recall and F1 are means with rows as classes, as in MTEB. `accuracy_back` (from the second to the first)
     and `accuracy_mean` (of both directions) are those of sentence-transformers' TranslationEvaluator, which also
     accepts an equal sentence of another row. Of equally near sentences, the first counts.
     """
-    first, second = map(unit_vectors, context.encode_pairs(data.first, data.second))
-    forward, backward = _nearest(first, second, context), _nearest(second, first, context)
+    forward = context.nearest(data.first, data.second)
+    backward = context.nearest(data.first, data.second, swapped=True)
     metrics: dict[str, float] = {}
     with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
         if context.world.is_main:
@@ -83,19 +78,6 @@ def measure_bitext(data: Bitext, context: EncoderContext) -> dict[str, float]:
                 "accuracy_mean": (_fraction_equal(data.second, forward) + accuracy_back) / 2,
             }
     return context.world.broadcast(metrics)
-
-
-def _nearest(queries: Tensor, documents: Tensor, context: EncoderContext) -> list[int]:
-    """For each row of [n, D], the row of [n, D] with the largest inner product. A collective.
-
-    Every rank has all vectors and searches a part of them.
-    """
-    world, num = context.world, len(documents)
-    index = ShardedIndex(first_added_order(num), world, context.index)
-    local_rows = torch.arange(num)[world.rank :: world.size]
-    index.add(EncodedShard(documents[local_rows.to(documents.device)], local_rows))
-    nearest: list[int] = index.search(queries, 1).documents.flatten().tolist()
-    return nearest
 
 
 def _fraction_equal(texts: Sequence[str], nearest: Sequence[int]) -> float:

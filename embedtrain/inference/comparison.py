@@ -1,0 +1,78 @@
+"""How texts are compared by their representations: what depends on the kind of a model in search and evaluation.
+
+Shapes: T queries, n documents of this rank, t of them in a tile, P pairs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.losses.encoded import Part
+
+
+class Tile(Protocol):
+    """Some of the documents, on the device."""
+
+    def __len__(self) -> int: ...
+
+    def scores(self, queries: Part) -> Tensor:
+        """Approximate scores, float32 [T, t]; `rounding_error` bounds their error."""
+        ...
+
+
+class DocumentStore(ABC):
+    """The documents of a rank, numbered from 0 in the order in which they were added."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number n of documents."""
+
+    @abstractmethod
+    def add(self, documents: Part) -> None:
+        """Add documents."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[tuple[int, Tile]]:
+        """The number of each tile's first document, and the tile."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[Tensor, Part]]:
+        """All documents: their numbers, int64 on the CPU, and their representations as float32 on the device."""
+
+    @abstractmethod
+    def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
+        """Scores of pairs (query, document), int64 [P] each: float32 [P], a function of the two texts alone."""
+
+    @abstractmethod
+    def rounding_error(self, queries: Part) -> Tensor:
+        """Bound, float64 [T], on the difference between the score of a tile and an exact score."""
+
+
+class Comparison(ABC):
+    """How two texts are compared. All results are bit-identical for any batching of texts and any number of ranks.
+
+    Attributes:
+        is_symmetric: whether two texts are compared without saying which one is the query.
+    """
+
+    is_symmetric: bool
+
+    @abstractmethod
+    def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
+        """What an index and queries hold of the rows [R, D] of an encoder, or of their first dimensions."""
+
+    def prepared(self, part: Part) -> Part:
+        """The texts of an encoder as queries of an index."""
+        return part.with_values(self.prepare(part.values))
+
+    @abstractmethod
+    def similarities(self, first: Part, second: Part) -> Tensor:
+        """Scores of n pairs of texts as the encoder returns them: float32 [n] on the CPU."""
+
+    @abstractmethod
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> DocumentStore:
+        """An empty store of an index; `expected` is the final number of documents on this rank."""

@@ -1,0 +1,14 @@
+"""The comparison of each kind of model."""
+
+from embedtrain.config.late_interaction import TokenSimilarity
+from embedtrain.inference.comparison import Comparison
+from embedtrain.inference.cosine import Cosine
+from embedtrain.inference.late_interaction import MaxSimComparison
+from embedtrain.models.source import ModelSource
+
+
+def comparison_of(source: ModelSource) -> Comparison:
+    """How texts are compared that this model has encoded."""
+    if source.token_vectors is None:
+        return Cosine()
+    return MaxSimComparison(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)

@@ -29,6 +29,16 @@ class TokenVectors:
     similarity: TokenSimilarity = TokenSimilarity.maxsim
     is_new: bool = False  # whether the projection is not in the files and starts from the seed
 
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the longest text; None if only the model limits those of a role."""
+        expanded = 0 if self.expansion is None else self.expansion.length
+        is_fixed = self.expansion is not None and self.expansion.strategy is QueryExpansion.fixed
+        query_length = expanded if is_fixed else self.query_length
+        if query_length is None or self.document_length is None:
+            return None
+        return max(query_length, expanded, self.document_length)
+
     def with_options(self, options: LateInteractionConfig, *, is_new: bool = False) -> "TokenVectors":
         """The same with the options that a recipe sets in place of those of the files."""
         return TokenVectors(

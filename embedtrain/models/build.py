@@ -296,6 +296,8 @@ def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation
     shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}
     if dense.bias:
         shapes["linear.bias"] = torch.Size([dense.num_out])
+    if dense.is_inline:
+        stored = {name: location for name, location in stored.items() if name in shapes}
     if set(stored) != set(shapes) or not _shapes_match(stored, shapes):
         expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ModelError(

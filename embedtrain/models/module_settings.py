@@ -1,13 +1,16 @@
-"""Reads the settings of a sentence-transformers directory: pooling, Dense heads, prompts and dimensions."""
+"""Reads the settings of a sentence-transformers directory: modules, pooling, Dense heads, prompts and dimensions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import ACTIVATIONS
-from embedtrain.models.file_references import read_json
+from embedtrain.models.file_references import read_json, require_own_files
+
+SETTINGS = "config_sentence_transformers.json"
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -29,6 +32,32 @@ class DenseSource:
     num_out: int
     bias: bool
     activation: str
+    is_inline: bool = False  # whether its weights are among those of the backbone, in the same files
+
+
+class Module(NamedTuple):
+    """A module of a sentence-transformers directory."""
+
+    kind: str  # the name of its class in sentence-transformers, or the full name of another class
+    path: Path
+    type: str  # the full name of the class
+
+
+def read_modules(directory: Path) -> list[Module]:
+    """The modules in modules.json. A ModelError if one is outside the directory."""
+    modules: list[Module] = []
+    for module in read_json(directory / "modules.json", list):
+        if not isinstance(module, dict) or "type" not in module:
+            raise ModelError(f"{directory / 'modules.json'} holds {module!r}, not a mapping with `type`")
+        kind = str(module["type"])
+        part = (directory / str(module.get("path") or "")).resolve()
+        if not part.is_relative_to(directory.resolve()):
+            raise ModelError(f"{directory / 'modules.json'} names {part}, outside its own directory")
+        if part.is_dir():
+            require_own_files(part, directory)
+        name = kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind
+        modules.append(Module(name, part, kind))
+    return modules
 
 
 def read_transformer_settings(directory: Path) -> dict[str, Any]:
@@ -51,7 +80,11 @@ def read_truncate_dim(path: Path) -> int | None:
 
 def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:
     """The prompts of the directory."""
-    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return prompts_of(read_json(path) if path.is_file() else {}, path, kind)
+
+
+def prompts_of(settings: Mapping[str, Any], path: Path, kind: ModelKind) -> dict[str, str]:
+    """The prompts in the settings of a directory, whose file is `path`."""
     saved = settings.get("prompts") or {}
     if not isinstance(saved, dict):
         raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
@@ -67,7 +100,7 @@ def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:
             prompts.setdefault("document", prompts[name])
     if default and prompts[default]:
         # A cross-encoder of sentence-transformers has it before the first text of a pair only.
-        roles = ("query", "document") if kind is ModelKind.dense else ("query",)
+        roles = ("query",) if kind is ModelKind.cross_encoder else ("query", "document")
         prompts = dict.fromkeys(roles, prompts[default]) | prompts
     return prompts
 

@@ -4,14 +4,13 @@ A Hub id (downloaded to a directory), a Hugging Face directory, a sentence-trans
 without weights all become a `ModelSource`.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
@@ -19,13 +18,17 @@ from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.config.token_vectors import TokenVectors
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
-from embedtrain.models.encoder import disable_unused, hidden_size
+from embedtrain.models.configuration import check_config, read_config, reject_typos
+from embedtrain.models.encoder import hidden_size
 from embedtrain.models.export_record import verify_settings
-from embedtrain.models.file_references import read_json, require_own_files
+from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import one_line, resolve_directory
+from embedtrain.models.late_interaction_files import late_interaction_format, read_late_interaction
 from embedtrain.models.module_settings import (
+    SETTINGS,
     DenseSource,
     read_dense,
+    read_modules,
     read_pooling,
     read_prompts,
     read_transformer_settings,
@@ -44,9 +47,7 @@ from embedtrain.models.score_head import (
     read_score_head,
     score_pooling,
 )
-from embedtrain.models.security import require_bounded_numbers, require_safe_config, require_safe_files
-
-_SETTINGS = "config_sentence_transformers.json"
+from embedtrain.models.security import require_bounded_numbers, require_safe_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class Tokenization:
     append_eos: bool | None = None  # whether texts end with the end-of-text token; None: decided by `load_tokenizer`
     lowercase: bool = False
     is_sentence_transformers: bool = False  # the tokenizer of such a directory already ends texts as needed
+    prompt_tokens: tuple[str, ...] = ()  # entries of the vocabulary that prompts begin with, each one token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,11 @@ def open_model_source(model: ModelConfig) -> ModelSource:
         return replace(source, config=config, pooling=pooling, include_prompt=True, normalize=False)
     if model.kind is ModelKind.late_interaction:
         dense, token_vectors = token_projection(source.dense, source.token_vectors, config, model.late_interaction)
-        return replace(source, config=config, dense=dense, token_vectors=token_vectors, normalize=True)
+        max_length = source.tokenization.max_length or token_vectors.max_length
+        tokenization = replace(source.tokenization, max_length=max_length, append_eos=model.append_eos)
+        return replace(
+            source, config=config, dense=dense, token_vectors=token_vectors, tokenization=tokenization, normalize=True
+        )
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -132,8 +138,11 @@ def _from_path(model: ModelConfig) -> ModelSource:
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
     require_safe_files(directory, trust_remote_code=model.trust_remote_code)
     verify_settings(directory)
-    is_sentence_transformers = (directory / "modules.json").is_file()
-    source = _read_modules(directory, model) if is_sentence_transformers else _read_plain(directory, model)
+    if late_interaction := late_interaction_format(directory):
+        source = _read_late_interaction(directory, model, late_interaction)
+    else:
+        has_modules = (directory / "modules.json").is_file()
+        source = _read_modules(directory, model) if has_modules else _read_plain(directory, model)
     max_length = model.max_length or source.tokenization.max_length
     prompts = {"query": model.query_prompt, "document": model.document_prompt}
     return replace(
@@ -166,13 +175,13 @@ def _from_config(model: ModelConfig) -> ModelSource:
         else:
             values = dict(options)
             kind = values.pop("model_type")
-            _reject_typos(values, AutoConfig.for_model(kind))
+            reject_typos(values, AutoConfig.for_model(kind))
             config = AutoConfig.for_model(kind, **values)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
             f"model.config: {one_line(error)} (it is a mapping with `model_type`, or the path of a config.json)"
         ) from None
-    _check_config(config, "model.config")
+    check_config(config, "model.config")
     head: HeadSource | None = None
     if model.kind is ModelKind.cross_encoder:
         head = replace(new_score_head(config, "model.config"), template=pair_template(model.pair_template))
@@ -191,16 +200,8 @@ def _from_config(model: ModelConfig) -> ModelSource:
     )
 
 
-def _reject_typos(values: dict[str, Any], config: PretrainedConfig) -> None:
-    """Transformers accepts an unknown key silently and builds the model without it."""
-    for name in values:
-        matches = difflib.get_close_matches(name, config.to_dict(), n=1, cutoff=0.8)
-        if matches and not hasattr(config, name):
-            raise ConfigError(f"model.config.{name}: {config.model_type} has no such value; did you mean {matches[0]}?")
-
-
 def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
-    config = _config(directory, trust_remote_code=model.trust_remote_code)
+    config = read_config(directory, trust_remote_code=model.trust_remote_code)
     return ModelSource(
         directory=directory,
         config=config,
@@ -217,17 +218,9 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     transformer, pooling, include_prompt, normalize, dense = directory, None, True, False, []
     kinds: list[str] = []
     logit_score: dict[str, Any] = {}
-    for module in read_json(directory / "modules.json", list):
-        if not isinstance(module, dict) or "type" not in module:
-            raise ModelError(f"{directory / 'modules.json'} holds {module!r}, not a mapping with `type`")
-        kind = str(module["type"])
-        part = (directory / str(module.get("path") or "")).resolve()
-        if not part.is_relative_to(directory.resolve()):
-            raise ModelError(f"{directory / 'modules.json'} names {part}, outside its own directory")
-        if part.is_dir():
-            require_own_files(part, directory)
-        kinds.append(kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind)
-        match kinds[-1]:
+    for kind, part, full_name in read_modules(directory):
+        kinds.append(kind)
+        match kind:
             case "Transformer":
                 transformer = part
             case "Pooling":
@@ -240,7 +233,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
                 logit_score = read_json(part / "config.json")
             case _:
                 raise ModelError(
-                    f"{directory / 'modules.json'} has the unknown module type {kind}; supported are Transformer, "
+                    f"{directory / 'modules.json'} has the unknown module type {full_name}; supported are Transformer, "
                     f"Pooling, Dense, Normalize and {LOGIT_SCORE}, and no code of a model directory is run"
                 )
     pools = ["Pooling"] * (pooling is not None)
@@ -251,12 +244,10 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             f"Pooling, any number of Dense and an optional Normalize, in this order, or Transformer and {LOGIT_SCORE}"
         )
     if transformer != directory.resolve():
-        if (transformer / "modules.json").is_file():
-            raise ModelError(f"{transformer / 'modules.json'} is a second one inside {directory}: remove one of them")
-        require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
+        _require_own_transformer(transformer, directory, model)
     settings = read_transformer_settings(transformer)
-    config = _config(transformer, trust_remote_code=model.trust_remote_code)
-    stored = read_json(directory / _SETTINGS) if (directory / _SETTINGS).is_file() else {}
+    config = read_config(transformer, trust_remote_code=model.trust_remote_code)
+    stored = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     is_scorer |= kinds == SCORE_MODULES and stored.get("model_type") == CROSS_ENCODER
     if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
         raise _is_reranker_error(str(directory), f"with {', '.join(kinds)}")
@@ -285,39 +276,47 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         # Prompts of a model with a chat template are instructions in it, which are part of the template's prompts.
         prompts={}
         if head is not None and ((pooling is not None and not is_scorer) or _is_stored(head.template, model))
-        else read_prompts(directory / _SETTINGS, model.kind),
-        truncate_dim=read_truncate_dim(directory / _SETTINGS) if model.kind is ModelKind.dense else None,
+        else read_prompts(directory / SETTINGS, model.kind),
+        truncate_dim=read_truncate_dim(directory / SETTINGS) if model.kind is ModelKind.dense else None,
         dense=tuple(dense) if model.kind is ModelKind.dense else (),
         trust_remote_code=model.trust_remote_code,
     )
 
 
+def _read_late_interaction(directory: Path, model: ModelConfig, what: str) -> ModelSource:
+    """Read a directory that is `what`, of any of the formats of late-interaction models."""
+    if model.kind is not ModelKind.late_interaction:
+        raise ConfigError(
+            f"model.kind={model.kind.value}: {directory} is {what}, a late-interaction model; set "
+            "model.kind=late_interaction"
+        )
+    files = read_late_interaction(directory)
+    if files.transformer != directory:
+        _require_own_transformer(files.transformer, directory, model)
+    tokenization = Tokenization(
+        lowercase=files.lowercase, is_sentence_transformers=True, prompt_tokens=files.prompt_tokens
+    )
+    return ModelSource(
+        directory=files.transformer,
+        config=read_config(files.transformer, trust_remote_code=model.trust_remote_code),
+        pooling=Pooling.cls,  # without an effect
+        dense=files.dense,
+        token_vectors=files.token_vectors,
+        normalize=True,
+        tokenization=tokenization,
+        prompts=files.prompts,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _require_own_transformer(transformer: Path, directory: Path, model: ModelConfig) -> None:
+    if (transformer / "modules.json").is_file():
+        raise ModelError(f"{transformer / 'modules.json'} is a second one inside {directory}: remove one of them")
+    require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
+
+
 def _is_stored(template: PairTemplate | None, model: ModelConfig) -> bool:
     return template is not None and model.pair_template is None
-
-
-def _config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig:
-    settings = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-    if "auto_map" in settings and not trust_remote_code and str(settings.get("model_type")) not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{directory / 'config.json'} needs Python code of the model (auto_map): review it, and if you trust its "
-            "authors set trust_remote_code=true (model.trust_remote_code in a recipe)"
-        )
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises nearly anything for invalid values
-        raise ModelError(
-            f"cannot read a model configuration from {directory} ({type(error).__name__}: {one_line(error)})"
-        ) from None
-    return _check_config(config, str(directory))
-
-
-def _check_config(config: PretrainedConfig, where: str) -> PretrainedConfig:
-    if config.is_encoder_decoder:
-        raise ModelError(f"{where} holds {config.model_type}, an encoder-decoder; supported are encoders and decoders")
-    require_safe_config(config, where)
-    disable_unused(config)
-    return config
 
 
 def _score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource | None:

@@ -2,9 +2,10 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.recipe import Pooling
@@ -17,7 +18,7 @@ from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 
 # Positions of these models start after the padding id, which reduces the maximal length.
 _POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "xmod"}
-# Texts that show how a tokenizer ends texts, and their maximal length.
+# Texts that show how a tokenizer begins and ends texts, and their maximal length.
 _PROBES = ("a", "two words", "")
 _PROBE_LENGTH = 64
 
@@ -52,6 +53,7 @@ def load_tokenizer(
     if source.head is not None and source.head.template is not None:
         by_default &= source.head.template.special_tokens
     _add_eos_token(loaded, tokenization.append_eos, path, by_default=by_default)
+    _register_prompt_tokens(loaded, tokenization.prompt_tokens, path)
     if loaded.pad_token_id is None:
         if loaded.eos_token_id is None:
             raise ModelError(
@@ -133,6 +135,29 @@ def _add_eos_token(tokenizer: PreTrainedTokenizerBase, append_eos: bool | None, 
             f"{tokenizer.eos_token} to texts: write model.append_eos=false to train without it, or provide a "
             "tokenizer.json that adds it"
         )
+
+
+def _register_prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], path: str) -> None:
+    """Make prompts that are one token of the vocabulary, or begin with one, that token wherever a text has them.
+
+    ColBERT inserts the id of such a token after the first one of a text. Without this the tokenizer would split
+    `[unused0]`, and one that lowercases would not find `[Q] `. A prompt that the vocabulary does not have is text, as
+    in sentence-transformers (6.2). A ModelError if the ids are not those of an insertion.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for prompt in prompts:
+        token = next((text for text in (prompt, *prompt.split(None, 1)[:1]) if text in vocabulary), None)
+        if token is None:
+            continue
+        if tokenizer.tokenize(token) != [token]:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=True)], special_tokens=True)
+        for text in _PROBES if prompt.strip() == token.strip() else ():
+            first, *rest = _ids(tokenizer, text) or [-1]
+            if _ids(tokenizer, prompt + text) != [first, vocabulary[token], *rest]:
+                raise ModelError(
+                    f"the tokenizer of {path}: {prompt!r} is a token after the first one of a text, and before a text "
+                    "it is not: such a tokenizer is not supported in a late-interaction model"
+                )
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

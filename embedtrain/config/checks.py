@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind
+from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.loss_registry import SCORE_LOSSES
-from embedtrain.config.losses import CombinedConfig, CustomConfig, LossConfig
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
@@ -54,6 +53,9 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_lora(recipe.model.lora, recipe.export.formats)
     if recipe.model.kind is ModelKind.cross_encoder:
         _check_cross_encoder(recipe)
+    check_kind_loss(recipe.loss, recipe.model.kind)
+    for index, source in enumerate(recipe.data.train):
+        check_kind_loss(source_loss(source, recipe.loss), recipe.model.kind, f"data.train[{index}].loss")
     OptionChecks(recipe.export, "export.").require(
         recipe.model.kind is ModelKind.cross_encoder or LOGIT_SCORE not in recipe.export.formats,
         "formats",
@@ -288,21 +290,6 @@ def _check_cross_encoder(recipe: Recipe) -> None:
         "function",
         "is called with an encoder of texts, which model.kind=cross_encoder has not; leave it out",
     )
-    _check_score_loss(recipe.loss)
-    for index, source in enumerate(recipe.data.train):
-        if source.loss is not None:
-            _check_score_loss(source_loss(source, recipe.loss), f"data.train[{index}].loss")
-
-
-def _check_score_loss(loss: LossConfig, option: str = "loss") -> None:
-    """Raise a ConfigError for a loss of vectors, of which a cross-encoder computes none."""
-    parts = loss.losses if isinstance(loss, CombinedConfig) else [loss]
-    for part in parts:
-        if part.name not in (*SCORE_LOSSES, CustomConfig.name):
-            raise ConfigError(
-                f"{option}={part.name}: compares vectors, and model.kind=cross_encoder scores pairs; write one of "
-                f"{', '.join(SCORE_LOSSES)}, such as loss=softmax for rows with negatives"
-            )
 
 
 def _check_tracking(recipe: Recipe) -> None:

@@ -23,6 +23,7 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
     SigLIPConfig,
     TripletConfig,
+    XTRConfig,
 )
 from embedtrain.config.names import unknown_loss
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
@@ -73,6 +74,9 @@ def _check(loss: LossConfig, option: str) -> None:
         case InfoNCEConfig():
             _check_temperature_bounds(loss, check)
             _check_infonce(loss, check)
+        case XTRConfig():
+            _check_temperature_bounds(loss, check)
+            check.at_least(1, "top_k")
         case SigLIPConfig():
             _check_temperature_bounds(loss, check)
             check.number("bias", "-10 is usual")
@@ -131,15 +135,17 @@ def _check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
         check.require(all(0 < weight < math.inf for weight in weights), "matryoshka_weights", "must be above 0")
 
 
-def _check_temperature_bounds(loss: InfoNCEConfig | SigLIPConfig, check: OptionChecks) -> None:
+def _check_temperature_bounds(loss: InfoNCEConfig | SigLIPConfig | XTRConfig, check: OptionChecks) -> None:
     bounds = loss.temperature_bounds
+    if bounds is None:  # those of the kind of model, see kind_losses.py
+        return
     check.require(
         len(bounds) == 2 and 0 < bounds[0] < bounds[1] < math.inf,
         "temperature_bounds",
         "must be two numbers above 0, the smaller first, such as [0.01,1.0]",
     )
     check.require(
-        not loss.learn_temperature or bounds[0] <= loss.temperature <= bounds[1],
+        not loss.learn_temperature or loss.temperature is None or bounds[0] <= loss.temperature <= bounds[1],
         "temperature",
         f"must be within temperature_bounds={written(bounds)}",
     )

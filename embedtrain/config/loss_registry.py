@@ -28,12 +28,14 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
     SigLIPConfig,
     TripletConfig,
+    XTRConfig,
 )
 
 LOSSES: dict[str, type[LossConfig]] = {
     kind.name: kind
     for kind in (
         InfoNCEConfig,
+        XTRConfig,
         SigLIPConfig,
         CoSENTConfig,
         AnglEConfig,
@@ -60,7 +62,7 @@ LOSSES: dict[str, type[LossConfig]] = {
     )
 }
 
-# The losses that are functions of scores, and fit a cross-encoder as well as a model of vectors.
+# The losses that are functions of the scores of a query's own documents, and fit every kind of model.
 SCORE_LOSSES = (
     "bce",
     "softmax",

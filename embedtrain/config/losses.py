@@ -89,6 +89,13 @@ class EmbeddingDistance(str, Enum):
     l2 = "l2"
 
 
+# Of similarities of vectors, which differ by at most 2.
+VECTOR_TEMPERATURE = 0.02
+# Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
+VECTOR_TEMPERATURE_BOUNDS = (0.01, 1.0)
+TOKEN_TEMPERATURE_BOUNDS = (0.01, 32.0)
+
+
 @dataclass(kw_only=True)
 class LossConfig:
     """Options of every loss."""
@@ -104,10 +111,12 @@ class InfoNCEConfig(LossConfig):
     """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
 
     name: str = "infonce"
-    temperature: float = 0.02  # similarities are divided by it
+    # Scores are divided by it; default: 0.02 for similarities of vectors, 1 for MaxSim, 0.05 for MeanMaxSim.
+    temperature: float | None = None
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
-    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
-    similarity: Similarity = Similarity.cosine
+    # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.
+    temperature_bounds: list[float] | None = None
+    similarity: Similarity = Similarity.cosine  # of vectors; late interaction: model.late_interaction.similarity
     directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
     partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
@@ -123,6 +132,18 @@ class InfoNCEConfig(LossConfig):
     hardness: Hardness = Hardness.none  # negatives weighted by exp(hardness_strength * similarity) (Lan et al., 2025)
     hardness_strength: float = 0.0  # 0: none
     implementation: Implementation = Implementation.auto
+
+
+@dataclass(kw_only=True)
+class XTRConfig(LossConfig):
+    """Softmax over all documents, scored by the tokens that each token of the query retrieves (Lee et al., 2023)."""
+
+    name: str = "xtr"
+    top_k: int = 256  # tokens that each token of a query retrieves, among those of all documents of the global batch
+    temperature: float = 0.05  # scores, which are means of similarities, are divided by it
+    learn_temperature: bool = False  # start from `temperature` and train it
+    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
+    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
 
 
 @dataclass(kw_only=True)
@@ -205,11 +226,13 @@ class DistillScoresConfig(LossConfig):
     """KL divergence of a row's softmax from the teacher's (Hinton et al., 2015; Lin et al., 2021)."""
 
     name: str = "distill_scores"
-    # The student's scores are divided by it; default: 0.02 for similarities of vectors, 1 for a cross-encoder's logits.
+    # The student's scores are divided by it; default: 0.02 for similarities of vectors, 0.05 for MeanMaxSim, 1 for
+    # MaxSim, for a cross-encoder's logits and with `normalize_scores`.
     temperature: float | None = None
     teacher_temperature: float = 1.0  # the teacher's scores are divided by it
     similarity: Similarity = Similarity.cosine
     times_squared_temperature: bool = False  # as in Hinton et al. and sentence-transformers, for equal temperatures
+    normalize_scores: bool = False  # map the student's scores of each query to 0 to 1, as PyLate does
 
 
 @dataclass(kw_only=True)

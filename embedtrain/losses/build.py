@@ -31,9 +31,11 @@ from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, Loss
+from embedtrain.losses.xtr import XTR
 
 # The losses that need only their options, by `loss.name`.
 _BY_NAME: dict[str, Callable[[Any], Loss]] = {
+    "xtr": XTR,
     "siglip": SigLIP,
     "cosent": CoSENT,
     "angle": AnglE,
@@ -135,7 +137,7 @@ def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[st
 
             return SentenceTransformersLoss(config, dimension=dimension, guide_dimensions=guide_dimensions)
         case CustomConfig():
-            return build_custom(config, dimension)
+            return build_custom(config, dimension, score)
         case CombinedConfig():
             names = [part.name for part in config.losses]  # numbered if a loss occurs several times
             names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]

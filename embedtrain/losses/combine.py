@@ -69,10 +69,11 @@ class LossPerSource(EncodedLoss):
         return output
 
 
-class Matryoshka(Loss):
+class Matryoshka(EncodedLoss):
     """Kusupati et al., "Matryoshka Representation Learning" (2022).
 
-    The weighted sum of a loss on the first n dimensions of the vectors, normalised again, for each n. Logs the metrics
+    The weighted sum of a loss on the first n dimensions of the vectors, normalised again, for each n: of one vector per
+    text, or of one per token. Logs the metrics
     of the largest n, which is the first of `dims`, and the value for each n.
     """
 
@@ -84,19 +85,26 @@ class Matryoshka(Loss):
         """What the loss needs for each n."""
         return _prepare([(self.inner, dim) for dim in self.dims], batch_info)
 
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] to this rank's loss."""
-        queries, documents = at_least_float32(queries), at_least_float32(documents)
-        local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
-        row_losses: Tensor | None = queries.detach().new_zeros(len(queries))
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """The encoded queries and documents to this rank's loss."""
+        values = at_least_float32(queries.parts[0].values)
+        local_loss, metrics = values.new_zeros(()), dict[str, Tensor]()
+        row_losses: Tensor | None = values.detach().new_zeros(batch_info.num_queries)
         for dim, weight in zip(self.dims, self.weights, strict=True):
-            truncated = [F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents)]
+            truncated = [_truncated(encoded, dim) for encoded in (queries, documents)]
             output = self.inner(truncated[0], truncated[1], batch_info)
             local_loss = local_loss + weight * output.local_loss
             row_losses = _add(row_losses, weight, output.row_losses)
             metrics = metrics or dict(output.metrics)
             metrics[f"loss@{dim}"] = output.local_loss.detach()
         return LossOutput(local_loss, metrics, row_losses)
+
+
+def _truncated(encoded: Encoded, dim: int) -> Encoded:
+    """The first dimensions of the vectors, normalised again."""
+    return Encoded(
+        tuple(part.with_values(F.normalize(at_least_float32(part.values)[:, :dim], dim=1)) for part in encoded.parts)
+    )
 
 
 def _add(sums: Tensor | None, weight: float, row_losses: Tensor | None) -> Tensor | None:

@@ -5,7 +5,9 @@ import inspect
 from embedtrain.config.code import load_code
 from embedtrain.config.losses import CustomConfig
 from embedtrain.errors import ConfigError
-from embedtrain.losses.types import Loss
+from embedtrain.losses.maxsim import MaxSim
+from embedtrain.losses.score import Score
+from embedtrain.losses.types import EncodedLoss, Loss
 
 
 def load_loss_class(path: str, option: str = "loss.path") -> type[Loss]:
@@ -16,12 +18,21 @@ def load_loss_class(path: str, option: str = "loss.path") -> type[Loss]:
     return kind
 
 
-def build_custom(config: CustomConfig, dimension: int) -> Loss:
-    """An instance of the class. A constructor that takes `dimension` gets the dimension of the embeddings."""
+def build_custom(config: CustomConfig, dimension: int, score: Score | None = None) -> Loss:
+    """An instance of the class. A constructor that takes `dimension` or `score` gets that of the model.
+
+    A class that takes one vector of each text raises a ConfigError for a score of texts with several.
+    """
     kind = load_loss_class(config.path)
+    if isinstance(score, MaxSim) and not issubclass(kind, EncodedLoss):
+        raise ConfigError(
+            f"loss.path={config.path}: takes one vector of each text, and model.kind=late_interaction has one of each "
+            "token; derive the class from embedtrain.losses.types.EncodedLoss"
+        )
     kwargs = dict(config.kwargs)
-    if "dimension" in inspect.signature(kind).parameters:
-        kwargs.setdefault("dimension", dimension)
+    for name, value in (("dimension", dimension), ("score", score)):
+        if value is not None and name in inspect.signature(kind).parameters:
+            kwargs.setdefault(name, value)
     try:
         return kind(**kwargs)
     except TypeError as error:

@@ -22,15 +22,17 @@ class DistillScores(EncodedLoss):
     """Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); for rankings Lin et al. (2021).
 
     KL(teacher || student) of the two softmaxes over a row's own documents, optionally times temperature^2; the
-    mean over all rows with at least two documents. Logs `agreement`, the fraction of rows whose best document is
-    also the teacher's, and `score_range`.
+    mean over all rows with at least two documents. `normalize_scores` maps a row's scores of the student linearly to 0
+    to 1, with gradients through their minimum and maximum (Chaffin and Sourty, 2025, "PyLate"). Logs `agreement`, the
+    fraction of rows whose best document is also the teacher's, and `score_range`.
     """
 
     def __init__(self, config: DistillScoresConfig, score: Score | None = None) -> None:
         super().__init__()
         self.score = score or VectorScore(config.similarity)
-        temperature = config.temperature
-        self.temperature = self.score.default_temperature if temperature is None else temperature
+        default = 1.0 if config.normalize_scores else self.score.default_temperature
+        self.temperature = default if config.temperature is None else config.temperature
+        self.normalize_scores = config.normalize_scores
         self.teacher_temperature = config.teacher_temperature
         self.factor = self.temperature**2 if config.times_squared_temperature else 1.0
 
@@ -40,7 +42,8 @@ class DistillScores(EncodedLoss):
         teacher, owners, num_queries = teacher.to(student.dtype), batch_info.owners, batch_info.num_queries
         num_rows = max(1, int((batch_info.rows.num_documents > 1).sum()))
 
-        log_student = _log_softmax(student / self.temperature, owners, num_queries)
+        logits = _normalized(student, owners, num_queries) if self.normalize_scores else student
+        log_student = _log_softmax(logits / self.temperature, owners, num_queries)
         target = _log_softmax(teacher / self.teacher_temperature, owners, num_queries).exp()
         divergence = torch.xlogy(target, target) - target * log_student
         loss = divergence.sum() * self.factor / num_rows
@@ -138,6 +141,13 @@ def _teacher_scores(batch_info: BatchInfo) -> Tensor:
     """The teacher's score of each document, [M]."""
     assert batch_info.scores is not None, "the data layer gives every document a score, see config/row_requirements.py"
     return batch_info.scores
+
+
+def _normalized(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
+    """Scores [M] less the smallest of each row, divided by the range of the row; equal scores give 0."""
+    lowest, highest = -group_max(-scores, owners, num_rows), group_max(scores, owners, num_rows)
+    span = (highest - lowest)[owners]
+    return (scores - lowest[owners]) / span.masked_fill(span == 0, 1.0)
 
 
 def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:

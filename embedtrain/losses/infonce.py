@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, PartitionMode
+from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
+from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.ring import ring_softmax
@@ -56,9 +58,11 @@ class InfoNCE(EncodedLoss):
         super().__init__()
         self.config = config
         self.score = score or VectorScore(config.similarity)
-        self.temperature = Temperature(
-            config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
-        )
+        bounds = config.temperature_bounds or self.score.temperature_bounds
+        value = self.score.default_temperature if config.temperature is None else config.temperature
+        if config.learn_temperature and not bounds[0] <= value <= bounds[1]:
+            raise ConfigError(f"loss.temperature={value:g}: must be within temperature_bounds={written(list(bounds))}")
+        self.temperature = Temperature(value, trained=config.learn_temperature, bounds=bounds)
         joint = config.partition_mode is PartitionMode.joint
         self.partitions = [config.directions] if joint else [[direction] for direction in config.directions]
 

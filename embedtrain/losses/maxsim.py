@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.score import Columns, Tile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
@@ -33,8 +34,11 @@ class MaxSim(TiledScore):
         mean: divide by the rows of the query (MeanMaxSim), so that scores of queries of any length are alike.
     """
 
+    temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
+
     def __init__(self, *, mean: bool) -> None:
         self.mean = mean
+        self.default_temperature = 0.05 if mean else 1.0
 
     def prepare(self, encoded: Encoded) -> Part:
         """The rows as they are; the encoder has normalised them."""
@@ -52,17 +56,17 @@ class MaxSim(TiledScore):
 
     def columns(self, candidates: Part) -> Columns:
         """The documents, sorted by length."""
-        return _sorted_by_length(candidates)
+        return sorted_by_length(candidates)
 
     def tile(self, anchors: Part, columns: Columns) -> Tile:
         """Queries against documents."""
-        assert isinstance(columns, _SortedDocuments)
-        return _MaxSimTile(anchors, columns, self._divisors(anchors) if self.mean else None)
+        assert isinstance(columns, SortedDocuments)
+        return MaxSimTile(anchors, columns, self._divisors(anchors) if self.mean else None)
 
     def rounding(self, queries: Part, documents: Part) -> Tensor:
         """That of the rows' inner products, summed over the rows of the query."""
         norms = queries.values.norm(dim=1)
-        sums = _sum_by_text(norms.unsqueeze(1), queries).squeeze(1)
+        sums = sum_by_text(norms.unsqueeze(1), queries).squeeze(1)
         longest = documents.values.norm(dim=1).amax() if len(documents.values) else norms.new_ones(())
         scale = self._divisors(queries) if self.mean else 1.0
         bound: Tensor = rounding_tolerance(queries.values) * sums * longest / scale
@@ -75,7 +79,7 @@ class MaxSim(TiledScore):
 
 
 @dataclass(frozen=True, slots=True)
-class _SortedDocuments:
+class SortedDocuments:
     """t documents in the order of their lengths."""
 
     values: Tensor  # [R, D], of sorted documents
@@ -94,24 +98,33 @@ class _SortedDocuments:
                 yield first + start, min(height, number - start), length
             first += number
 
+    def unsorted(self, values: Tensor) -> Tensor:
+        """Columns [n, t] of sorted documents, in the order before sorting."""
+        return torch.empty_like(values).index_copy_(1, self.order, values)
 
-class _MaxSimTile(Tile):
-    def __init__(self, anchors: Part, columns: _SortedDocuments, divisors: Tensor | None) -> None:
+
+class MaxSimTile(Tile):
+    """MaxSim of queries and documents, divided by `divisors` [c]."""
+
+    def __init__(self, anchors: Part, columns: SortedDocuments, divisors: Tensor | None = None) -> None:
         self.anchors, self.columns, self.divisors = anchors, columns, divisors
         self.best_rows = torch.empty(0)  # int32 [Q, t], the row of each sorted document that is closest
 
     def scores(self, scale: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Tile`; differentiable once."""
         if out is not None:
             return torch.mul(self._sums(), scale, out=out)
         sums: Tensor = _Differentiable.apply(self.anchors.values, self.columns.values, self)  # type: ignore[no-untyped-call]
         return sums * scale
 
     def add_anchor_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        """See `Tile`."""
         cells = self._cell_grads(tile_grads, weights)
         if cells.numel():  # torch rejects bags without content
             grads += F.embedding_bag(self.best_rows, self.columns.values, mode="sum", per_sample_weights=cells)
 
     def add_candidate_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        """See `Tile`."""
         cells, queries = self._cell_grads(tile_grads, weights), self.anchors.values
         row = 0
         for first, number, length in self.columns.blocks(len(queries)):
@@ -123,21 +136,29 @@ class _MaxSimTile(Tile):
 
     def _sums(self) -> Tensor:
         """[c, t], in the order of the documents before sorting."""
+        sums = sum_by_text(self._best(), self.anchors)
+        if self.divisors is not None:
+            sums /= self.divisors.unsqueeze(1)
+        return self.columns.unsorted(sums)
+
+    def _best(self) -> Tensor:
+        """The largest inner product of each row of the queries with each sorted document, [Q, t]."""
         queries, columns = self.anchors.values, self.columns
         best = queries.new_empty(len(queries), len(columns))
         self.best_rows = torch.empty(best.shape, dtype=torch.int32, device=best.device)
         row = 0
         for first, number, length in columns.blocks(len(queries)):
             products = queries @ columns.values[row : row + number * length].T
+            self._visit(products)
             block, position = products.view(len(queries), number, length).max(dim=2)
             starts = torch.arange(row, row + number * length, length, device=best.device)
             best[:, first : first + number] = block
             self.best_rows[:, first : first + number] = position + starts
             row += number * length
-        sums = _sum_by_text(best, self.anchors)
-        if self.divisors is not None:
-            sums /= self.divisors.unsqueeze(1)
-        return torch.empty_like(sums).index_copy_(1, columns.order, sums)
+        return best
+
+    def _visit(self, products: Tensor) -> None:
+        """Called with the inner products of each block of documents, [Q, r]; they must not change."""
 
     def _cell_grads(self, tile_grads: Tensor, weights: Tensor) -> Tensor:
         """The gradient of each row's maxima, [Q, t], of sorted documents."""
@@ -149,13 +170,13 @@ class _MaxSimTile(Tile):
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, documents: Tensor, tile: _MaxSimTile) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, documents: Tensor, tile: MaxSimTile) -> Tensor:
         ctx.tile = tile
         return tile._sums()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        tile: _MaxSimTile = ctx.tile
+        tile: MaxSimTile = ctx.tile
         queries, documents = torch.zeros_like(tile.anchors.values), torch.zeros_like(tile.columns.values)
         weights = grads[0].new_ones(len(grads[0]), 1)
         tile.add_anchor_grads(queries, grads[0], weights)
@@ -223,17 +244,18 @@ def _padded_rows(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: to
     return tuple(torch.from_numpy(part).to(device, non_blocking=True) for part in (rows, real))  # type: ignore[return-value]
 
 
-def _sorted_by_length(part: Part) -> _SortedDocuments:
+def sorted_by_length(part: Part) -> SortedDocuments:
+    """Documents as columns; differentiable."""
     assert part.sizes is not None
     order = np.argsort(part.sizes, kind="stable")
     device = part.values.device
     indices = torch.from_numpy(order).to(device, non_blocking=True)
     lengths, counts = np.unique(part.sizes, return_counts=True)
     runs = tuple(zip(counts.tolist(), lengths.tolist(), strict=True))
-    return _SortedDocuments(part.take(indices, order).values, indices, runs)
+    return SortedDocuments(part.take(indices, order).values, indices, runs)
 
 
-def _sum_by_text(values: Tensor, part: Part) -> Tensor:
+def sum_by_text(values: Tensor, part: Part) -> Tensor:
     """Sums of the rows of each text: [R, n] to [N, n]."""
     texts = part.per_row(torch.arange(len(part), device=values.device))
     return values.new_zeros(len(part), values.shape[1]).index_add_(0, texts, values)

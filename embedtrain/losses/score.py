@@ -4,6 +4,7 @@ B, M: queries and documents of this rank; c, t: anchors and candidates of one ti
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import Similarity
+from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, Similarity
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 from embedtrain.losses.types import BatchInfo
@@ -48,10 +49,12 @@ class Tile(ABC):
 class Score(ABC):
     """The score of a query and a document, from what the encoder computes of them.
 
-    `default_temperature` divides scores in a softmax over documents, where a loss leaves it to the kind of score.
+    `default_temperature` divides scores in a softmax over documents, where a loss leaves it to the kind of score, as it
+    does the bounds of a trained temperature.
     """
 
     default_temperature = 1.0
+    temperature_bounds: Sequence[float] = VECTOR_TEMPERATURE_BOUNDS
 
     def pairs(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> Tensor:
         """The score of each document and its query: [M], float32 or float64, differentiable."""
@@ -90,7 +93,7 @@ class TiledScore(Score):
 class VectorScore(TiledScore):
     """The similarity of one vector of the query and one of the document."""
 
-    default_temperature = 0.02  # similarities of vectors differ by at most 2
+    default_temperature = VECTOR_TEMPERATURE
 
     def __init__(self, similarity: Similarity) -> None:
         self.similarity = similarity

@@ -72,6 +72,7 @@ def test_every_recipe_composes(name):
 
 # Losses with a required option.
 REQUIRED = {
+    "xtr": ["model.kind=late_interaction"],
     "combined": ["loss.losses=[{name: infonce}, {name: margin_mse, weight: 0.5}]"],
     "sentence_transformers": ["loss.class_name=CoSENTLoss"],
     "custom": ["loss.path=tests.losses.test_custom:LocalMean"],

@@ -42,7 +42,7 @@ def test_values_and_required_options(capsys):
         ("train", "optim", ["optim.lr=2.0e-05\n", "optim.schedule=linear\n", "constant"], "train.steps"),
         ("train", "train.steps", ["train.steps=null\n    optimizer steps"], "train.epochs"),
         ("train", "steps", ["train.steps=null\n"], "optim."),
-        ("train", "loss", ["loss.temperature=0.02\n"], "optim."),
+        ("train", "loss", ["loss.temperature=null\n"], "optim."),
         ("train", "model.lora", ["model.lora.rank=null\n"], "model.path"),
         ("train", "data.train", ["data.train=[]\n", "\npath=(required)\n", "\ncolumns=null\n"], "data.workers"),
         ("train", "all", ["seed=42\n", "tracking.wandb=false\n", "evaluation.every="], "()"),

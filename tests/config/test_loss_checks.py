@@ -24,6 +24,7 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
     SigLIPConfig,
     TripletConfig,
+    XTRConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.errors import ConfigError
@@ -50,7 +51,8 @@ CASES: list[tuple[LossConfig, str]] = [
     (SoftmaxConfig(positive_above=float("nan")), r"loss\.positive_above=nan"),
     (DistillScoresConfig(teacher_temperature=0.0), r"loss\.teacher_temperature=0\.0"),
     (InfoNCEConfig(temperature_bounds=[0.5, 0.1]), r"loss\.temperature_bounds=\[0\.5,0\.1\]: "),
-    (InfoNCEConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]"),
+    (XTRConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]"),
+    (XTRConfig(top_k=0), r"loss\.top_k=0: "),
     (SigLIPConfig(temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1: .*\[0\.2,0\.5\]"),
     (CustomConfig(path="my_losses"), r"loss\.path=my_losses"),
     (CustomConfig(path="a:B", kwargs=[1]), r"loss\.kwargs=\[1\]"),

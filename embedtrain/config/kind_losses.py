@@ -1,0 +1,75 @@
+"""The losses that train each kind of model."""
+
+from embedtrain.config.loss_registry import SCORE_LOSSES
+from embedtrain.config.losses import (
+    TOKEN_TEMPERATURE_BOUNDS,
+    VECTOR_TEMPERATURE,
+    VECTOR_TEMPERATURE_BOUNDS,
+    CombinedConfig,
+    CustomConfig,
+    InfoNCEConfig,
+    LossConfig,
+    LossDirection,
+    XTRConfig,
+)
+from embedtrain.config.recipe import ModelKind
+from embedtrain.config.validation import OptionChecks, written
+from embedtrain.errors import ConfigError
+
+_TOKEN_LOSSES = (InfoNCEConfig.name, XTRConfig.name, *SCORE_LOSSES)
+
+
+def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> None:
+    """Raise a ConfigError for a loss, or an option of it, that this kind of model cannot be trained with.
+
+    `loss` has passed `check_loss`; `option` is its name in the recipe.
+    """
+    if isinstance(loss, CombinedConfig):
+        for index, part in enumerate(loss.losses):
+            _check(part, kind, f"{option}={loss.name}: losses[{index}].name", f"{option}.losses[{index}].")
+    else:
+        _check(loss, kind, option, f"{option}.")
+
+
+def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
+    check = OptionChecks(loss, prefix)
+    if kind is ModelKind.cross_encoder:
+        if loss.name not in (*SCORE_LOSSES, CustomConfig.name):
+            raise ConfigError(
+                f"{option}={loss.name}: compares vectors, and model.kind={kind.value} scores pairs; write one of "
+                f"{', '.join(SCORE_LOSSES)}, such as loss=softmax for rows with negatives"
+            )
+    elif kind is ModelKind.late_interaction:
+        if loss.name not in (*_TOKEN_LOSSES, CustomConfig.name):
+            raise ConfigError(
+                f"{option}={loss.name}: compares one vector of each text, and model.kind={kind.value} has one of each "
+                f"token; write one of {', '.join(_TOKEN_LOSSES)}, such as loss=infonce"
+            )
+        check.require(
+            getattr(loss, "similarity", None) is getattr(type(loss), "similarity", None),
+            "similarity",
+            f"is for vectors of texts; write model.late_interaction.similarity for model.kind={kind.value}",
+        )
+        if isinstance(loss, InfoNCEConfig):
+            check.require(
+                loss.directions == [LossDirection.query_document],
+                "directions",
+                f"must be [query_document] for model.kind={kind.value}, whose score is not that of the texts exchanged",
+            )
+    elif loss.name == XTRConfig.name:
+        raise ConfigError(
+            f"{option}={loss.name}: compares vectors of tokens, and model.kind={kind.value} has one of each text; "
+            "write loss=infonce, or model.kind=late_interaction"
+        )
+    if isinstance(loss, InfoNCEConfig):
+        of_tokens = kind is ModelKind.late_interaction
+        low, high = loss.temperature_bounds or (TOKEN_TEMPERATURE_BOUNDS if of_tokens else VECTOR_TEMPERATURE_BOUNDS)
+        # The default of late interaction follows from the score, which the model's directory may choose.
+        default = None if of_tokens else VECTOR_TEMPERATURE
+        temperature = default if loss.temperature is None else loss.temperature
+        check.require(
+            not loss.learn_temperature or temperature is None or low <= temperature <= high,
+            "temperature",
+            f"{'is the default 0.02 and ' if loss.temperature is None else ''}must be within "
+            f"temperature_bounds={written([low, high])}",
+        )

@@ -1,0 +1,103 @@
+"""Every loss that a kind of model cannot be trained with is rejected, with its name and what to write instead."""
+
+import pytest
+
+from embedtrain.config import kind_losses
+from embedtrain.config.checks import check_recipe
+from embedtrain.config.kind_losses import check_kind_loss
+from embedtrain.config.listwise_losses import RankNetConfig
+from embedtrain.config.loss_registry import LOSSES, SCORE_LOSSES
+from embedtrain.config.losses import (
+    CombinedConfig,
+    DistillScoresConfig,
+    InfoNCEConfig,
+    LossDirection,
+    MarginMSEConfig,
+    SigLIPConfig,
+    Similarity,
+    XTRConfig,
+)
+from embedtrain.config.recipe import DataConfig, ModelConfig, ModelKind, Recipe, TrainConfig, TrainSource
+from embedtrain.errors import ConfigError
+from tests.config.failing_checks import all_checks, failed_check
+
+BOTH = [LossDirection.query_document, LossDirection.document_query]
+LATE = ModelKind.late_interaction
+ALLOWED = {
+    ModelKind.dense: set(LOSSES) - {"xtr"},
+    ModelKind.cross_encoder: {*SCORE_LOSSES, "custom", "combined"},
+    ModelKind.late_interaction: {*SCORE_LOSSES, "infonce", "xtr", "custom", "combined"},
+}
+CASES = [
+    (XTRConfig(), ModelKind.dense, r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
+    (InfoNCEConfig(), ModelKind.cross_encoder, r"loss=infonce: .*loss=softmax"),
+    (SigLIPConfig(), LATE, r"loss=siglip: .*write one of infonce, xtr, bce, "),
+    (
+        CombinedConfig(losses=[InfoNCEConfig(), SigLIPConfig()]),
+        LATE,
+        r"loss=combined: losses\[1\]\.name=siglip: .*write one of infonce",
+    ),
+    (InfoNCEConfig(directions=BOTH), LATE, r"loss\.directions=\[query_document,document_query\]: .*\[query_document\]"),
+    (InfoNCEConfig(similarity=Similarity.dot), LATE, r"loss\.similarity=dot: .*model\.late_interaction\.similarity"),
+    (RankNetConfig(similarity=Similarity.dot), LATE, r"loss\.similarity=dot: "),
+    (MarginMSEConfig(similarity=Similarity.cosine), LATE, r"loss\.similarity=cosine: "),
+    (
+        CombinedConfig(losses=[DistillScoresConfig(), InfoNCEConfig(directions=BOTH)]),
+        LATE,
+        r"loss\.losses\[1\]\.directions=",
+    ),
+    (
+        InfoNCEConfig(learn_temperature=True, temperature=2.0),
+        ModelKind.dense,
+        r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]",
+    ),
+    (
+        InfoNCEConfig(learn_temperature=True, temperature_bounds=[0.1, 0.5]),
+        ModelKind.dense,
+        r"loss\.temperature=null: .* 0\.02 .*\[0\.1,0\.5\]",
+    ),
+    (InfoNCEConfig(learn_temperature=True, temperature=40.0), LATE, r"loss\.temperature=40\.0: .*\[0\.01,32\.0\]"),
+]
+
+
+@pytest.mark.parametrize(("loss", "kind", "pattern"), CASES, ids=[pattern for *_, pattern in CASES])
+def test_a_rejected_loss_is_named(loss, kind, pattern):
+    with pytest.raises(ConfigError, match=f"^{pattern}") as caught:
+        check_kind_loss(loss, kind)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_the_losses_of_a_kind(kind):
+    for name, options in LOSSES.items():
+        if name in ALLOWED[kind]:
+            check_kind_loss(options(), kind)
+        else:
+            with pytest.raises(ConfigError, match=rf"^loss={name}: "):
+                check_kind_loss(options(), kind)
+
+
+def test_options_of_late_interaction():
+    check_kind_loss(InfoNCEConfig(learn_temperature=True, temperature=2.0), LATE)
+    check_kind_loss(InfoNCEConfig(learn_temperature=True, temperature_bounds=[0.1, 0.5]), LATE)
+    check_kind_loss(CombinedConfig(losses=[InfoNCEConfig(), DistillScoresConfig()]), LATE)
+
+
+def test_the_losses_of_sources_are_checked():
+    recipe = Recipe(
+        name="t",
+        model=ModelConfig(path="dir"),
+        data=DataConfig(train=[TrainSource(path="a"), TrainSource(path="b", loss=XTRConfig())]),
+        train=TrainConfig(steps=1),
+    )
+    with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss=xtr: "):
+        check_recipe(recipe)
+
+
+def test_every_check_has_a_case():
+    reached = set()
+    for loss, kind, _ in CASES:
+        with pytest.raises(ConfigError) as caught:
+            check_kind_loss(loss, kind)
+        reached.add(failed_check(caught.value, kind_losses))
+    assert set(all_checks(kind_losses)) - reached == set()

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS
 from embedtrain.config.recipe import (
     ADAPTER,
@@ -71,9 +72,41 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
                 f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write {unset} where a "
                 "recipe sets it",
             )
+    _check_late_interaction(model)
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
     _check_score_tokens(model, check)
+
+
+def _check_late_interaction(model: ModelConfig) -> None:
+    """Options of vectors of tokens have an effect, and their lengths fit each other."""
+    options, defaults = model.late_interaction, LateInteractionConfig()
+    check = OptionChecks(options, "model.late_interaction.")
+    for name, default in vars(defaults).items():
+        check.require(
+            model.kind is ModelKind.late_interaction or getattr(options, name) == default,
+            name,
+            f"is for model.kind=late_interaction, not {model.kind.value}; leave it out",
+        )
+    check.at_least(1, "dim")
+    for name in ("query_length", "document_length", "expansion_length"):
+        check.length(name)
+    not_expanded = options.query_expansion is QueryExpansion.none or (
+        options.query_expansion is None and model.path is None
+    )
+    for name in ("expansion_length", "expansion_token", "attend_to_expansion_tokens"):
+        check.require(
+            getattr(options, name) is None or not not_expanded,
+            name,
+            "has no effect without expansion; set model.late_interaction.query_expansion to min or fixed",
+        )
+    if options.query_length is not None and options.expansion_length is not None:
+        check.require(
+            options.query_length >= options.expansion_length,
+            "query_length",
+            f"is below expansion_length={options.expansion_length}, the tokens of an expanded query; lower that as "
+            "well, or leave query_length out",
+        )
 
 
 def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:

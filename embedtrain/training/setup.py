@@ -16,6 +16,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.checksums import write_checksums
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
+from embedtrain.config.late_interaction import TokenSimilarity
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.prompts import prompt_warnings
@@ -34,7 +35,8 @@ from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
-from embedtrain.losses.score import PairScore
+from embedtrain.losses.maxsim import MaxSim
+from embedtrain.losses.score import PairScore, Score
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import weights_digest
 from embedtrain.models.hub import download_configuration
@@ -66,15 +68,25 @@ def build_loss(
     """The loss of all sources, on this rank's device. Prints notes about it."""
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
-        score = None if recipe.model.kind is ModelKind.dense else PairScore()
         loss = build_losses(
-            losses, dimension=dimension, guide_dimensions=guide_dimensions, seed=recipe.seed, score=score
+            losses,
+            dimension=dimension,
+            guide_dimensions=guide_dimensions,
+            seed=recipe.seed,
+            score=_score_of(model.source),
         )
         loss = loss.to(world.device)
     use_tf32_products(loss, recipe.parallel.precision)
     for note in loss_notes(losses, data.names, loss, dimension):
         console.note(note)
     return loss
+
+
+def _score_of(source: ModelSource) -> Score | None:
+    """How the model compares a query and a document; None: by the similarity that a loss names."""
+    if source.token_vectors is not None:
+        return MaxSim(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)
+    return None if source.head is None else PairScore()
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:

@@ -64,3 +64,10 @@ class TokenVectors:
             token=stored.token if token is None else token,
             attend=stored.attend if attend is None else attend,
         )
+
+    def vectors_per_text(self, max_length: int) -> tuple[int, int]:
+        """Vectors of a query and of a document, for texts of at most `max_length` tokens and without a skip list."""
+        query = min(max_length, self.query_length or max_length)
+        if self.expansion is not None:
+            query = min(max_length, self.expansion.length)
+        return query, min(max_length, self.document_length or max_length)

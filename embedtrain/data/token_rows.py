@@ -165,6 +165,17 @@ class TokenRowTokenizer(TextTokenizer):
             chunk = replace(chunk, has_padding=True)
         return replace(chunk, token_rows=torch.from_numpy(flat_indices[has_vector]), sizes=sizes)
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that the encoder gets."""
+        expansion = self.token_vectors.expansion
+        return max(*(self.limit(role) for role in TextRole), 0 if expansion is None else expansion.length)
+
+    @property
+    def vectors_per_text(self) -> tuple[int, int]:
+        """The most vectors of a query, and of a document."""
+        return self.token_vectors.vectors_per_text(self.max_length)
+
     def with_packing(self, packed: bool) -> "TokenRowTokenizer":
         """The same with or without packing."""
         return TokenRowTokenizer(self.tokenizer, self.max_length, self.token_vectors, packed=packed)

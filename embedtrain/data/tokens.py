@@ -189,6 +189,16 @@ class TextTokenizer:
         """
         return replace(self.chunk(self.ids(["a"]), [0]), rows=(-1,))
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that the encoder gets."""
+        return self.max_length
+
+    @property
+    def vectors_per_text(self) -> tuple[int, int]:
+        """The most vectors of a query, and of a document."""
+        return 1, 1
+
     @cached_property
     def max_token_id(self) -> int:
         """The largest token id."""

@@ -142,13 +142,19 @@ def load_model(
         gpu = world.device.type == "cuda"
         machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=gpu)
         costs = model_spec(
-            encoder, blocks, precision=parallel.precision, tokens_per_text=bound.max_length, gpu=gpu, packed=packed
+            encoder,
+            blocks,
+            precision=parallel.precision,
+            tokens_per_text=bound.longest_text,
+            gpu=gpu,
+            packed=packed,
+            vectors=bound.vectors_per_text,
         )
         activation_tokens = 0
         if work is None:
             choice = choose_encoding_layout(parallel, machines, costs)
         else:
-            work = replace(work, tokens_per_text=bound.max_length)
+            work = replace(work, tokens_per_text=bound.longest_text)
             choice = choose_layout(parallel, machines, costs, work)
             activation_tokens = fit_activation_tokens(
                 costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
@@ -298,10 +304,8 @@ def _read_weights(
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
-    new = f", the new score head from seed {seed}" if source.head is not None and source.head.is_new else ""
-    if source.token_vectors is not None and source.token_vectors.is_new:
-        new = f", the new projection from seed {seed}"
-    return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new}"
+    new = f", the new {'projection' if source.head is None else 'score head'} from seed {seed}"
+    return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
 
 
 def _check_weights(encoder: Encoder, model: ModelConfig, source: ModelSource, world: World) -> None:

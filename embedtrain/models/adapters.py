@@ -24,6 +24,7 @@ from embedtrain.models.adapter_files import CLASSIFIER, CLASSIFIER_MODULES, Adap
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
+from embedtrain.models.late_interaction import LateInteractionEncoder
 
 EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 NAME = "default"  # PEFT's default name of an adapter
@@ -79,6 +80,8 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         _inject(encoder, config, files)
     if isinstance(encoder, CrossEncoder):
         modules[HEAD.rstrip(".")] = encoder.head  # as PEFT does for sequence classification
+    if isinstance(encoder, LateInteractionEncoder):
+        modules |= find_modules(encoder, [DENSE])  # a new projection would stay random
     for module in modules.values():
         for parameter in module.parameters():
             parameter.requires_grad_(True)

@@ -87,6 +87,11 @@ class ModelSource:
         return ModelKind.dense if self.head is None else ModelKind.cross_encoder
 
     @property
+    def has_new_head(self) -> bool:
+        """Whether a part is not in the files and starts from the seed."""
+        return any(part is not None and part.is_new for part in (self.head, self.token_vectors))
+
+    @property
     def dimension(self) -> int:
         """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder."""
         if self.head is not None:

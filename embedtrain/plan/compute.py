@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy, TrainSource
+from embedtrain.config.token_vectors import TokenVectors
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import add_adapters, frozen_dtype
@@ -69,6 +70,7 @@ class TrainingPlan:
                 "embedding_parameters": weights.embedding.elements,
                 "hidden": model.hidden,
                 "dimension": model.dimension,
+                "vectors": {"query": model.vectors[0], "document": model.vectors[1]},
                 "precision": model.precision.value,
             },
             "cluster": {**asdict(self.cluster), "usable": self.cluster.usable},
@@ -104,14 +106,17 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
     if recipe.parallel.precision is Precision.auto:  # of GPUs that are not here
         recipe = replace(recipe, parallel=replace(recipe.parallel, precision=Precision.bf16))
-    encoder, blocks, max_length = build_meta_encoder(recipe)
+    encoder, blocks, max_length, token_vectors = build_meta_encoder(recipe)
     length = options.tokens_per_text or max_length
+    vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
     precision, parallel = recipe.parallel.precision, recipe.parallel
     packable = recipe.model.attention is not Attention.padded
     packed = (
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
     )
-    model = model_spec(encoder, blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed)
+    model = model_spec(
+        encoder, blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed, vectors=vectors
+    )
     cluster = ClusterSpec(
         ranks=options.gpus,
         per_node=min(options.gpus, options.gpus_per_node),
@@ -201,10 +206,11 @@ def changes(
     return sentences
 
 
-def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
+def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int, TokenVectors | None]:
     """The encoder that a recipe trains on the meta device, its blocks, and the maximum length of texts in tokens.
 
-    Read from configuration files alone; with adapters and `requires_grad` as in training.
+    The last value has the settings of a late-interaction model. Read from configuration files alone; with adapters and
+    `requires_grad` as in training.
     """
     model = recipe.model
     source = open_model_source(download_configuration(model))
@@ -218,7 +224,9 @@ def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
-    return encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length
+    if source.token_vectors is not None and source.token_vectors.document_length is not None:
+        length = min(length, source.token_vectors.document_length)
+    return encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length, source.token_vectors
 
 
 def _stored_dtype(source: ModelSource) -> torch.dtype:

@@ -72,6 +72,9 @@ def _model(plan: TrainingPlan) -> list[tuple[str, str]]:
         groups += f", embedding of {weights.embedding.elements:,}"
     texts, scores_pairs = work.rows * work.texts_per_row, model.dimension == 1
     computed = "one score a pair" if scores_pairs else f"embeddings of {model.dimension:,}"
+    if model.vectors != (1, 1):
+        queries, documents = model.vectors
+        computed = f"vectors of {model.dimension:,}: {queries:,} a query, {documents:,} a document"
     kind = "pairs" if scores_pairs else "texts"
     return [
         ("model", f"{model.name}, {parameters}"),

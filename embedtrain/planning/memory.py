@@ -132,7 +132,7 @@ class _Step:
         self.parameters = _parameters(model, layout) * on_device + model.weights.buffers * (1 - on_device)
         self.optimizer = _ADAM * trained / layout.shard * on_device
         self.loss = _loss(model, cluster, work, self.local.texts)
-        self.embeddings = 3.0 * _FP32 * self.local.texts * model.dimension
+        self.embeddings = 3.0 * _FP32 * model.num_vectors(self.local.texts, work.texts_per_row) * model.dimension
         self.graph = self.activations.cached(len(model.weights.blocks)) * self.local.tokens
 
     def phases(self) -> Iterator[MemoryUse]:
@@ -231,14 +231,17 @@ def _reshards(model: ModelSpec, layout: ParallelLayout) -> bool:
 
 
 def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int) -> float:
-    """Embeddings of this rank and of all, their gradients, and scores. Other losses are treated as InfoNCE."""
+    """Embeddings of this rank and of all, their gradients, and scores. Other losses are treated as InfoNCE.
+
+    MaxSim has as many scores as the query has tokens before it adds them: the document's token that is closest to each.
+    """
     candidates = work.rows * max(1, work.texts_per_row - 1)
     rows = -(-work.rows // cluster.ranks)
     directions = len(work.loss.directions) if isinstance(work.loss, InfoNCEConfig) else 1
     # Embeddings, their copies on the row's rank, normalised ones, and the gradients of each.
-    local = 6.0 * _FP32 * texts * model.dimension
-    gathered = 2.0 * _FP32 * candidates * model.dimension
-    scores = _FP32 * rows * candidates * directions
+    local = 6.0 * _FP32 * model.num_vectors(texts, work.texts_per_row) * model.dimension
+    gathered = 2.0 * _FP32 * candidates * model.vectors[1] * model.dimension
+    scores = _FP32 * rows * model.vectors[0] * candidates * directions
     implementation = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
     auto = implementation is Implementation.auto
     if implementation is Implementation.plain or (auto and scores <= MAX_PLAIN_BYTES):

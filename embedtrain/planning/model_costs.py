@@ -79,10 +79,16 @@ class ModelSpec:
     hidden: int
     dimension: int  # of an embedding
     precision: Precision
+    vectors: tuple[int, int]  # of a query and of a document: 1, or those of tokens
     # With activation checkpointing (True) or without, measured on the first call.
     activations: Callable[[bool], Activations] = field(repr=False, compare=False)
     # An upper bound of `activations` that needs no measurement.
     activation_bound: Callable[[bool], Activations] = field(repr=False, compare=False)
+
+    def num_vectors(self, texts: float, texts_per_row: int) -> float:
+        """Vectors of so many texts of rows with one query each."""
+        queries, documents = self.vectors
+        return texts / texts_per_row * (queries + (texts_per_row - 1) * documents)
 
     @property
     def compute_bytes(self) -> int:
@@ -107,10 +113,11 @@ def model_spec(
     tokens_per_text: int,
     gpu: bool,
     packed: bool = False,
+    vectors: tuple[int, int] = (1, 1),
 ) -> ModelSpec:
     """The costs of an encoder on the meta device, with `requires_grad` and types as in training.
 
-    `blocks` are the modules that become separate FSDP groups.
+    `blocks` are the modules that become separate FSDP groups, `vectors` the vectors of a query and of a document.
     """
     embedding = large_embedding(encoder)
     grouped = {id(p) for block in blocks for p in block.parameters()}
@@ -151,7 +158,7 @@ def model_spec(
         return activations.upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
     name = type(encoder.backbone).__name__.removeprefix("FSDP")
-    return ModelSpec(name, weights, hidden, encoder.dimension, precision, measure, bound)
+    return ModelSpec(name, weights, hidden, encoder.dimension, precision, vectors, measure, bound)
 
 
 def _group(parameters: Iterable[Tensor]) -> ParameterGroup:

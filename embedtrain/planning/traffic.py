@@ -89,7 +89,9 @@ def step_traffic(
     tokens = local.texts * work.tokens_per_text * batches
     forward_flops, backward_flops = _padded_token_flops(model, work)
     recomputed = forward_flops if layout.activation_checkpointing else 0.0
+    scores_compute = batches * _scores_flops(model, work, cluster.ranks) / cluster.flops
     forward_compute = tokens * forward_flops * (local.chunks + reencoded) / local.chunks / cluster.flops
+    forward_compute += scores_compute
     backward_compute = tokens * (backward_flops + recomputed) / cluster.flops
 
     forward_seconds = shards.seconds(gathered * forward * repeats, groups * forward * repeats)
@@ -141,8 +143,19 @@ def _padded_token_flops(model: ModelSpec, work: StepWorkload) -> tuple[float, fl
     return token_flops(matmul_elements, min(matmul_elements, model.weights.trained), attention)
 
 
+def _scores_flops(model: ModelSpec, work: StepWorkload, ranks: int) -> float:
+    """FLOPs of MaxSim of a rank's queries and all documents; few of its products have a gradient.
+
+    The inner products of one vector per text are too few to count.
+    """
+    if model.vectors == (1, 1):
+        return 0.0
+    rows, candidates = work.rows / ranks, work.rows * max(1, work.texts_per_row - 1)
+    return 2.0 * rows * model.vectors[0] * candidates * model.vectors[1] * model.dimension
+
+
 def _embeddings(model: ModelSpec, everyone: _Ring, work: StepWorkload) -> float:
     """Bytes of embeddings to the ranks of their rows, of documents to all ranks, and of their gradients."""
-    local = work.rows * work.texts_per_row / everyone.ranks
-    candidates = work.rows * max(1, work.texts_per_row - 1)
+    local = model.num_vectors(work.rows * work.texts_per_row / everyone.ranks, work.texts_per_row)
+    candidates = work.rows * max(1, work.texts_per_row - 1) * model.vectors[1]
     return _FP32 * model.dimension * everyone.fraction * (2.0 * local + 2.0 * candidates)

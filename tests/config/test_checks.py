@@ -10,6 +10,7 @@ from embedtrain.config import checks, model_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.recipe import (
     BaseDtype,
@@ -32,6 +33,7 @@ Change = Callable[[Recipe], None]
 NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
 CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
+LATE_INTERACTION = {"model__kind": ModelKind.late_interaction}
 OF_CROSS_ENCODERS = {
     "pair_template": {"query": "{query}", "document": "{document}"},
     "score_head": ScoreHead.tokens,
@@ -84,6 +86,30 @@ CASES = [
     case(r"model\.pooling", model=ModelConfig(config=SCRATCH)),
     *[option(f"model.{name}", value) for name, value in OF_CROSS_ENCODERS.items()],
     *[option(f"model.{name}", value, **CROSS_ENCODER) for name, value in OF_DENSE_MODELS.items()],
+    option("model.late_interaction.dim", 8),
+    option("model.late_interaction.skiplist_words", ["."], **CROSS_ENCODER),
+    *[option(f"model.{name}", value, **LATE_INTERACTION) for name, value in OF_DENSE_MODELS.items()],
+    option("model.late_interaction.dim", 0, **LATE_INTERACTION),
+    option("model.late_interaction.document_length", 2, **LATE_INTERACTION),
+    option(
+        "model.late_interaction.expansion_length",
+        32,
+        model__late_interaction__query_expansion=QueryExpansion.none,
+        **LATE_INTERACTION,
+    ),
+    case(
+        "model.late_interaction.expansion_token=a: .*query_expansion",
+        model=ModelConfig(
+            config=SCRATCH, kind=ModelKind.late_interaction, late_interaction=LateInteractionConfig(expansion_token="a")
+        ),
+    ),
+    option(
+        "model.late_interaction.query_length",
+        16,
+        model__late_interaction__query_expansion=QueryExpansion.min,
+        model__late_interaction__expansion_length=32,
+        **LATE_INTERACTION,
+    ),
     option("model.pair_template", "qwen", **CROSS_ENCODER),
     option("model.pair_template", {"query": "{query}", "document": "{document}", "sufix": "x"}, **CROSS_ENCODER),
     option("model.pair_template", {"query": "Q: {query}", "document": "{documents}"}, **CROSS_ENCODER),

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
-from embedtrain.config.recipe import ModelConfig, ModelKind, Precision
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision
 from embedtrain.data.token_rows import EXPANDED, TokenRowTokenizer
 from embedtrain.data.types import TextRole, Tokens
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.maxsim import MaxSim
+from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
 from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch
@@ -134,7 +135,7 @@ def test_score_depends_on_no_other_text_of_its_chunk():
             chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
             # Without a positive product, a vector of zeros would win.
             vectors = encoder(*chunk.inputs).abs() * (-1 if role is TextRole.query else 1)
-            parts.append(Part(rows_of(vectors, chunk)[0], chunk.sizes[:1]))
+            parts.append(Part(rows_of(vectors.detach(), chunk)[0], chunk.sizes[:1]))
         return float(MaxSim(mean=False).compare(*parts, torch.zeros(1, dtype=torch.int64), np.array([1])))
 
     alone = score([], packed=False)
@@ -182,6 +183,14 @@ def test_new_projection_starts_from_the_seed():
     source = open_model_source(late_interaction("bert"))
     first, again, other = (full_state_dict(source, seed)["dense.0.linear.weight"] for seed in (1, 1, 2))
     assert first.shape == (8, 32) and torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_projection_is_trained_beside_adapters():
+    encoder, _ = open_model(late_interaction("qwen2"))
+    adapted = add_adapters(encoder, LoraConfig(rank=2), None, torch.float32)
+    trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    assert "dense.0.linear.weight" in trained and adapted.heads
+    assert {name for name in trained if ".lora_" not in name} == {"dense.0.linear.weight"}
 
 
 def test_expansion_options_that_no_text_can_have():

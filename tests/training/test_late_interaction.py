@@ -81,12 +81,13 @@ def on_ranks(
         for chunk_tokens, activation_tokens, implementation in ways:
             loaded.encoder.zero_grad(set_to_none=True)
             loss = build_loss(
-                InfoNCEConfig(temperature=TEMPERATURE, implementation=Implementation(implementation)),
+                InfoNCEConfig(temperature=TEMPERATURE, implementation=Implementation(implementation.split()[0])),
                 dimension=loaded.encoder.dimension,
                 seed=0,
                 score=MaxSim(mean=False),
             )
-            backward = Backward(loaded.encoder.eval(), loss, world, seed=0, dummy=loaded.tokenizer.dummy())
+            loaded.encoder.train(implementation == DROPOUT)
+            backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
             output, finite = backward(cut_for(rows, world, loaded.tokenizer, chunk_tokens, activation_tokens))
             assert finite
             grads = {name: whole(p.grad) for name, p in loaded.encoder.named_parameters() if p.grad is not None}
@@ -111,7 +112,8 @@ def rows_of(num_rows: int, tokenizer: TokenRowTokenizer) -> GlobalBatch:
     return tokenised(batch(num_rows), tokenizer)
 
 
-WAYS = [(10_000, 10_000, "plain"), (60, 0, "tiled"), (60, 90, "ring")]
+DROPOUT = "plain with dropout"
+WAYS = [(10_000, 10_000, "plain"), (60, 0, "tiled"), (60, 90, "ring"), (60, 0, DROPOUT), (60, 10_000, DROPOUT)]
 
 
 def assert_equal_gradients(result: Result, expected: Result) -> None:
@@ -140,5 +142,9 @@ def test_ranks_and_chunks_have_the_gradient_of_one_process(ranks, models, size, 
     results = ranks(size, on_ranks, model, batches, WAYS, strategy)[0]
     for rows, of_batch in zip(batches, results, strict=True):
         expected = plain_loss(model, rows)
-        for result in of_batch:
+        *exact, encoded_twice, encoded_once = of_batch
+        for result in exact:
             assert_equal_gradients(result, expected)
+        # Dropout masks are those of the first pass when a chunk is encoded again.
+        assert_equal_gradients(encoded_twice, encoded_once)
+        assert encoded_once[0] != pytest.approx(expected[0], rel=1e-3)

@@ -1,13 +1,20 @@
 """Every loss in a step on the pretended device, on two ranks: the numbers of the CPU, and few waits for the device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import DistillScoresConfig, Implementation, InfoNCEConfig, MarginMSEConfig, XTRConfig
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.distributed.world import World
+from embedtrain.losses.build import build_loss
+from embedtrain.losses.encoded import Encoded
+from embedtrain.losses.maxsim import MaxSim
+from embedtrain.losses.types import BatchInfo, Loss
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import GuideTokenizer
+from tests.losses.token_vectors import token_batch
 from tests.pretend_cuda.device import host_reads
 from tests.pretend_cuda.steps import Case, Result, agree, on_cpu, take_steps
 from tests.training.test_losses import LOSSES, rows_for
@@ -67,3 +74,45 @@ def test_a_guide_encodes_without_waiting(cuda_ranks):
     for (reads, device), (_, cpu) in cuda_ranks(2, guide_on_both):
         assert reads == {}
         torch.testing.assert_close(device, cpu, atol=1e-5, rtol=0)
+
+
+TOKEN_LOSSES = (
+    *(
+        InfoNCEConfig(implementation=implementation, learn_temperature=True)
+        for implementation in list(Implementation)[1:]
+    ),
+    InfoNCEConfig(in_batch_negatives=False, false_negative_margin=0.2),
+    XTRConfig(top_k=4),
+    DistillScoresConfig(normalize_scores=True),
+    MarginMSEConfig(matryoshka_dims=[6, 3]),
+)
+
+
+def token_losses(world: World) -> list[tuple[dict[str, int], list[torch.Tensor]]]:
+    """What makes the host wait in each loss of late interaction, and its value and gradients."""
+    batch, rows_of_rank, results = token_batch(), [[0, 1], [2, 3, 4]], []
+    for place in (world, on_cpu(world)):
+        for config in TOKEN_LOSSES:
+            loss = build_loss(config, dimension=6, seed=0, score=MaxSim(mean=True)).to(place.device)
+            *parts, info = batch.of_rank(place.rank, rows_of_rank, torch.float32)
+            parts = [part.with_values(part.values.detach().to(place.device).requires_grad_()) for part in parts]
+            info = replace(info.to(place.device), prepared=_prepared(loss, info, place.device))
+            with host_reads() as reads:
+                local_loss = loss(*(Encoded((part,)) for part in parts), info).local_loss
+                local_loss.backward()
+            results.append(
+                (dict(reads), [value.detach().cpu() for value in (local_loss, *(part.values.grad for part in parts))])
+            )
+    return results
+
+
+def _prepared(loss: Loss, info: BatchInfo, device: torch.device) -> dict:
+    return {key: value.map_tensors(lambda tensor: tensor.to(device)) for key, value in loss.prepare(info, 6).items()}
+
+
+def test_losses_of_token_vectors(cuda_ranks):
+    for results in cuda_ranks(2, token_losses):
+        device, cpu = results[: len(TOKEN_LOSSES)], results[len(TOKEN_LOSSES) :]
+        for config, (reads, ours), (_, expected) in zip(TOKEN_LOSSES, device, cpu, strict=True):
+            assert reads == {}, config
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,14 +37,14 @@ class Part:
         """These texts, whose indices are known to the host as well; differentiable."""
         if self.sizes is None:
             return Part(self.values[indices])
-        rows = row_indices(torch.from_numpy(texts), self.sizes).to(self.values.device, non_blocking=True)
+        rows = to_device(row_indices(torch.from_numpy(texts), self.sizes).numpy(), self.values.device)
         return Part(self.values[rows], self.sizes[texts])
 
     def per_row(self, values: Tensor) -> Tensor:
         """The value of each row's text: [N] to [R]."""
         if self.sizes is None:
             return values
-        sizes = torch.from_numpy(self.sizes).to(values.device, non_blocking=True)
+        sizes = to_device(self.sizes, values.device)
         return values.repeat_interleave(sizes, output_size=len(self.values))
 
     def with_values(self, values: Tensor) -> "Part":
@@ -87,6 +88,12 @@ def split_queries(
         queries.append(Part(values[:first], None if counts is None else counts[:num_queries]))
         documents.append(Part(values[first:], None if counts is None else counts[num_queries:]))
     return Encoded(tuple(queries)), Encoded(tuple(documents))
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on `device`, which waits for nothing: memory that is not page-locked is copied after all queued work."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def row_indices(texts: Tensor, sizes: NDArray[np.int64] | None) -> Tensor:

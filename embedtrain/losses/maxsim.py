@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
-from embedtrain.losses.encoded import Encoded, Part
+from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.score import Columns, Tile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 
@@ -75,7 +75,7 @@ class MaxSim(TiledScore):
     @staticmethod
     def _divisors(queries: Part) -> Tensor:
         assert queries.sizes is not None
-        return torch.from_numpy(queries.sizes).to(queries.values.device, queries.values.dtype, non_blocking=True)
+        return to_device(queries.sizes, queries.values.device).to(queries.values.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,7 @@ def _best_rows(queries: Part, documents: Part, counts: NDArray[np.int64]) -> _Be
             # The host knows how many rows are real, so a sort selects them; a mask would wait for the device.
             order = (~real).flatten().to(torch.uint8).argsort(stable=True)[: int(sizes[0].sum())]
             best.append((position_of_best + columns[:, :1]).flatten()[order])
-    indices = [
-        torch.from_numpy(index).to(device, non_blocking=True) for index in (pairs, query_starts[pairs] + position)
-    ]
+    indices = [to_device(index, device) for index in (pairs, query_starts[pairs] + position)]
     return _BestRows(indices[0], indices[1], torch.cat(best))
 
 
@@ -241,7 +239,7 @@ def _padded_rows(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: to
     offsets = np.arange(sizes.max(initial=1))
     real = offsets < sizes[:, None]
     rows = np.where(real, starts[:, None] + offsets, starts[:, None])
-    return tuple(torch.from_numpy(part).to(device, non_blocking=True) for part in (rows, real))  # type: ignore[return-value]
+    return to_device(rows, device), to_device(real, device)
 
 
 def sorted_by_length(part: Part) -> SortedDocuments:
@@ -249,7 +247,7 @@ def sorted_by_length(part: Part) -> SortedDocuments:
     assert part.sizes is not None
     order = np.argsort(part.sizes, kind="stable")
     device = part.values.device
-    indices = torch.from_numpy(order).to(device, non_blocking=True)
+    indices = to_device(order, device)
     lengths, counts = np.unique(part.sizes, return_counts=True)
     runs = tuple(zip(counts.tolist(), lengths.tolist(), strict=True))
     return SortedDocuments(part.take(indices, order).values, indices, runs)

@@ -245,6 +245,35 @@ def test_a_cross_encoder_shows_pairs(tmp_path):
     assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", told, re.M)
 
 
+def test_late_interaction_shows_expanded_queries_and_tokens_without_vectors(tmp_path):
+    write(tmp_path / "one.jsonl", *rows(20))
+    save_small(small_model("xlm-roberta"), tmp_path / "model")
+    arguments = ["recipe=colbert_xlmr", "data.train=[one.jsonl]", "model.path=model", "data.cache_dir=cache"]
+    options = (
+        "{query_expansion: min, expansion_length: 9, document_length: 6, skiplist_words: [alpha, beta, gamma, mu]}"
+    )
+    printed = call(
+        "embedtrain.inspect",
+        *arguments,
+        "train.global_batch_size=8",
+        f"model.late_interaction={options}",
+        cwd=tmp_path,
+    )
+    query = re.search(r"^  query +(\d+) +(.*)$", printed, re.M)
+    assert query is not None
+    assert query[1] == str(len(query[2].split())) == "9"  # the small tokenizer has no mask token
+    assert query[2].endswith(" </s> </s> </s>")
+    assert re.search(r"^  queries( +[\d.,]+){7} +48 +0", printed, re.M)
+    assert re.search(r"^  positives( +[\d.,]+){7} +6 +[1-9]", printed, re.M)
+    vectors = re.findall(
+        r"^  (?:positive|negative) \d +(\d+)(?: of \d+)?(?:, (\d) vectors)? +<s> (.*) </s>$", printed, re.M
+    )
+    assert vectors
+    for tokens, number, document in vectors:
+        skipped = sum(word in ("alpha", "beta", "gamma", "mu") for word in document.split())
+        assert int(number or tokens) == int(tokens) - skipped
+
+
 @pytest.mark.slow
 def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     write(tmp_path / "one" / "rows.jsonl", *rows(6), *BAD[:1])

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shlex
+import string
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ RERANKERS = {
     "bce_reranker": "xlm-roberta", "bge_reranker": "xlm-roberta", "modernbert_reranker": "modernbert",
     "qwen3_reranker": "qwen3",
 }  # fmt: skip
+LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -64,6 +66,8 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
     "bge_reranker": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
     "modernbert_reranker": (_MODERNBERT, 0.149),
     "qwen3_reranker": (_QWEN3, 0.595),
+    "modern_colbert": (_MODERNBERT, 0.149),
+    "colbert_xlmr": (_XLMR | _XLMR_BASE, 0.28),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
@@ -90,7 +94,7 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION])
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -100,7 +104,7 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION])
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
@@ -111,11 +115,21 @@ def test_a_recipe_is_planned(name):
     assert planned.best.fits
     assert planned.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
     assert planned.largest_chunk is not None
+    vectors = {"modern_colbert": (32, 300), "colbert_xlmr": (32, 256)}.get(name, (1, 1))
+    assert planned.model.vectors == vectors
 
 
 def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
-    assert set(PATHS) == {*MODELS, *RERANKERS, "quickstart", "quickstart_reranker"}
+    quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert"}
+    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *quickstarts}
+
+
+@pytest.mark.parametrize("name", LATE_INTERACTION)
+def test_skip_lists_have_all_punctuation(name):
+    settings = compose_named(name, "data.train=[my.jsonl]").model.late_interaction
+    assert settings.skiplist_words is not None
+    assert sorted(settings.skiplist_words) == sorted(string.punctuation)
 
 
 def test_the_larger_llama_is_an_override():

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.config.token_vectors import Expansion, TokenVectors
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import UNLIMITED, TextTokenizer
 from embedtrain.data.types import BatchTokens, PackedKeys, TextRole, Tokens
 from embedtrain.errors import ConfigError
 
@@ -164,6 +164,15 @@ class TokenRowTokenizer(TextTokenizer):
             chunk.mask.view(-1)[torch.from_numpy(flat_indices[~attended])] = 0
             chunk = replace(chunk, has_padding=True)
         return replace(chunk, token_rows=torch.from_numpy(flat_indices[has_vector]), sizes=sizes)
+
+    @staticmethod
+    def unmarked(ids: Sequence[int]) -> list[int]:
+        """The tokens of `ids` without their marks."""
+        return [(~token if token < 0 else token) & ~EXPANDED for token in ids]
+
+    def untruncated(self) -> TextTokenizer:
+        """One of texts of any length, without expansion."""
+        return TextTokenizer(self.tokenizer, UNLIMITED)
 
     @property
     def longest_text(self) -> int:

@@ -1,5 +1,6 @@
 """Texts -> token ids -> chunks, padded or packed, of at most a number of tokens each."""
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.types import BatchTokens, EncoderInputs, Packing, TextInputs, TextRole, Tokens
+
+UNLIMITED = 1 << 30  # tokens: more than any text has
 
 
 def split_pooled(ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
@@ -114,13 +117,17 @@ class TextTokenizer:
         """
         if not texts:
             return []
-        limit = self.max_length if max_length is None else min(max_length, self.max_length)
+        limit = TextTokenizer.limit(self, role, max_length)
         token_ids = [ids or [self.nothing] for ids in self._fast.ids(list(texts), limit)]
         if self.include_prompt or not prompts:
             return token_ids
         text_prompts = [prompts] * len(texts) if isinstance(prompts, str) else prompts
         lengths = self._prompt_lengths(text_prompts, limit)
         return [_mark_prompt(ids, lengths[prompt]) for ids, prompt in zip(token_ids, text_prompts, strict=True)]
+
+    def limit(self, role: TextRole, max_length: int | None = None) -> int:
+        """The maximal number of tokens of a text, where the caller allows `max_length`."""
+        return self.max_length if max_length is None else min(max_length, self.max_length)
 
     def stored_ids(self, texts: Sequence[str], max_length: int | None, prompts: str, role: TextRole) -> list[list[int]]:
         """What is cached of each text, from which `encoder_inputs` makes inputs."""
@@ -188,6 +195,17 @@ class TextTokenizer:
         A forward pass of a sharded model is a collective, so all ranks run the same number of passes.
         """
         return replace(self.chunk(self.ids(["a"]), [0]), rows=(-1,))
+
+    @staticmethod
+    def unmarked(ids: Sequence[int]) -> list[int]:
+        """The tokens of `ids` without their marks."""
+        return [~token if token < 0 else token for token in ids]
+
+    def untruncated(self) -> "TextTokenizer":
+        """The same for texts of any length; its ids may have other marks."""
+        untruncated = copy.copy(self)
+        untruncated.max_length = UNLIMITED
+        return untruncated
 
     @property
     def longest_text(self) -> int:

@@ -281,4 +281,5 @@ def _size(text: ShownText) -> str:
     if text.num_tokens is None or text.num_untruncated is None:
         return f"{len(text.text):,}"
     is_cut = text.num_untruncated > text.num_tokens
-    return f"{text.num_tokens:,}" + f" of {text.num_untruncated:,}" * is_cut
+    size = f"{text.num_tokens:,}" + f" of {text.num_untruncated:,}" * is_cut
+    return size if text.num_vectors in (None, text.num_tokens) else f"{size}, {text.num_vectors:,} vectors"

@@ -3,7 +3,6 @@
 R: rows; T: texts of one role, of all rows, row by row.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +15,10 @@ from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.text_format import Prompt, TextFormat, text_key
+from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Example
+from embedtrain.data.types import Example, TextRole
 from embedtrain.inspect.rows import RowKeys, batches_of
-
-_UNLIMITED = 2**30  # tokens: more than any text has
 
 
 class UntruncatedTokenizer:
@@ -28,8 +26,7 @@ class UntruncatedTokenizer:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.bound = tokenizer
-        self._untruncated = copy.copy(tokenizer)
-        self._untruncated.max_length = _UNLIMITED
+        self._untruncated = tokenizer.untruncated()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -38,8 +35,9 @@ class UntruncatedTokenizer:
 
     def limit(self, text_format: TextFormat, *, of_queries: bool) -> int:
         """The maximal length of a source's queries, or of its documents."""
-        limit = text_format.query_max_length if of_queries else text_format.document_max_length
-        return self.bound.max_length if limit is None else min(limit, self.bound.max_length)
+        if of_queries:
+            return self.bound.limit(TextRole.query, text_format.query_max_length)
+        return self.bound.limit(TextRole.document, text_format.document_max_length)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text without truncation, including special tokens."""
@@ -55,6 +53,7 @@ class ShownText:
     text: str  # with its prompt; with a tokenizer the decoded tokens, including special tokens
     num_tokens: int | None = None  # after truncation; None without a tokenizer
     num_untruncated: int | None = None
+    num_vectors: int | None = None  # of a late-interaction model, whose skip list leaves some tokens without one
     score: float | None = None
 
 
@@ -87,16 +86,20 @@ def _as_tokens(
     text: ShownText, query: ShownText, text_format: TextFormat, tokenizer: UntruncatedTokenizer
 ) -> ShownText:
     """The tokens of a text; of a document for a cross-encoder, those of its pair with the query."""
-    (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text is query))
+    role = TextRole.query if text is query else TextRole.document
+    (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
     num_untruncated = len(tokenizer.ids([text.text])[0])
     if isinstance(tokenizer.bound, PairTokenizer) and text is not query:
         pairs = tokenizer.bound
         (of_query,) = pairs.ids([query.text], tokenizer.limit(text_format, of_queries=True))
-        joined = pairs.pair_format.join(of_query, ids, pairs.max_length)
-        ids = [~token if token < 0 else token for token in joined]
+        ids = pairs.pair_format.join(of_query, ids, pairs.max_length)
         num_untruncated += len(tokenizer.ids([query.text])[0]) + pairs.pair_format.num_special
+    num_vectors = tokenizer.bound.num_rows(ids) if isinstance(tokenizer.bound, TokenRowTokenizer) else None
+    ids = tokenizer.bound.unmarked(ids)
     decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return replace(text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated)
+    return replace(
+        text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated, num_vectors=num_vectors
+    )
 
 
 ROLES = ("queries", "positives", "negatives")

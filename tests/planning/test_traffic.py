@@ -1,5 +1,7 @@
 """Planned all-gathers and reduce-scatters, compared with those of real ranks; and the duration of a step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +13,7 @@ from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.planning.memory import step_memory
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.traffic import step_traffic
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
@@ -136,3 +139,21 @@ def test_a_reduction_once_per_step_overlaps_with_the_last_chunk_only():
     expected = many.reduce_scatter / cluster.bandwidth_node - many.compute * 2 / 3 / 16
     assert expected > 0
     assert many.exposed - one.exposed == pytest.approx(expected, rel=0.1)
+
+
+def test_vectors_of_tokens_are_sent_and_compared():
+    """32 vectors of a query and 180 of a document instead of one each."""
+    dense = spec_of(small_model("bert").config, length=180)
+    tokens = replace(dense, vectors=(32, 180))
+    cluster = ClusterSpec(ranks=4, per_node=4, memory=2**36, gpu=True)
+    work = StepWorkload(rows=64, texts_per_row=3, tokens_per_text=180)
+    layout = ParallelLayout(Strategy.fsdp, 1, 4, "")
+    of_dense, of_tokens = (step_traffic(spec, layout, cluster, work, reduce_per_step=True) for spec in (dense, tokens))
+    rows, documents = 64, 128
+    ratio = (rows / 4 * (32 + 2 * 180) + documents * 180) / (rows / 4 * 3 + documents)
+    assert of_tokens.embeddings == pytest.approx(ratio * of_dense.embeddings)
+    products = 2.0 * rows / 4 * 32 * documents * 180 * dense.dimension
+    assert (of_tokens.compute - of_dense.compute) * cluster.flops == pytest.approx(products, rel=1e-6)
+    needs = [step_memory(spec, layout, cluster, work, reduce_per_step=True).total for spec in (dense, tokens)]
+    # In the backward pass of the encoder: vectors, copies at the ranks of their rows, and gradients.
+    assert needs[1] - needs[0] == pytest.approx(3 * 4 * dense.dimension * rows / 4 * (392 - 3))

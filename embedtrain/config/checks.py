@@ -61,6 +61,11 @@ def check_recipe(recipe: Recipe) -> Recipe:
         "formats",
         f"{LOGIT_SCORE} is for model.kind=cross_encoder; leave it out",
     )
+    OptionChecks(recipe.export, "export.").require(
+        recipe.model.kind is not ModelKind.late_interaction or recipe.export.truncate_dim is None,
+        "truncate_dim",
+        "is for the vectors of model.kind=dense, not late_interaction; set model.late_interaction.dim",
+    )
     OptionChecks(recipe.data, "data.").require(
         recipe.model.kind is ModelKind.cross_encoder or not recipe.data.batch_negatives,
         "batch_negatives",

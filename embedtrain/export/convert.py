@@ -50,10 +50,10 @@ def export_checkpoint(
     source = open_model_source(
         ModelConfig(path=str(run_dir.architecture), kind=recipe.model.kind, trust_remote_code=trust_remote_code)
     )
-    if recipe.model.kind is ModelKind.cross_encoder and config.truncate_dim is not None:
+    if recipe.model.kind is not ModelKind.dense and config.truncate_dim is not None:
         raise ConfigError(
-            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense; a cross_encoder computes a "
-            "score; leave it out"
+            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not "
+            f"{recipe.model.kind.value}; leave it out"
         )
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     loaded = load_tokenizer(source)

@@ -17,6 +17,8 @@ from embedtrain.config.token_vectors import DEFAULT_EXPANSION_LENGTH, Expansion,
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import (
+    MULTI_VECTOR,
+    PYLATE,
     SETTINGS,
     DenseSource,
     Module,
@@ -28,7 +30,7 @@ from embedtrain.models.module_settings import (
 from embedtrain.models.score_head import IDENTITY
 from embedtrain.models.security import weight_files
 
-MULTI_VECTOR, PYLATE, STANFORD = "MultiVectorEncoder", "ColBERT", "HF_ColBERT"
+STANFORD = "HF_ColBERT"
 METADATA = "artifact.metadata"  # of Stanford's ColBERT
 PYLATE_DENSE, PROJECTION = "pylate.models.Dense.Dense", "linear.weight"
 _TOKENS = "token_embeddings"

@@ -11,6 +11,13 @@ from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
 
 SETTINGS = "config_sentence_transformers.json"
+# Values of `model_type` in it; of PyLate the second of late interaction.
+CROSS_ENCODER, MULTI_VECTOR, PYLATE = "CrossEncoder", "MultiVectorEncoder", "ColBERT"
+_KINDS = {
+    CROSS_ENCODER: ModelKind.cross_encoder,
+    MULTI_VECTOR: ModelKind.late_interaction,
+    PYLATE: ModelKind.late_interaction,
+}
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -41,6 +48,12 @@ class Module(NamedTuple):
     kind: str  # the name of its class in sentence-transformers, or the full name of another class
     path: Path
     type: str  # the full name of the class
+
+
+def stored_kind(directory: Path) -> ModelKind:
+    """The kind of a model directory that an export or a run has written."""
+    settings: dict[str, Any] = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
+    return _KINDS.get(str(settings.get("model_type")), ModelKind.dense)
 
 
 def read_modules(directory: Path) -> list[Module]:

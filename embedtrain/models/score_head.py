@@ -20,17 +20,18 @@ from embedtrain.config.pair_template import (
     pair_template,
     published_template,
 )
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
+from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.chat_template import read_chat_template
 from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import resolve_directory
+from embedtrain.models.module_settings import CROSS_ENCODER
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 
 SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
-# A cross-encoder of sentence-transformers with a linear layer on a token vector, and its type in the settings.
-SCORE_MODULES, CROSS_ENCODER = ["Transformer", "Pooling", "Dense"], "CrossEncoder"
+# A cross-encoder of sentence-transformers with a linear layer on a token vector.
+SCORE_MODULES = ["Transformer", "Pooling", "Dense"]
 _LATE = "late"  # of EuroBERT's class: its head receives every token, and no pooled one
 LOGIT_SCORE = "LogitScore"
 _CLASSIFIER, _CAUSAL = "ForSequenceClassification", "ForCausalLM"
@@ -275,13 +276,6 @@ def _stored_template(files: RerankerFiles, config: PretrainedConfig, model: Mode
         instruction=prompts.get(default) if isinstance(prompts, dict) and default else None,
         options={k: v for k, v in options.items() if k != "restore_suffix"} if isinstance(options, dict) else None,
     )
-
-
-def stored_kind(directory: Path) -> ModelKind:
-    """The kind of a model directory that an export or a run has written."""
-    path = directory / "config_sentence_transformers.json"
-    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
-    return ModelKind.cross_encoder if settings.get("model_type") == CROSS_ENCODER else ModelKind.dense
 
 
 def score_pooling(config: PretrainedConfig) -> Pooling:

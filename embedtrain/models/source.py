@@ -25,6 +25,7 @@ from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format, read_late_interaction
 from embedtrain.models.module_settings import (
+    CROSS_ENCODER,
     SETTINGS,
     DenseSource,
     read_dense,
@@ -37,7 +38,6 @@ from embedtrain.models.module_settings import (
 from embedtrain.models.projection import token_projection
 from embedtrain.models.rope import scale_rope
 from embedtrain.models.score_head import (
-    CROSS_ENCODER,
     LOGIT_SCORE,
     SCORE_MODULES,
     HeadSource,

@@ -8,6 +8,7 @@ from torch import Tensor
 from embedtrain.checkpoint.checkpointer import read_tensors
 from embedtrain.checkpoint.export.cross_encoder import compared_pairs, probe_scores
 from embedtrain.checkpoint.export.hub import upload_model
+from embedtrain.checkpoint.export.late_interaction import probe_token_vectors
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
 from embedtrain.checkpoint.export.replacement import export_lock
@@ -17,6 +18,7 @@ from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
@@ -112,14 +114,19 @@ def export_run(
 
 
 def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
-    """What an export has to reproduce: vectors of the probe texts, or scores of pairs of them. A collective."""
-    if not isinstance(model.tokenizer, PairTokenizer):
+    """What an export has to reproduce, see `probe_vectors`. A collective."""
+    tokenizer, prompts, device = model.tokenizer, model.source.prompts, encoder.world.device
+    if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer):
         return encoder.encode_all(PROBES)
     training = model.encoder.training
-    scores = probe_scores(model.encoder.eval(), model.tokenizer, PROBES, model.source.prompts, encoder.world.device)
+    model.encoder.eval()
+    if isinstance(tokenizer, PairTokenizer):
+        outputs = probe_scores(model.encoder, tokenizer, PROBES, prompts, device)
+    else:
+        outputs = probe_token_vectors(model.encoder, tokenizer, PROBES, prompts, device)
     model.encoder.train(training)
     reshard(model.encoder)
-    return scores
+    return outputs
 
 
 def _adapter_base(model: LoadedModel, recipe: Recipe, run_dir: RunDirectory) -> AdapterBase:

@@ -37,7 +37,9 @@ def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
     write_architecture(directory, source, tokenizer)
     encoder = assemble_encoder(source)
     encoder.load_state_dict(state)
-    return Architecture(directory, source, state, probe_vectors(encoder, tokenizer), tokenizer.max_length)
+    return Architecture(
+        directory, source, state, probe_vectors(encoder, tokenizer, source.prompts), tokenizer.max_length
+    )
 
 
 def export_model(

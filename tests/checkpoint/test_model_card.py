@@ -9,6 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from embedtrain.checkpoint.export.model_card import model_card
+from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.compose import compose_recipes, to_plain
 from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
 
@@ -51,6 +52,21 @@ def test_the_metadata_are_those_of_the_hub(tmp_path):
         ("sts", "spearman"): ("semantic-similarity", "sts", 0.5),
     }
     assert 'SentenceTransformer("me/mine")' in text
+
+
+def test_a_late_interaction_model_is_used_with_two_libraries(tmp_path):
+    settings = {"model_type": "ColBERT", "prompts": {"query": "", "document": "text: "}}
+    folder = RunDirectory(tmp_path).architecture
+    folder.mkdir()
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    text = card(tmp_path, "model.kind=late_interaction", name="me/mine")
+    assert 'MultiVectorEncoder("me/mine")' in text
+    assert 'models.ColBERT("me/mine")' in text
+    assert 'is_query=False, prompt_name="document"' in text
+    assert "is_query=True)" in text
+    assert ModelCard(text).data.pipeline_tag == "feature-extraction"
+    (folder / "config_sentence_transformers.json").write_text('{"model_type": "MultiVectorEncoder"}')
+    assert "models.ColBERT" not in card(tmp_path, "model.kind=late_interaction")
 
 
 def test_results_say_what_was_measured(tmp_path):

@@ -9,6 +9,7 @@ import yaml
 
 from embedtrain import __version__
 from embedtrain.checkpoint.export.cross_encoder import renders_pairs
+from embedtrain.checkpoint.export.late_interaction import pylate_usage
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
@@ -30,12 +31,23 @@ _TASKS = {
     "classification": "classification",
     "clustering": "clustering",
 }
-# What the card calls a model of vectors, and one of scores.
-_KINDS = (
-    "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens",
-    "A reranker: a cross-encoder that scores pairs of a query and a document of up to {max_length} tokens together",
-)
-_TAGS = (["sentence-similarity", "feature-extraction"], ["cross-encoder", "reranker"])
+# What the card calls a model.
+_KINDS = {
+    ModelKind.dense: "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens",
+    ModelKind.cross_encoder: (
+        "A reranker: a cross-encoder that scores pairs of a query and a document of up to {max_length} tokens together"
+    ),
+    ModelKind.late_interaction: (
+        "A late-interaction model (ColBERT): a vector of {dimension} dimensions for each token of a text of up to "
+        "{max_length} tokens, and the sum of the largest similarities of a query's tokens as score"
+    ),
+}
+_TAGS = {
+    ModelKind.dense: ["sentence-similarity", "feature-extraction"],
+    ModelKind.cross_encoder: ["cross-encoder", "reranker"],
+    ModelKind.late_interaction: ["multi-vector", "ColBERT", "late-interaction", "feature-extraction"],
+}
+_PIPELINES = {ModelKind.dense: "sentence-similarity", ModelKind.cross_encoder: "text-ranking"}
 # Groups of a recipe that describe where it ran, not what it trained.
 _LEFT_OUT = ("output_dir", "tracking")
 _IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
@@ -64,7 +76,8 @@ def model_card(
     The evaluation results are those of `step` in `run_dir`; `prompts` are those of queries and documents; `name` is
     the id of the Hub repository to which the model is uploaded.
     """
-    path, scores_pairs = recipe["model"].get("path"), recipe["model"].get("kind") == ModelKind.cross_encoder.value
+    path, kind = recipe["model"].get("path"), _kind(recipe)
+    usage = {ModelKind.cross_encoder: _usage_of_scores, ModelKind.late_interaction: _usage_of_token_vectors}
     base, shown = _hub_id(path), name or "path/of/this/directory"
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
     before = metrics_at(run_dir, 0) if step else {}
@@ -77,11 +90,11 @@ def model_card(
             "---",
             f"# {recipe['name']}",
             "",
-            f"{_KINDS[scores_pairs].format(dimension=dimension, max_length=max_length)}, "
+            f"{_KINDS[kind].format(dimension=dimension, max_length=max_length)}, "
             f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
-            *(_usage_of_scores(shown, prompts, run_dir) if scores_pairs else _usage(shown, prompts)),
-            *_graph_usage(scores_pairs=scores_pairs) * (ONNX in formats),
+            *usage.get(kind, _usage)(shown, prompts, run_dir),
+            *_graph_usage(scores_pairs=kind is ModelKind.cross_encoder) * (ONNX in formats),
             *_LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
             *_evaluation(metrics, datasets, before, changes),
             "## Recipe",
@@ -134,7 +147,7 @@ def _metadata(
         if set_name in datasets and datasets[set_name].kind in _TASKS
         for metric, value in values.items()
     ]
-    scores_pairs = recipe["model"].get("kind") == ModelKind.cross_encoder.value
+    kind = _kind(recipe)
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,
@@ -142,8 +155,8 @@ def _metadata(
         language=recipe["export"].get("language") or None,
         license=recipe["export"].get("license"),
         library_name="sentence-transformers",
-        pipeline_tag="text-ranking" if scores_pairs else "sentence-similarity",
-        tags=["sentence-transformers", *_TAGS[scores_pairs], "embedtrain"] + [ONNX] * onnx,
+        pipeline_tag=_PIPELINES.get(kind, "feature-extraction"),
+        tags=["sentence-transformers", *_TAGS[kind], "embedtrain"] + [ONNX] * onnx,
         model_name=recipe["name"] if results else None,
         eval_results=results or None,
     )
@@ -183,7 +196,43 @@ def _graph_usage(*, scores_pairs: bool) -> list[str]:
     ]
 
 
-def _usage(name: str, prompts: Mapping[str, str]) -> list[str]:
+def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], run_dir: Path) -> list[str]:
+    lines = [
+        "```python",
+        "from sentence_transformers import MultiVectorEncoder",
+        "",
+        f'model = MultiVectorEncoder("{name}")',
+        'queries = model.encode_query(["a question"])',
+        'documents = model.encode_document(["a text that answers it", "another text"])',
+        "print(model.similarity(queries, documents))",
+        "```",
+        "",
+    ]
+    opens, by_name = pylate_usage(RunDirectory(run_dir).architecture)
+    if not opens:
+        return [*lines, "PyLate cannot open this model, because it has settings that PyLate does not have.", ""]
+    query, document = (f', prompt_name="{role}"' if role in by_name else "" for role in ("query", "document"))
+    return [
+        *lines,
+        "With PyLate:",
+        "",
+        "```python",
+        "from pylate import models, rank",
+        "",
+        f'model = models.ColBERT("{name}")',
+        f'queries = model.encode(["a question"], is_query=True{query})',
+        f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
+        'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, documents_embeddings=documents))',
+        "```",
+        "",
+    ]
+
+
+def _kind(recipe: Mapping[str, Any]) -> ModelKind:
+    return ModelKind(recipe["model"].get("kind") or ModelKind.dense.value)
+
+
+def _usage(name: str, prompts: Mapping[str, str], _: Path) -> list[str]:
     lines = [
         "```python",
         "from sentence_transformers import SentenceTransformer",

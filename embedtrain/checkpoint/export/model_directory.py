@@ -22,10 +22,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
+from embedtrain.checkpoint.export.late_interaction import write_late_interaction_settings
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
 from embedtrain.files import write_json
@@ -98,6 +100,9 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         return
     if pooler := _pooler_weights(source):
         (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
+    if isinstance(tokenizer, TokenRowTokenizer):
+        write_late_interaction_settings(directory, source, tokenizer)
+        return
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
     for dense in source.dense:
@@ -180,7 +185,7 @@ def plan_weights(
 
 def _stored_names(architecture: Path, names: Iterable[str]) -> dict[str, str]:
     """Of each weight in the files of the backbone or classifier, its name there; other modules have other files."""
-    if (architecture / "1_Pooling").is_dir():
+    if (architecture / "1_Pooling").is_dir() or (architecture / "1_Dense").is_dir():
         return {name: name.removeprefix(_BACKBONE) for name in names if name.startswith(_BACKBONE)}
     config = AutoConfig.from_pretrained(architecture, local_files_only=True)
     return {name: stored_name(config)(name) for name in names}

@@ -32,13 +32,20 @@ from embedtrain.checkpoint.export.cross_encoder import (
     scores_of_transformers,
     whole_classifier,
 )
+from embedtrain.checkpoint.export.late_interaction import (
+    probe_token_vectors,
+    token_vectors_of_sentence_transformers,
+    token_vectors_of_transformers,
+)
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
 from embedtrain.models.build import assemble_encoder, full_state_dict, stored_tensors
 from embedtrain.models.encoder import Dense, Encoder
-from embedtrain.models.score_head import stored_kind
+from embedtrain.models.late_interaction import LateInteractionEncoder
+from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.source import ModelSource, open_model_source
 
 # Short, long, many scripts, punctuation only, capitals and whitespace: where tokenizers and pooling go wrong.
@@ -62,7 +69,7 @@ _MIN_EFFECT, _MIN_EFFECT_FRACTION = 1e-4, 0.5
 class ExportReference:
     """The encoder that an export has to reproduce."""
 
-    vectors: Tensor  # of PROBES without prompts, [len(PROBES), D]; of a cross-encoder the scores [1, len(PROBES)]
+    vectors: Tensor  # the result of `probe_vectors`
     tolerance: float  # largest relative difference of an embedding that passes
     prompts: Mapping[str, str]  # by name
     max_length: int  # tokens
@@ -97,9 +104,12 @@ def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[s
     """Embeddings of PROBES by an encoder that is unsharded in this process, one text per forward pass.
 
     The scores [1, N] of a cross-encoder, with `prompts`, are one vector: a score near 0 has no relative difference.
+    A late-interaction model has vectors of tokens, of each text as a query and as a document with their prompts.
     """
     if isinstance(tokenizer, PairTokenizer):
         return probe_scores(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
+    if isinstance(tokenizer, TokenRowTokenizer):
+        return probe_token_vectors(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
@@ -204,8 +214,15 @@ def check_transformers(directory: Path, source: ModelSource, reference: ExportRe
     if source.head is not None:
         scores = scores_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
         return _require_scores(scores, reference, f"transformers opens {directory}")
-    vectors = encode_probes(open_encoder(directory, source), open_tokenizer(directory, source))
+    vectors = _encode(open_encoder(directory, source), source, open_tokenizer(directory, source))
     return require_match(vectors, reference, f"transformers opens {directory}")
+
+
+def _encode(encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """`probe_vectors` of a model of vectors that transformers has opened."""
+    if source.token_vectors is not None:
+        return token_vectors_of_transformers(encoder, source, tokenizer, PROBES)
+    return encode_probes(encoder.eval(), tokenizer)
 
 
 def check_sentence_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
@@ -216,6 +233,9 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     if source.head is not None:
         scores = scores_of_sentence_transformers(directory, source, reference.max_length, PROBES)
         return _require_scores(scores, reference, f"sentence-transformers opens {directory}")
+    if source.token_vectors is not None:
+        vectors = token_vectors_of_sentence_transformers(directory, source, PROBES)
+        return require_match(vectors, reference, f"sentence-transformers opens {directory}")
     from sentence_transformers import SentenceTransformer
 
     try:
@@ -279,7 +299,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
     tokenizer = open_tokenizer(source.directory, source)
     if base.source.head is None:
         encoder.backbone = model
-        vectors = encode_probes(encoder.eval(), tokenizer)
+        vectors = _encode(encoder, source, tokenizer)
     else:
         vectors = classifier_scores(model, source, tokenizer, PROBES)
     if base.load_in_4bit:
@@ -306,7 +326,10 @@ def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
             with safe_open(location.path, framework="pt") as file:
                 head.get_parameter(name).data.copy_(file.get_tensor(location.key))
         heads.append(head)
-    return Encoder(cast("PreTrainedModel", backbone), source.pooling, normalize=source.normalize, dense=heads).eval()
+    own = cast("PreTrainedModel", backbone)
+    if source.token_vectors is not None:
+        return LateInteractionEncoder(own, heads).eval()
+    return Encoder(own, source.pooling, normalize=source.normalize, dense=heads).eval()
 
 
 def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:

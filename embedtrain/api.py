@@ -20,7 +20,7 @@ from embedtrain.config.compose import choices, compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.paths import require_models, require_recipe_paths, require_sets, require_sources
-from embedtrain.config.recipe import DataConfig, ParallelConfig, Recipe
+from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World, joined_world
@@ -34,8 +34,9 @@ from embedtrain.export.options import ExportOptions
 from embedtrain.in_process import SHARED_WORLD, own_process_state
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.options import EncoderOptions, check_encoder
-from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_model_config, command_option_names
-from embedtrain.loading.load import load_model, quiet_libraries
+from embedtrain.loading.command_model import command_model_config
+from embedtrain.loading.encoder_model import load_encoder_model
+from embedtrain.loading.load import quiet_libraries
 from embedtrain.losses.types import Loss
 from embedtrain.mine.__main__ import main as mine_main
 from embedtrain.mine.folder import read_summary
@@ -245,9 +246,7 @@ def load_encoder(
         quiet_libraries()
         world = SHARED_WORLD.join(composed.timeout)
         try:
-            parallel = ParallelConfig(precision=composed.precision)
-            with command_option_names(MODEL_OPTION_NAMES):
-                loaded = load_model(command_model_config(composed), parallel, world, seed=0, work=None)
+            loaded = load_encoder_model(command_model_config(composed), composed.precision, world)
             console = Console(enabled=world.is_main)
             for note in loaded.notes:
                 console.note(note)

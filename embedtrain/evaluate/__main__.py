@@ -43,6 +43,7 @@ def main(options: EvaluateOptions) -> Metrics:
     from embedtrain.evaluate.inputs import read_inputs
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, run_tasks
     from embedtrain.evaluate.stages import Models, stages
+    from embedtrain.evaluation.set_kinds import check_sets_of_kind
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.loading.reranker import open_reranker
@@ -73,6 +74,7 @@ def main(options: EvaluateOptions) -> Metrics:
         encoder: SentenceEncoder | None = None
         vector_cache: VectorCache | None = None
         if model is not None:
+            check_sets_of_kind(inputs.sets, model.source.kind, "sets")
             encoder = SentenceEncoder.from_model(
                 model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard
             )
@@ -135,13 +137,10 @@ def _open_metrics(output_dir: Path) -> "MetricsFile":
 
 
 def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
-    from embedtrain.config.recipe import ParallelConfig
-    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
-    from embedtrain.loading.load import load_model
+    from embedtrain.loading.encoder_model import load_encoder_model
 
-    config, parallel = command_model_config(options), ParallelConfig(precision=options.precision)
-    with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
-        model = load_model(config, parallel, world, seed=0, work=None)
+    with console.phase("loading the model"):
+        model = load_encoder_model(command_model_config(options), options.precision, world)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     for note in model.notes:
         console.note(note)

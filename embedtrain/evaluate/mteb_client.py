@@ -245,11 +245,13 @@ def read_settings(source: ModelSource) -> MtebSettings:
     """Read the prompts and the similarity of a model directory, as sentence-transformers does."""
     content = _read_settings_file(source)
     default_prompt = source.prompts.get(str(content.get("default_prompt_name")), "")
+    if source.token_vectors is not None:
+        return MtebSettings(source.prompts, default_prompt, "cosine", has_text_vectors=False)
     similarity = content.get("similarity_fn_name") or "cosine"
     if similarity in ("cosine", "dot"):
         return MtebSettings(source.prompts, default_prompt, similarity)
     note = f"the model's similarity is {similarity}, which is not supported: cosine is used instead"
-    return MtebSettings(source.prompts, default_prompt, "cosine", note)
+    return MtebSettings(source.prompts, default_prompt, "cosine", note=note)
 
 
 def _read_settings_file(source: ModelSource) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import FailedElsewhere
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
-from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.inference.vector_tiles import dtype_of
+from embedtrain.losses.encoded import Part
 
 # How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
 # immediately, so this only ends ranks that will never get another command.
@@ -152,7 +152,9 @@ class CommandChannel:
             case EncodeTexts(texts, prompt):
                 return self.encoder.encode_all(texts, prompt, label="encoding texts")
             case NewIndex(priorities):
-                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config)
+                self._index = ShardedIndex(
+                    torch.from_numpy(priorities), self.world, self._config, self.encoder.comparison
+                )
             case AddDocuments(texts, prompt, first):
                 self._add_documents(texts, prompt, first)
             case SearchDocuments(queries, prompt, k):
@@ -167,13 +169,14 @@ class CommandChannel:
             return self._normalized(vectors).to(dtype_of(self._config))
 
         for block in self.encoder.encode_blocks(texts, prompt, vector_cache=self._vector_cache, transform=transform):
-            self._current_index.add(EncodedShard(block.vectors, block.rows + first))
+            self._current_index.add(EncodedShard(block.vectors, block.rows + first, block.sizes))
 
-    def _encode_queries(self, texts: list[str], prompt: str) -> Tensor:
-        return self._normalized(self.encoder.encode_all(texts, prompt))
+    def _encode_queries(self, texts: list[str], prompt: str) -> Part:
+        part = self.encoder.encode(texts, prompt)
+        return part.with_values(self._normalized(part.values))
 
     def _normalized(self, vectors: Tensor) -> Tensor:
-        return unit_vectors(vectors) if self._normalize else vectors
+        return self.encoder.comparison.prepare(vectors) if self._normalize else vectors
 
     @property
     def _current_index(self) -> ShardedIndex:

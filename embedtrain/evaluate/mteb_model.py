@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.errors import ConfigError
 from embedtrain.evaluate.mteb_commands import (
     AddDocuments,
     CommandChannel,
@@ -34,6 +35,7 @@ class MtebSettings:
     prompts: Mapping[str, str]  # by name: of tasks, of types of tasks, `query` and `document`
     default_prompt: str  # for texts without a prompt in `prompts`
     similarity: str  # `cosine` or `dot`
+    has_text_vectors: bool = True  # one per text, which tasks other than retrieval and reranking need
     note: str = ""  # a warning about an unsupported setting
 
 
@@ -54,6 +56,11 @@ class ShardedModel:
         self, inputs: Iterable[Mapping[str, list[str]]], *, task_metadata: Any, prompt_type: Any = None, **_: Any
     ) -> NDArray[np.float32]:
         """Vectors of all texts, float32 [n, D], not normalized."""
+        if not self._settings.has_text_vectors:
+            raise ConfigError(
+                f"{task_metadata.name} needs one vector per text, and a late-interaction model computes one per token; "
+                "only tasks of retrieval and reranking are supported"
+            )
         prompt = self._prompt(task_metadata, prompt_type)
         parts: list[Tensor] = [
             self._channel.run(EncodeTexts(texts, prompt)).cpu()

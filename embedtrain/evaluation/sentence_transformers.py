@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from sentence_transformers.util import cos_sim, pairwise_cos_sim, quantize_embeddings
+from sentence_transformers.util import quantize_embeddings
+from sentence_transformers.util.similarity import SimilarityFunction
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
 
@@ -26,12 +28,11 @@ class SentenceTransformersAdapter:
     corpus that does not fit, use `Evaluator`, which keeps them sharded.
     """
 
-    similarity_fn_name = "cosine"
-
     def __init__(self, encoder: SentenceEncoder) -> None:
         self.encoder = encoder
         self.prompts = {"query": encoder.query_prompt, "document": encoder.document_prompt}
         self.model_card_data = _NoModelCard()
+        self.similarity_fn_name = encoder.comparison.name
 
     def encode(
         self,
@@ -39,9 +40,10 @@ class SentenceTransformersAdapter:
         prompt_name: str | None = None,
         prompt: str | None = None,
         *,
-        output_value: str | None = "sentence_embedding",
+        task: str | None = None,
+        output_value: str | None = None,
         precision: str | None = "float32",
-        convert_to_numpy: bool = True,
+        convert_to_numpy: bool | None = None,
         convert_to_tensor: bool = False,
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
@@ -49,16 +51,27 @@ class SentenceTransformersAdapter:
     ) -> Any:
         """Vectors of one text, [D], or of several, [n, D]; a collective.
 
-        A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors. Other
-        options of sentence-transformers, such as `batch_size` and `device`, have no effect.
+        A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors. With a
+        late-interaction model, a list of the vectors of each text, [R, D], arrays only with `convert_to_numpy`; texts
+        are documents unless `task` is `query`. Other options, such as `batch_size`, have no effect.
         """
-        if output_value != "sentence_embedding":
-            raise ConfigError(f"output_value={output_value} is not supported: only sentence_embedding is")
         texts = [inputs] if isinstance(inputs, str) else [str(text) for text in inputs]
-        vectors: Any = self.encoder.encode_all(texts, self._prompt(prompt, prompt_name))
-        vectors = vectors[:, :truncate_dim]
+        role = TextRole.query if task == TextRole.query.value else TextRole.document
+        part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
+        outputs = "sentence_embedding" if part.sizes is None else "token_embeddings"
+        if output_value not in (None, outputs):
+            raise ConfigError(f"output_value={output_value} is not supported: only {outputs} is")
+        convert_to_numpy = part.sizes is None if convert_to_numpy is None else convert_to_numpy
+        vectors: Any = part.values[:, :truncate_dim]
         if normalize_embeddings:
             vectors = normalize(vectors, dim=1)
+        if part.sizes is not None:
+            if precision not in (None, "float32"):
+                raise ConfigError(f"precision={precision} is not supported for vectors of tokens: only float32 is")
+            if convert_to_numpy and not convert_to_tensor:
+                vectors = vectors.cpu().numpy()
+            of_texts = [vectors[end - size : end] for end, size in zip(part.sizes.cumsum(), part.sizes, strict=True)]
+            return of_texts[0] if isinstance(inputs, str) else of_texts
         if precision not in (None, "float32"):
             quantised = quantize_embeddings(vectors.cpu(), precision=precision)
             vectors = torch.from_numpy(quantised) if convert_to_tensor or not convert_to_numpy else quantised
@@ -71,22 +84,25 @@ class SentenceTransformersAdapter:
     def encode_query(
         self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
-        """`encode` with the query prompt as the default."""
+        """`encode` of queries, with their prompt as the default."""
+        options = {"task": "query"} | options
         return self.encode(inputs, prompt_name or (None if prompt is not None else "query"), prompt, **options)
 
     def encode_document(
         self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
-        """`encode` with the document prompt as the default."""
+        """`encode` of documents, with their prompt as the default."""
         return self.encode(inputs, prompt_name or (None if prompt is not None else "document"), prompt, **options)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """Cosines of all pairs, [n, D] and [m, D] to [n, m]."""
-        return cos_sim(embeddings1, embeddings2)  # type: ignore[no-any-return]
+        """Scores of all pairs, such as cosines of [n, D] and [m, D], to [n, m]."""
+        similarity: Callable[..., Tensor] = SimilarityFunction.to_similarity_fn(self.similarity_fn_name)
+        return similarity(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """Cosines row by row, two [n, D] to [n]."""
-        return pairwise_cos_sim(embeddings1, embeddings2)  # type: ignore[no-any-return]
+        """Scores row by row, such as cosines of two [n, D], to [n]."""
+        similarity: Callable[..., Tensor] = SimilarityFunction.to_similarity_pairwise_fn(self.similarity_fn_name)
+        return similarity(embeddings1, embeddings2)
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +116,7 @@ class SentenceTransformersAdapter:
 
     def get_embedding_dimension(self) -> int:
         """D, from a forward pass. A collective."""
-        return self.encoder.encode_all([]).shape[1]
+        return self.encoder.encode([]).values.shape[1]
 
     get_sentence_embedding_dimension = get_embedding_dimension
 
@@ -115,7 +131,8 @@ class SentenceTransformersAdapter:
 class TextEncoder(SentenceTransformersAdapter):
     """Encodes texts with a model that may be sharded over the ranks; what `load_encoder` returns.
 
-    Every rank calls each method with the same texts and gets all vectors: float32 arrays [n, D], or [D] for one text.
+    Every rank calls each method with the same texts and gets all vectors: float32 arrays [n, D], or [D] for one text;
+    with a late-interaction model, lists of tensors [R, D], or one for one text.
     A context manager: leaving it leaves the process group, as `close` does.
 
     Args:

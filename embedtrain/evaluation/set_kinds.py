@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from embedtrain.config.evaluation import SetKind
+from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
 from embedtrain.evaluation.tasks.labels import CLUSTERING_METRICS, classification_metrics
@@ -46,6 +47,17 @@ def kind_of(data: EvaluationData) -> SetKind:
             return SetKind.classification
         case ClusteringSet():
             return SetKind.clustering
+
+
+def check_sets_of_kind(sets: Sequence[LoadedSet], kind: ModelKind, option: str) -> None:
+    """Raise ConfigError for a set that models of this kind, which encode texts, cannot measure."""
+    for loaded in sets if kind is ModelKind.late_interaction else ():
+        if isinstance(loaded.data, ClassificationSet | ClusteringSet):
+            raise ConfigError(
+                f"{option}: {loaded.data.name} is a set of the kind {kind_of(loaded.data).value}, which needs one "
+                "vector per text, and a late-interaction model computes one per token: leave it out (allowed are "
+                "retrieval, reranking, sts, pair_classification and bitext)"
+            )
 
 
 def _counts(data: EvaluationData) -> dict[str, int]:

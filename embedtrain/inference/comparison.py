@@ -56,9 +56,11 @@ class Comparison(ABC):
     """How two texts are compared. All results are bit-identical for any batching of texts and any number of ranks.
 
     Attributes:
+        name: of this similarity in sentence-transformers.
         is_symmetric: whether two texts are compared without saying which one is the query.
     """
 
+    name: str
     is_symmetric: bool
 
     @abstractmethod

@@ -19,6 +19,7 @@ from embedtrain.losses.encoded import Part
 class Cosine(Comparison):
     """Cosine of two vectors; an index computes inner products of what `prepare` returns."""
 
+    name = "cosine"
     is_symmetric = True
 
     def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:

@@ -40,6 +40,7 @@ class MaxSimComparison(Comparison):
 
     def __init__(self, *, mean: bool) -> None:
         self.mean = mean
+        self.name = "meanmaxsim" if mean else "maxsim"
 
     def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """Unit vectors, so that shorter ones are cosines again."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.prompts import prompt_warnings
-from embedtrain.config.recipe import ParallelConfig, Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.loading.command_model import command_model_config
 from embedtrain.mine.options import MineOptions, compose_mine
 
@@ -34,6 +34,7 @@ def main(options: MineOptions) -> list[Path]:
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
+    from embedtrain.loading.encoder_model import open_encoder_source
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.mine.folder import MiningFolder, mining_identity, require_same_files
     from embedtrain.mine.inputs import prepare_inputs
@@ -41,7 +42,6 @@ def main(options: MineOptions) -> list[Path]:
     from embedtrain.mine.sources import corpus_parts, read_mining_sources
     from embedtrain.mine.stats import print_summary
     from embedtrain.mine.teacher import open_teacher
-    from embedtrain.models.source import open_model_source
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
 
@@ -53,7 +53,7 @@ def main(options: MineOptions) -> list[Path]:
         # User errors are reported first: in the models, the rows, the output directory.
         with world.fail_together("opening the models"):
             with command_option_names(MODEL_OPTION_NAMES):
-                model = open_model_source(command_model_config(options))
+                model = open_encoder_source(command_model_config(options))[1]
             teacher_spec = None if options.teacher is None else open_teacher(options)
         cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.fail_together("reading rows"), console.progress() as progress:
@@ -103,14 +103,13 @@ def _load_models(
 ) -> tuple["SentenceEncoder", "Teacher | None"]:
     """Load the model that finds candidates, and the teacher that scores them, if there is one."""
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, TEACHER_OPTION_NAMES, command_option_names
-    from embedtrain.loading.load import load_model
+    from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
+    from embedtrain.loading.encoder_model import load_encoder_model
     from embedtrain.mine.teacher import load_teacher
 
     console.warn(*prompt_warnings(options))
-    config, parallel = command_model_config(options), ParallelConfig(precision=precision)
-    with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
-        model = load_model(config, parallel, world, seed=0, work=None)
+    with console.phase("loading the model"):
+        model = load_encoder_model(command_model_config(options), precision, world)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     teacher: Teacher | None = None
     teacher_notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The teacher: another model, a bi-encoder or a cross-encoder, whose scores are written and used for margins.
+"""The teacher: another model of any kind, whose scores are written and used for margins.
 
 Q queries, P pairs.
 """
@@ -16,6 +16,7 @@ from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
+from embedtrain.loading.encoder_model import open_encoder_source
 from embedtrain.loading.load import load_model
 from embedtrain.mine.candidates import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.mine.options import MineOptions
@@ -66,7 +67,8 @@ def open_teacher(options: MineOptions) -> TeacherSpec:
         with command_option_names(TEACHER_OPTION_NAMES):
             if options.teacher_pair_template is None:
                 try:
-                    return TeacherSpec(open_model_source(model), False, model)
+                    encoder, source = open_encoder_source(model)
+                    return TeacherSpec(source, False, encoder)
                 except ConfigError:  # its files do not define the pooling
                     pass
             source = open_model_source(reranker)

@@ -30,14 +30,13 @@ def compose(arguments: list[str]) -> SearchOptions:
 
 def main(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
-    from embedtrain.config.recipe import ModelConfig, ParallelConfig
+    from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.any_corpus import read_any_corpus
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import ShardedIndex, trec_order
     from embedtrain.inference.score import best_first
-    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
-    from embedtrain.loading.load import load_model
+    from embedtrain.loading.encoder_model import load_encoder_model
     from embedtrain.loading.reranker import open_reranker
     from embedtrain.tracking.console import Console
 
@@ -47,8 +46,8 @@ def main(options: SearchOptions) -> None:
     with joined_world() as world:
         reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
         config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-        with command_option_names(MODEL_OPTION_NAMES), console.phase("loading the model"):
-            model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
+        with console.phase("loading the model"):
+            model = load_encoder_model(config, options.precision, world)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
         index = ShardedIndex(trec_order(ids), world, comparison=encoder.comparison)

@@ -29,6 +29,7 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
 from embedtrain.evaluation.function import EvaluationFunction
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
+from embedtrain.evaluation.set_kinds import check_sets_of_kind
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
 from embedtrain.files import remove_tree
@@ -163,6 +164,8 @@ def read_inputs(run: Run) -> RunInputs:
     )
     if recipe.model.kind is ModelKind.cross_encoder:
         sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
+    with world.fail_together("reading evaluation sets"):
+        check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
     best_metric = parse_recipe_metric(recipe, sets, function, dims)
     with world.fail_together("opening the model"):
         if described is not recipe.model:

@@ -1,0 +1,47 @@
+"""The model of a command that encodes texts: its kind is that of its files."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Precision
+from embedtrain.config.validation import written
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
+from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
+from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.models.hub import resolve_directory
+from embedtrain.models.late_interaction_files import late_interaction_format
+from embedtrain.models.source import ModelSource, open_model_source
+
+
+def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
+    """`open_model_source` of a dense or a late-interaction model, and the options with its kind.
+
+    A ConfigError for an option of dense models that a late-interaction model does not have.
+    """
+    if model.path and model.config is None:
+        directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
+        what = late_interaction_format(directory)
+        for name in ("pooling", "normalize") if what is not None else ():
+            value = getattr(model, name)
+            if value is not None:
+                raise ConfigError(
+                    f"model.{name}={written(value)}: {model.path} is {what}, which has a normalised "
+                    "vector of each token; leave it out"
+                )
+        if what is not None:
+            model = replace(model, kind=ModelKind.late_interaction)
+    return model, open_model_source(model)
+
+
+def load_encoder_model(
+    model: ModelConfig, precision: Precision, world: World, names: Mapping[str, str] = MODEL_OPTION_NAMES
+) -> LoadedModel:
+    """Open and load the model of a command that encodes texts. A collective.
+
+    `names` are those of `command_option_names`, for errors.
+    """
+    with command_option_names(names):
+        with world.fail_together("opening the model"):
+            model, source = open_encoder_source(model)
+        return load_model(model, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)

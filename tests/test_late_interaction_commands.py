@@ -1,0 +1,113 @@
+"""Commands on the directory of a late-interaction model give what sentence-transformers computes with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
+
+from embedtrain import evaluate, load_encoder, mine
+from embedtrain.errors import ConfigError
+from tests.commands import call
+from tests.late_interaction_models import PUNCTUATION, multi_vector_model, save_backbone
+from tests.small import WORDS, text
+
+CORPUS = {f"d{i}": text(i, 2 + i % 9) + f", {WORDS[i % 7]}." for i in range(40)}
+QUERIES = {f"q{i}": f"{WORDS[i]} {WORDS[i * 5 % 13]}" for i in range(12)}
+RELEVANT = {f"q{i}": {f"d{i}", f"d{i * 3}"} for i in range(12)}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("late-interaction")
+    backbone = save_backbone(folder / "backbone", "bert")
+    expansion = {"strategy": "fixed", "length": 9, "attend": False}
+    prompts = {"query": "mu ", "document": "nu "}
+    model = multi_vector_model(
+        backbone, skip=PUNCTUATION, prompts=prompts, document_length=12, query_expansion=expansion
+    )
+    model.save_pretrained(str(folder / "model"))
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def theirs(model_dir: Path) -> Any:
+    return MultiVectorEncoder(str(model_dir), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def their_scores(theirs: Any) -> torch.Tensor:
+    """Of all queries and documents, [Q, N]."""
+    queries, documents = theirs.encode_query(list(QUERIES.values())), theirs.encode_document(list(CORPUS.values()))
+    scores: torch.Tensor = theirs.similarity(queries, documents)
+    return scores
+
+
+def test_evaluate(model_dir: Path, theirs: Any, tmp_path: Path) -> None:
+    sets = {"name": "set", "queries": QUERIES, "corpus": CORPUS, "relevant_docs": RELEVANT}
+    options: dict[str, Any] = {"metrics": ["ndcg@10", "mrr@10", "map@100"], "precision": "fp32"}
+    options |= {"vectors_dir": str(tmp_path / "vectors"), "output_dir": str(tmp_path / "out"), "truncate_dims": [4]}
+    metrics = evaluate(model_dir, sets, quiet=True, **options)
+    expected = MultiVectorInformationRetrievalEvaluator(QUERIES, CORPUS, RELEVANT, name="set", write_csv=False)(theirs)
+    for name in options["metrics"]:
+        assert metrics["set"][name] == pytest.approx(expected[f"set_maxsim_{name}"], abs=1e-6)
+    assert metrics["set@4"] != metrics["set"]
+    assert evaluate(model_dir, sets, quiet=True, **options) == metrics  # from stored vectors
+
+
+def test_search(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"_id": d, "text": words}) + "\n" for d, words in CORPUS.items()))
+    printed = call("embedtrain.search", f"model={model_dir}", f"corpus={corpus}", f"query={QUERIES['q3']}", "top_k=4")
+    scores, numbers = (part.tolist() for part in their_scores[3].topk(4))
+    expected = [[f"{score:.3f}", f"d{number}"] for score, number in zip(scores, numbers, strict=True)]
+    assert [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[d] for d in CORPUS]] == expected
+
+
+def test_mine(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path) -> None:
+    rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"_id": d, "text": words}) + "\n" for d, words in CORPUS.items()))
+    options: dict[str, Any] = {"negatives": 3, "precision": "fp32", "scores": True, "corpus": [str(corpus)]}
+    options |= {"relative_margin": None, "absolute_margin": None, "max_score": None, "rank_min": 0}
+    for teacher in (None, str(model_dir)):
+        mined_files = mine(
+            model_dir, rows, tmp_path / f"mined-{teacher is None}", teacher=teacher, quiet=True, **options
+        )
+        mined = [json.loads(line) for line in mined_files.files[0].read_text().splitlines()]
+        for number, row in enumerate(mined):
+            scores = their_scores[number].clone()
+            positive = float(scores[number])
+            scores[number] = -torch.inf
+            best = scores.topk(3)
+            assert row["neg"] == [CORPUS[f"d{document}"] for document in best.indices.tolist()]
+            assert row["pos_scores"] + row["neg_scores"] == pytest.approx([positive, *best.values.tolist()], abs=1e-5)
+
+
+def test_load_encoder(model_dir: Path, theirs: Any) -> None:
+    with load_encoder(model_dir, quiet=True) as encoder:
+        assert encoder.similarity_fn_name == "maxsim"
+        for ours, other in (
+            (encoder.encode_queries, theirs.encode_query),
+            (encoder.encode_documents, theirs.encode_document),
+        ):
+            for own, expected in zip(ours(list(CORPUS.values())), other(list(CORPUS.values())), strict=True):
+                torch.testing.assert_close(own, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("option", ["pooling=mean", "normalize=false"])
+def test_options_of_dense_models_are_rejected(model_dir: Path, option: str) -> None:
+    name, value = option.split("=")
+    with pytest.raises(ConfigError, match=f"^{option}: .*MultiVectorEncoder"):
+        load_encoder(model_dir, quiet=True, **{name: {"false": False}.get(value, value)})
+
+
+def test_sets_that_need_a_vector_per_text_are_rejected(model_dir: Path, tmp_path: Path) -> None:
+    table = tmp_path / "moods.jsonl"
+    table.write_text("".join(json.dumps({"text": f"{WORDS[i]} a", "label": i % 2}) + "\n" for i in range(8)))
+    sets = [{"path": str(table), "train": str(table), "kind": "classification"}]
+    with pytest.raises(ConfigError, match=r"^sets: .*classification.*late-interaction"):
+        evaluate(model_dir, sets, quiet=True, output_dir=str(tmp_path / "out"))

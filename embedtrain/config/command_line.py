@@ -14,6 +14,7 @@ from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 
+_PACKAGE = Path(__file__).parents[1]
 _HELP_FLAGS = ("--help", "-h")
 _FLAG = re.compile(r"unrecognized arguments: (--?[\w.-]+)(?:[= ](?!--?[a-z])(\S+))?")
 _CFG_FILE = re.compile(r"argument --cfg/-c: invalid choice: '(\S+\.ya?ml)'")
@@ -143,6 +144,12 @@ def _refuse_word(word: str, overrides: Sequence[str], kind: type) -> None:
     if kind is Recipe:
         if word.endswith((".yaml", ".yml")):
             raise ConfigError(f"{word}: {_for_file(word)}")
+        if (_PACKAGE / word / "__main__.py").is_file() and word.isidentifier():
+            raise ConfigError(
+                f"{word}: is a command of its own: write embedtrain {word}, or python -m embedtrain.{word}"
+            )
+        if word == "train":
+            raise ConfigError("train: leave it out after python -m embedtrain, or write embedtrain train")
         if Path(word).is_dir():
             raise ConfigError(f"{word}: options are written as option=value; for a model write model.path={word}")
         raise ConfigError(f"{word}: options are written as option=value; for a recipe write recipe={word}")

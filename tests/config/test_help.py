@@ -75,6 +75,8 @@ def test_a_topic_of_another_name_is_answered_with_the_option(topic):
         ("--recipe=minilm", "write recipe=minilm"),
         ("recipe minilm", "write recipe=minilm"),
         ("minilm", "write recipe=minilm"),
+        ("inspect recipe=minilm", "python -m embedtrain.inspect"),
+        ("train recipe=minilm", "embedtrain train"),
         ("--config my.yaml", "--config-dir . recipe=my"),
         ("--config=my/recipe/mine.yaml", "write --config-dir my recipe=mine"),
         ("recipe=conf/mine.yaml", "move it to conf/recipe/mine.yaml, and write --config-dir conf recipe=mine"),

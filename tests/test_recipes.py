@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.pair_template import PAIR_TEMPLATES
@@ -250,3 +250,22 @@ def test_a_small_reranker_trains(ranks, tmp_path, name):
     opened = CrossEncoder(str(tmp_path / "run" / "model"), device="cpu")
     scores = opened.predict([(text(1, 3), text(2, 4)), (text(1, 3), text(3, 30))])
     assert np.isfinite(scores).all()
+
+
+@pytest.mark.parametrize("name", ["modern_colbert", pytest.param("colbert_xlmr", marks=pytest.mark.slow)])
+def test_a_small_late_interaction_model_trains(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
+    rows = write_rows(tmp_path / "train.jsonl", 16)
+    model = save_small(small_model(LATE_INTERACTION[name]), tmp_path / "plain")
+    arguments = [
+        f"recipe={name}", f"model.path={model}", f"data.train=[{rows}]", "model.max_length=48",
+        "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=256", "optim.warmup=0",
+        f"output_dir={tmp_path / 'run'}", f"export.check={str(name == 'modern_colbert').lower()}",
+    ]  # fmt: skip
+    output = ranks(2, run, arguments)[0]
+    assert "a new projection of tokens to 128 dimensions" in output
+    opened = MultiVectorEncoder(str(tmp_path / "run" / "model"), device="cpu")
+    query, document = opened.encode_query("alpha beta"), opened.encode_document("alpha beta. gamma")
+    assert query.shape == (32, 128)
+    assert document.shape[1] == 128
+    assert np.allclose(np.linalg.norm(query, axis=1), 1, atol=1e-3)

@@ -1,0 +1,76 @@
+"""Whole runs of late-interaction models: from rows to a model, on any number of ranks, stopped and resumed."""
+
+import pytest
+
+from embedtrain.errors import CheckpointError
+from tests.runs import losses, metric_rows, rewind_run, run_without_base
+from tests.small import save_small, small_model, write_beir, write_rows
+from tests.test_run_cross_encoder import BASE
+
+OPTIONS = "{dim: 8, query_expansion: min, expansion_length: 7, document_length: 12, skiplist_words: [alpha, beta]}"
+
+
+def run(world, *arguments):
+    return run_without_base(world, *BASE, *arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("late_interaction")
+    write_rows(folder / "train.jsonl", 26)
+    write_beir(folder / "dev", 6)
+    for architecture in ("xlm-roberta", "qwen3"):
+        save_small(small_model(architecture, dropout=0.1), folder / architecture)
+    return folder
+
+
+def options(inputs, output_dir, *more, model="xlm-roberta"):
+    return [
+        "model.kind=late_interaction", f"model.path={inputs / model}", f"model.late_interaction={OPTIONS}",
+        f"data.train=[{inputs / 'train.jsonl'}]", f"evaluation.sets=[{inputs / 'dev'}]", f"output_dir={output_dir}",
+        "checkpoint.every=2", *more,
+    ]  # fmt: skip
+
+
+def test_trained_and_resumed(ranks, inputs, tmp_path):
+    """On the same number of ranks a resumed run has the losses of an undisturbed one, dropout included."""
+    output = ranks(2, run, *options(inputs, tmp_path / "run"))[0]
+    assert "a new projection of tokens to 8 dimensions, maxsim" in output
+    resumed = rewind_run(tmp_path / "run", tmp_path / "resumed", 2)
+    ranks(2, run, *options(inputs, resumed))
+    assert losses(resumed) == losses(tmp_path / "run")
+    undisturbed, again = (metric_rows(folder)[-1] for folder in (tmp_path / "run", resumed))
+    assert undisturbed["ndcg@10"] == again["ndcg@10"]
+    with pytest.raises(AssertionError, match=r"model\.late_interaction\.document_length") as raised:
+        ranks(1, run, *options(inputs, resumed, "model.late_interaction.document_length=9", "train.steps=4"))
+    assert CheckpointError.__name__ in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (3, []),
+        (4, ["strategy=hsdp", "shard_size=2", "activation_checkpointing=true"]),
+        (2, ["strategy=ddp"]),
+    ],
+    ids=["fsdp", "hsdp", "ddp"],
+)
+def test_every_layout_has_the_losses_of_one_rank(ranks, inputs, tmp_path, size, layout):
+    model = save_small(small_model("xlm-roberta"), tmp_path / "model")
+    common = [f"model.path={model}", "loss.temperature=0.5"]
+    ranks(1, run, *options(inputs, tmp_path / "one", *common))
+    ranks(size, run, *options(inputs, tmp_path / "many", *common, *(f"parallel.{option}" for option in layout)))
+    one, many = (metric_rows(tmp_path / name) for name in ("one", "many"))
+    for left, right in zip(one, many, strict=True):
+        for name in left.keys() & {"step", "loss", "grad_norm", "ndcg@10"}:
+            assert right[name] == pytest.approx(left[name], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_train_the_new_projection(ranks, inputs, tmp_path):
+    more = ("model.lora.rank=2", "optim.lr=1e-2", "export.check=true")
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model="qwen3"))[0]
+    assert "dense" in output
+    first, last = (losses(tmp_path / "run")[step] for step in (1, 3))
+    assert last < first

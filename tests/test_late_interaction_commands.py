@@ -9,7 +9,7 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
 
-from embedtrain import evaluate, load_encoder, mine
+from embedtrain import evaluate, load_encoder, mine, train
 from embedtrain.errors import ConfigError
 from tests.commands import call
 from tests.late_interaction_models import PUNCTUATION, multi_vector_model, save_backbone
@@ -56,6 +56,50 @@ def test_evaluate(model_dir: Path, theirs: Any, tmp_path: Path) -> None:
         assert metrics["set"][name] == pytest.approx(expected[f"set_maxsim_{name}"], abs=1e-6)
     assert metrics["set@4"] != metrics["set"]
     assert evaluate(model_dir, sets, quiet=True, **options) == metrics  # from stored vectors
+
+
+def test_as_reranker(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path) -> None:
+    """The best documents of BM25, and of the model itself, in the order of the model."""
+    pytest.importorskip("bm25s")
+    sets = {"name": "set", "queries": QUERIES, "corpus": CORPUS, "relevant_docs": RELEVANT}
+    options: dict[str, Any] = {"reranker": str(model_dir), "rerank_depth": 5, "metrics": ["ndcg@10"], "quiet": True}
+    options |= {"precision": "fp32", "save_runs": True, "output_dir": str(tmp_path)}
+    metrics = evaluate(model_dir, sets, first_stage=["bm25", "model"], **options)
+    assert list(metrics) == ["set", "set+bm25", "set+bm25+reranker", "set+reranker"]
+    runs = {}
+    for name in ("set+bm25", "set+bm25+reranker"):
+        lines = [line.split() for line in (tmp_path / "runs" / f"{name}.run").read_text().splitlines()]
+        runs[name] = [(query, document, float(score)) for query, _, document, _, score, _ in lines]
+    assert {query for query, *_ in runs["set+bm25"]} >= {query for query, *_ in runs["set+bm25+reranker"]}
+    assert len(runs["set+bm25+reranker"]) > len(QUERIES)
+    for query, document, score in runs["set+bm25+reranker"]:
+        assert (query, document) in {found[:2] for found in runs["set+bm25"]}
+        assert score == pytest.approx(float(their_scores[int(query[1:]), int(document[1:])]), abs=1e-5)
+    with pytest.raises(ConfigError, match=r"^reranker.document_windows=true: .*MultiVectorEncoder"):
+        reranker = {"path": str(model_dir), "document_windows": True}
+        evaluate(model_dir, sets, quiet=True, output_dir=str(tmp_path / "other"), reranker=reranker)
+
+
+def test_metrics_during_training_are_those_of_the_exported_model(model_dir: Path, tmp_path: Path) -> None:
+    sets = {"name": "set", "queries": QUERIES, "corpus": CORPUS, "relevant_docs": RELEVANT}
+    rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]
+    options: dict[str, Any] = {"model.kind": "late_interaction", "train": {"steps": 2, "global_batch_size": 4}}
+    options |= {"parallel.precision": "fp32", "tracking.report": False, "optim.lr": 1e-3}
+    options |= {"checkpoint.best_metric": "set/ndcg@10", "evaluation.truncate_dims": [4]}
+    trained = train(
+        data=rows, model=model_dir, evaluation=sets, output_dir=tmp_path / "run", options=options, quiet=True
+    )
+    measured = evaluate(
+        trained, sets, precision="fp32", truncate_dims=[4], output_dir=str(tmp_path / "out"), quiet=True
+    )
+    assert trained.metrics.keys() == measured.keys()
+    for name, metrics in measured.items():
+        assert trained.metrics[name] == pytest.approx(metrics, abs=1e-6), name
+    moods = {"path": str(tmp_path / "moods.jsonl"), "kind": "clustering"}
+    Path(moods["path"]).write_text(json.dumps({"sentences": [*WORDS], "labels": [i % 3 for i in range(len(WORDS))]}))
+    with pytest.raises(ConfigError, match=r"^evaluation.sets: moods .*clustering.*late-interaction"):
+        options["checkpoint.best_metric"] = None
+        train(data=rows, model=model_dir, evaluation=moods, output_dir=tmp_path / "not", options=options, quiet=True)
 
 
 def test_search(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from embedtrain.errors import ConfigError
 
 @dataclass(kw_only=True)
 class RerankerConfig:
-    """A finished cross-encoder, the option `reranker` of `evaluate` and `search` (a string is its `path`)."""
+    """The option `reranker` of `evaluate` and `search`: a finished cross-encoder or late-interaction model.
+
+    A string is its `path`.
+    """
 
     path: str  # model directory or Hub id
     adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
@@ -22,7 +25,8 @@ class RerankerConfig:
     document_prompt: str | None = None  # default: the reranker's
     pair_template: Any = None  # as model.pair_template
     score_tokens: list[str] | None = None  # as model.score_tokens
-    document_windows: bool = False  # read a document that is too long in overlapping windows, of which the best counts
+    # Of a cross-encoder: read a document that is too long in overlapping windows, of which the best counts.
+    document_windows: bool = False
 
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
         """The options of the model, as a recipe has them."""

@@ -14,6 +14,7 @@ from embedtrain.loading.command_model import command_model_config
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
+    from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.load import LoadedModel
     from embedtrain.models.source import ModelSource
@@ -149,7 +150,8 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
 
 def _load_scorer(
     options: EvaluateOptions, source: "ModelSource | None", world: "World", console: "Console"
-) -> "PairScorer | None":
+) -> "PairScorer | SentenceEncoder | None":
+    from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.reranker import load_reranker
 
@@ -159,13 +161,10 @@ def _load_scorer(
         model = load_reranker(source, options.reranker, options.precision, world)
     for note in model.notes:
         console.note(f"reranker: {note}")
-    return PairScorer.from_model(
-        model,
-        world,
-        chunk_tokens=options.chunk_tokens,
-        unshard=options.unshard,
-        windows=options.reranker.document_windows,
-    )
+    common: dict[str, Any] = {"chunk_tokens": options.chunk_tokens, "unshard": options.unshard}
+    if source.token_vectors is not None:
+        return SentenceEncoder.from_model(model, world, **common)
+    return PairScorer.from_model(model, world, windows=options.reranker.document_windows, **common)
 
 
 def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") -> dict[str, Any]:

@@ -45,7 +45,8 @@ class EvaluateOptions:
 
     model: str = ""  # model directory or Hub id; may be left out with a reranker
     adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
-    # A cross-encoder that orders the first documents of each query again: options of RerankerConfig, or its path.
+    # A cross-encoder or late-interaction model that orders the first documents of each query again: options of
+    # RerankerConfig, or its path.
     reranker: Any = None
     rerank_depth: int = 100  # documents per query for the reranker
     # What finds them: [model], [bm25], or [bm25,model] for both, one after the other. Default: the model if there is

@@ -32,7 +32,7 @@ class Models:
     """The models of an evaluation, at least one of them."""
 
     encoder: SentenceEncoder | None
-    scorer: PairScorer | None
+    scorer: PairScorer | SentenceEncoder | None  # of the reranker, a late-interaction model encodes texts
     vector_cache: VectorCache | None = None  # of the encoder
     function: EvaluationFunction | None = None  # measures the encoder after the sets
 

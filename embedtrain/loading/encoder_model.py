@@ -19,19 +19,24 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
 
     A ConfigError for an option of dense models that a late-interaction model does not have.
     """
-    if model.path and model.config is None:
-        directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
-        what = late_interaction_format(directory)
-        for name in ("pooling", "normalize") if what is not None else ():
+    what = late_interaction_of(model)
+    if what is not None:
+        for name in ("pooling", "normalize"):
             value = getattr(model, name)
             if value is not None:
                 raise ConfigError(
-                    f"model.{name}={written(value)}: {model.path} is {what}, which has a normalised "
-                    "vector of each token; leave it out"
+                    f"model.{name}={written(value)}: {model.path} is {what}, which has a normalised vector of each "
+                    "token; leave it out"
                 )
-        if what is not None:
-            model = replace(model, kind=ModelKind.late_interaction)
+        model = replace(model, kind=ModelKind.late_interaction)
     return model, open_model_source(model)
+
+
+def late_interaction_of(model: ModelConfig) -> str | None:
+    """Which late-interaction model the files are, in words for a message; None for other models."""
+    if not model.path:
+        return None
+    return late_interaction_format(resolve_directory(model.path, model.revision, "model.path", "model.revision"))
 
 
 def load_encoder_model(

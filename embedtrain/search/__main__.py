@@ -13,6 +13,8 @@ from embedtrain.search.options import SearchOptions, compose_search
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.index import Ranking
     from embedtrain.inference.score import PairScorer
     from embedtrain.models.source import ModelSource
     from embedtrain.tracking.console import Console
@@ -57,7 +59,11 @@ def main(options: SearchOptions) -> None:
             encoded = encoder.comparison.prepared(encoder.encode([query], encoder.query_prompt))
             ranking = index.search(encoded, options.top_k if scorer is None else options.rerank_depth)
             numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
-            if scorer is not None:
+            if isinstance(scorer, SentenceEncoder):
+                ranking = _rerank(scorer, query, [ids[number] for number in numbers], [texts[n] for n in numbers])
+                order, scores = ranking.documents[0].tolist()[: options.top_k], ranking.scores[0].tolist()
+                numbers, scores = [numbers[index] for index in order], scores[: options.top_k]
+            elif scorer is not None:
                 scores = scorer.score([query] * len(numbers), [texts[number] for number in numbers]).tolist()
                 order = best_first(scores, [ids[number] for number in numbers])[: options.top_k]
                 numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
@@ -67,7 +73,8 @@ def main(options: SearchOptions) -> None:
 
 def _load_scorer(
     options: SearchOptions, source: "ModelSource | None", world: "World", console: "Console"
-) -> "PairScorer | None":
+) -> "PairScorer | SentenceEncoder | None":
+    from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.reranker import load_reranker
 
@@ -75,8 +82,19 @@ def _load_scorer(
         return None
     with console.phase("loading the reranker"):
         model = load_reranker(source, options.reranker, options.precision, world)
+    if source.token_vectors is not None:
+        return SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
     windows = options.reranker.document_windows
     return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=windows)
+
+
+def _rerank(encoder: "SentenceEncoder", query: str, ids: Sequence[str], texts: Sequence[str]) -> "Ranking":
+    """These documents in the order of a model that encodes texts."""
+    from embedtrain.inference.index import ShardedIndex, trec_order
+
+    index = ShardedIndex(trec_order(ids), encoder.world, comparison=encoder.comparison)
+    index.add_texts(encoder, texts, encoder.document_prompt)
+    return index.search(encoder.comparison.prepared(encoder.encode([query], encoder.query_prompt)), len(ids))
 
 
 def _queries(query: str | None) -> Iterator[str]:

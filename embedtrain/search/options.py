@@ -26,7 +26,8 @@ class SearchOptions:
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     top_k: int = 5  # results per query
-    # A cross-encoder that orders the first documents again: options of RerankerConfig, or its path. Scores are its own.
+    # A cross-encoder or late-interaction model that orders the first documents again: options of RerankerConfig, or its
+    # path. Scores are its own.
     reranker: Any = None
     rerank_depth: int = 100  # documents for the reranker
     precision: Precision = Precision.fp32

@@ -246,7 +246,7 @@ def describe_adapters(adapters: AdapterInfo, encoder: Encoder) -> str:
         str(parameter.dtype).removeprefix("torch.") for parameter in encoder.parameters() if not parameter.requires_grad
     ]
     num_layers = sum(isinstance(module, LoraLayer) for module in encoder.modules())
-    modules = adapters.modules_to_save
+    modules = (*adapters.modules_to_save, *[DENSE] * adapters.heads)
     in_full = f", in full: {', '.join(modules)}" if len(modules) <= 4 else f", {len(modules)} modules in full"
     config = adapters.config
     return (

@@ -2,12 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embedtrain.data.types import Packing
+from embedtrain.data.types import PackedKeys, Packing
 from embedtrain.distributed.world import World
 from embedtrain.models.packing import packed_attention
 
@@ -20,6 +21,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 SHAPES = [(16, 4, 4), (24, 4, 2), (32, 4, 1), (64, 4, 4), (80, 4, 2), (96, 3, 1), (128, 4, 2), (192, 2, 2), (256, 4, 1)]
 # Causal, window: tokens that a token attends to, itself included.
 MASKS = [(False, None), (True, None), (False, 9), (True, 9), (True, 64)]
+# Of each text, the tokens that are attended to; masks that leave each token one of them.
+KEY_LENGTHS = (67, 40, 12, 33, 9, 5, 1)
+MASKS_OF_KEYS = [(False, None), (True, None), (False, 64), (True, 64)]
 
 
 def inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -31,7 +35,12 @@ def inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
 
 
 def packed(
-    world: World, shape: tuple[int, int, int], causal: bool, window: int | None, dtype: torch.dtype
+    world: World,
+    shape: tuple[int, int, int],
+    causal: bool,
+    window: int | None,
+    dtype: torch.dtype,
+    key_lengths: tuple[int, ...] = LENGTHS,
 ) -> list[Tensor]:
     """The output, and the gradients of query, key and value."""
     *parts, output_grad = (tensor.to(world.device) for tensor in inputs(shape, dtype))
@@ -40,22 +49,31 @@ def packed(
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(world.device)
     layer = nn.Module()
     layer.is_causal = causal  # how transformers' layers say it
-    packing = Packing(LENGTHS, starts, positions)
+    keys = PackedKeys.of(np.array(LENGTHS), np.array(key_lengths))
+    keys = None if keys is None else keys.map_tensors(lambda tensor: tensor.to(world.device))
+    packing = Packing(LENGTHS, starts, positions, keys)
     output, _ = packed_attention(layer, query, key, value, None, packing=packing, sliding_window=window)
     output.backward(output_grad)
     return [tensor.detach().double().cpu() for tensor in (output, query.grad, key.grad, value.grad)]
 
 
-def alone(shape: tuple[int, int, int], causal: bool, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+def alone(
+    shape: tuple[int, int, int],
+    causal: bool,
+    window: int | None,
+    dtype: torch.dtype,
+    key_lengths: tuple[int, ...] = LENGTHS,
+) -> list[Tensor]:
     """The same, each text by the formula."""
     *parts, output_grad = (tensor.double() for tensor in inputs(shape, dtype))
     query, key, value = (part.requires_grad_() for part in parts)
     size, heads, groups = shape
     outputs = []
-    for start, length in zip(itertools.accumulate((0, *LENGTHS)), LENGTHS, strict=False):
+    for start, length, num_keys in zip(itertools.accumulate((0, *LENGTHS)), LENGTHS, key_lengths, strict=False):
         text = slice(start, start + length)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         visible = torch.ones(length, length, dtype=torch.bool)
+        visible[:, num_keys:] = False
         if window is not None:
             visible &= distance.abs() < window
         if causal:
@@ -74,5 +92,16 @@ def test_packed_texts_equal_single_texts(device_ranks, shape):
         expected = alone(shape, causal, window, dtype)
         (found,) = device_ranks(1, packed, shape, causal, window, dtype)
         for name, a, b in zip(("output", "query", "key", "value"), found, expected, strict=True):
+            error = float((a - b).norm() / b.norm())
+            assert error <= TOLERANCE[dtype], (name, causal, window, dtype, error)
+
+
+@pytest.mark.parametrize("shape", [(32, 4, 1), (64, 4, 4)], ids=str)
+def test_tokens_that_are_not_attended_to(device_ranks, shape):
+    """Expansion tokens of a query: the kernel has fewer keys than queries, other masks take another path."""
+    for (causal, window), dtype in itertools.product(MASKS_OF_KEYS, TOLERANCE):
+        expected = alone(shape, causal, window, dtype, KEY_LENGTHS)
+        (computed,) = device_ranks(1, packed, shape, causal, window, dtype, KEY_LENGTHS)
+        for name, a, b in zip(("output", "query", "key", "value"), computed, expected, strict=True):
             error = float((a - b).norm() / b.norm())
             assert error <= TOLERANCE[dtype], (name, causal, window, dtype, error)

@@ -14,12 +14,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from embedtrain.config.recipe import Precision
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.models.attention_kernels import select_flash_attention, use_flash_attention_2
 from embedtrain.models.blocks import find_blocks
+from embedtrain.models.packing import enable_packing
+from tests.models.test_late_interaction import EXPANSION, late_interaction, open_model
 from tests.models.test_packing import encoder_of, options, texts
-from tests.small import parallel, small_model, small_tokenizer
+from tests.small import parallel, small_model, small_tokenizer, text
 
 # What torch 2.11 to 2.13 looks for in the package.
 PACKAGE = """
@@ -77,6 +80,9 @@ def test_the_kernel_and_skipped_dropout_are_reported(cuda_ranks, dropout):
     assert line.startswith("texts are packed") and ("(0.1)" in line) == bool(dropout)
 
 
+EXPANDED = "expanded queries"
+
+
 def compilations(world: World, case: str) -> list[int]:
     """The number of compiled graphs after each of four chunks, forward and backward; graph breaks raise.
 
@@ -88,9 +94,16 @@ def compilations(world: World, case: str) -> list[int]:
         with fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
 
-    encoder = encoder_of(options(case)).to(torch.bfloat16).train()
-    tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
-    ids = texts(tokenizer)
+    if case == EXPANDED:
+        encoder, token_rows = open_model(late_interaction("bert", **EXPANSION))
+        enable_packing(encoder)
+        tokenizer: TextTokenizer = token_rows.with_packing(True)
+        ids = tokenizer.ids([text(seed, 1 + 2 * seed) for seed in range(8)], role=TextRole.query)
+    else:
+        encoder = encoder_of(options(case))
+        tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
+        ids = texts(tokenizer)
+    encoder.to(torch.bfloat16).train()
     chunks = [tokenizer.chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5, 6], [2, 6, 7], range(8))]
     counter, counts = CompileCounterWithBackend("aot_eager"), []
     torch._dynamo.reset()
@@ -107,7 +120,7 @@ def compilations(world: World, case: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("case", ["bert", "qwen3", "gemma3_text, window"])
+@pytest.mark.parametrize("case", ["bert", "qwen3", "gemma3_text, window", EXPANDED])
 def test_blocks_compile_as_a_whole_and_once(cuda_ranks, case):
     (counts,) = cuda_ranks(1, compilations, case)
     assert counts[0] > 0 and set(counts) == {counts[0]}

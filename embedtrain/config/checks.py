@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind
 from embedtrain.config.kind_losses import check_kind_loss
+from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.recipe import (
+    ADAPTER,
     EXPORT_FORMATS,
     LOGIT_SCORE,
     DataConfig,
@@ -65,6 +67,11 @@ def check_recipe(recipe: Recipe) -> Recipe:
         recipe.model.kind is not ModelKind.late_interaction or recipe.export.truncate_dim is None,
         "truncate_dim",
         "is for the vectors of model.kind=dense, not late_interaction; set model.late_interaction.dim",
+    )
+    OptionChecks(recipe.export, "export.").require(
+        recipe.model.kind is not ModelKind.late_interaction or ADAPTER not in recipe.export.formats,
+        "formats",
+        NO_PROJECTION,
     )
     OptionChecks(recipe.data, "data.").require(
         recipe.model.kind is ModelKind.cross_encoder or not recipe.data.batch_negatives,

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from enum import Enum
 
+# Of the export format `adapter`.
+NO_PROJECTION = (
+    "PEFT's adapter format cannot hold the projection of model.kind=late_interaction, which is trained beside "
+    "adapters; leave adapter out (the merged model has both)"
+)
+
 
 class QueryExpansion(str, Enum):
     """Which queries get further tokens, whose vectors are compared with documents as well (Khattab and Zaharia, 2020).

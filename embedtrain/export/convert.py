@@ -20,7 +20,9 @@ from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
-from embedtrain.config.recipe import LOGIT_SCORE, ExportConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.late_interaction import NO_PROJECTION
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.loading.load import bound_tokenizer
@@ -55,6 +57,8 @@ def export_checkpoint(
             f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not "
             f"{recipe.model.kind.value}; leave it out"
         )
+    if recipe.model.kind is ModelKind.late_interaction and ADAPTER in config.formats:
+        raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     loaded = load_tokenizer(source)
     tokenizer = bound_tokenizer(source, loaded)
@@ -114,4 +118,4 @@ def _reference(
         with without_adapters(encoder):
             base_vectors = probe_vectors(encoder, tokenizer, source.prompts)
     compared = compared_pairs(tokenizer, PROBES, source.prompts)
-    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors, compared)
+    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors, compared=compared)

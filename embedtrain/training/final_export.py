@@ -1,6 +1,7 @@
 """The export that a run ends with: from live weights on all ranks, each writing its own rows."""
 
 import contextlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from embedtrain.checkpoint.export.late_interaction import probe_token_vectors
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
 from embedtrain.checkpoint.export.replacement import export_lock
-from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance
+from embedtrain.checkpoint.export.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
@@ -63,7 +64,9 @@ def export_run(
                 base_vectors = _probe_outputs(model, encoder).cpu()
         prompts, tokenizer = model.source.prompts, model.tokenizer
         compared = compared_pairs(tokenizer, PROBES, prompts)
-        reference = ExportReference(vectors, tolerance, prompts, tokenizer.max_length, base_vectors, compared)
+        reference = ExportReference(vectors, tolerance, prompts, tokenizer.max_length, base_vectors, compared=compared)
+        if recipe.parallel.precision is not Precision.fp32:
+            reference = replace(reference, min_effect=MIN_BF16_EFFECT)
     weights = live_weights(model.encoder)
     difference: float | None = None
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 import embedtrain.checkpoint.export.onnx as onnx_graph
 from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
-from embedtrain.checkpoint.export.verify import PROBES, require_shapes
+from embedtrain.checkpoint.export.shapes import require_shapes
+from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import CheckpointError
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model

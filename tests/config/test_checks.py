@@ -125,6 +125,8 @@ CASES = [
     option(
         "model.score_head", ScoreHead.tokens, model__pair_template=OF_CROSS_ENCODERS["pair_template"], **CROSS_ENCODER
     ),
+    option("export.formats", ["adapter"], model__kind=ModelKind.late_interaction, model__lora__rank=4),
+    option("export.truncate_dim", 8, model__kind=ModelKind.late_interaction),
     option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
     option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
     option("export.truncate_dim", 8, **CROSS_ENCODER),

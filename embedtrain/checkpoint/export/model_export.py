@@ -30,6 +30,7 @@ from embedtrain.checkpoint.export.model_directory import (
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
+from embedtrain.checkpoint.export.shapes import require_shapes
 from embedtrain.checkpoint.export.verify import (
     AdapterBase,
     ExportReference,
@@ -37,7 +38,6 @@ from embedtrain.checkpoint.export.verify import (
     check_logit_score,
     check_sentence_transformers,
     check_transformers,
-    require_shapes,
 )
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.tensor_files import TensorReader

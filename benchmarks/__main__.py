@@ -14,6 +14,7 @@ TABLES = (
     "scaling",
     "evaluation",
     "losses",
+    "late_interaction",
     "data",
     "checkpoints",
     "plan",

@@ -1,12 +1,9 @@
 """Extra memory and time of our three InfoNCE implementations and of sentence-transformers' losses."""
 
-import multiprocessing
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,8 +17,8 @@ from sentence_transformers.losses import (
 )
 from torch import Tensor, nn
 
-from benchmarks.measure import markdown, require, unit
-from benchmarks.ranks import world_of
+from benchmarks.measure import markdown, measure_call, require, unit
+from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import BatchInfo
@@ -123,20 +120,15 @@ def _compare(case: Case, measured: dict[str, list[Measured]]) -> None:
 
 
 def _measure_in_new_processes(case: Case, implementation: str) -> Measured:
-    """Fork from a server that has imported everything and computed nothing; return the maximum over ranks."""
-    # CUDA cannot be forked.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(["benchmarks.losses"])
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(case.ranks, mp_context=context) as pool:
-        calls = [pool.submit(_on_rank, rank, Path(folder), case, implementation) for rank in range(case.ranks)]
-        ranks = [call.result() for call in calls]
+    """Return the maximum over ranks."""
+    on_rank = partial(_on_rank, case=case, implementation=implementation)
+    ranks = on_ranks(case.ranks, on_rank, preload="benchmarks.losses")
     norms = torch.tensor([rank.norms for rank in ranks]).norm(dim=0).tolist()
     loss = sum(rank.loss for rank in ranks)
     return Measured(max(rank.extra for rank in ranks), max(rank.seconds for rank in ranks), loss, tuple(norms))
 
 
 def _on_rank(rank: int, folder: Path, case: Case, implementation: str) -> Measured:
-    torch.set_num_threads(1)
     with world_of(case.ranks, rank, folder / "store", min_gpus=case.ranks) as world:
         _measure(case, implementation, _embeddings(256, case, rank, world.device))  # warms up
         return _measure(case, implementation, _embeddings(case.queries // case.ranks, case, rank, world.device))
@@ -151,33 +143,15 @@ def _embeddings(queries: int, case: Case, rank: int, device: torch.device) -> li
 
 
 def _measure(case: Case, implementation: str, embeddings: list[Tensor]) -> Measured:
-    """Measure one call; memory is allocated memory on a GPU, resident memory (VmHWM, reset first) on a CPU."""
+    """Measure one call."""
     ours = implementation in OURS
     call = _ours(case, implementation) if ours else _theirs(case, implementation, embeddings[0].device)
     if ours:  # the documents of a query are adjacent
         embeddings[1:] = [torch.stack(embeddings[1:], dim=1).flatten(0, 1)]
     leaves = [tensor.requires_grad_() for tensor in embeddings]
-    if embeddings[0].is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_event.record()
-        loss = call(leaves)
-        end_event.record()
-        torch.cuda.synchronize()
-        seconds, extra = start_event.elapsed_time(end_event) / 1000, torch.cuda.max_memory_allocated() - before
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-        before, start = _resident("VmRSS"), time.process_time()
-        loss = call(leaves)
-        seconds, extra = time.process_time() - start, _resident("VmHWM") - before
+    loss, extra, seconds = measure_call(lambda: call(leaves), embeddings[0].device)
     norms = [leaf.grad.double().norm() for leaf in leaves if leaf.grad is not None]
-    return Measured(extra / 2**20, seconds, loss.item(), (norms[0].item(), torch.stack(norms[1:]).norm().item()))
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+    return Measured(extra, seconds, loss.item(), (norms[0].item(), torch.stack(norms[1:]).norm().item()))
 
 
 def _ours(case: Case, implementation: str) -> Call:

@@ -36,6 +36,32 @@ def seconds() -> float:
     return time.process_time()
 
 
+def measure_call(call: Callable[[], T], device: torch.device) -> tuple[T, float, float]:
+    """The result of a call, its extra memory in MiB, and its seconds.
+
+    Memory is allocated memory on a GPU, resident memory (VmHWM, reset first) on a CPU; time is CPU time, or the GPU's.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event.record()
+        value = call()
+        end_event.record()
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before
+        return value, extra / 2**20, start_event.elapsed_time(end_event) / 1000
+    Path("/proc/self/clear_refs").write_text("5")
+    before, start = _resident("VmRSS"), time.process_time()
+    value = call()
+    return value, (_resident("VmHWM") - before) / 2**20, time.process_time() - start
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
 def interleave(*calls: Callable[[int], T]) -> list[list[Timed[T]]]:
     """Call each function once per round with the round's number, alternating which goes first.
 

@@ -18,12 +18,18 @@ from embedtrain.loading.load import quiet_libraries
 T = TypeVar("T")
 
 
-def on_ranks(size: int, function: Callable[[int, Path], T]) -> list[T]:
-    """Run `function(rank, folder)` in `size` processes with a common `folder`; return the results in rank order."""
-    spawn = multiprocessing.get_context("spawn")
+def on_ranks(size: int, function: Callable[[int, Path], T], *, preload: str = "") -> list[T]:
+    """Run `function(rank, folder)` in `size` processes with a common `folder`; return the results in rank order.
+
+    Without a GPU, processes are forked from one that has imported the module `preload` and computed nothing.
+    """
+    forks = preload and not torch.cuda.is_available()  # CUDA cannot be forked
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload([preload])
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(size, mp_context=spawn, initializer=_start) as pool,
+        ProcessPoolExecutor(size, mp_context=context, initializer=_start) as pool,
     ):
         # Each call waits in its first collective until all calls run, so each runs in its own process.
         calls = [pool.submit(function, rank, Path(folder)) for rank in range(size)]

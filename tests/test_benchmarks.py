@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from benchmarks import reranking
+from benchmarks import late_interaction, reranking
 from benchmarks.comparison import Batches, StepResults, comparison_cells
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
@@ -159,3 +159,9 @@ def test_every_table_runs_with_tiny_models(name: str) -> None:
     assert rows
     for problem in ("failed", "wrong", "out of memory", "nan"):
         assert problem not in "".join(rows)
+
+
+def test_in_batch_negatives_of_late_interaction_are_compared() -> None:
+    """Ours, by MaxSim and by XTR, and sentence-transformers' in new processes, on a few texts."""
+    tables = late_interaction.measure(small=True).split("\n\n")
+    assert [table.splitlines()[-1].count("/") for table in tables] >= [5, 3]

@@ -1,0 +1,193 @@
+"""Extra memory and time of in-batch negatives by MaxSim and by XTR, and of the losses of other libraries."""
+
+import importlib.util
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sentence_transformers.multi_vector_encoder.losses import (
+    CachedMultiVectorMultipleNegativesRankingLoss,
+    MultiVectorMultipleNegativesRankingLoss,
+)
+from sentence_transformers.multi_vector_encoder.scoring import XTRScores
+from torch import Tensor, nn
+
+from benchmarks.measure import markdown, measure_call, require, unit
+from benchmarks.ranks import on_ranks, world_of
+from embedtrain.config.losses import Implementation, InfoNCEConfig, LossConfig, XTRConfig
+from embedtrain.losses.build import build_loss
+from embedtrain.losses.encoded import Encoded, Part
+from embedtrain.losses.maxsim import MaxSim
+from embedtrain.losses.types import BatchInfo, GlobalRows, Sizes
+
+TITLE = f"In-batch negatives of late interaction, forward and backward: extra MiB / {unit()}"
+QUERY_ROWS, DOCUMENT_ROWS, DIMENSION, TOP_K = 32, 128, 128, 256
+# At its peak the padded way holds this many copies of the products of all tokens, as measured with 128 queries.
+PADDED_COPIES = 4.1
+CACHED = "CachedMultiVectorMultipleNegativesRankingLoss"
+MNRL = "MultiVectorMultipleNegativesRankingLoss"
+PYLATE = "PyLate Contrastive"
+
+Call = Callable[[Tensor, Tensor], Tensor]  # the loss of rows of queries and documents, whose gradients it sets
+
+
+@dataclass(frozen=True)
+class Side:
+    """A column of the table."""
+
+    name: str
+    xtr: bool = False
+    padded: bool = False  # holds the products of all tokens
+
+    def call(self, texts: int) -> Call:
+        """The loss."""
+        if self.name in ("tiled", "ring"):
+            return _ours(InfoNCEConfig(implementation=Implementation(self.name)), texts)
+        if self.name == "xtr":
+            return _ours(XTRConfig(top_k=TOP_K, temperature=1.0), texts)
+        return _theirs(self, texts)
+
+
+SIDES = (Side("tiled"), Side("ring"), Side(MNRL, padded=True), Side(CACHED), Side(PYLATE, padded=True))
+XTR_SIDES = (Side("xtr", xtr=True), Side(CACHED, xtr=True))
+CASES = ((128, 3), (256, 1), (512, 1))  # queries, each with one document, and rounds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One call in a new process; `norms` are the gradient norms of queries and documents."""
+
+    extra: float
+    seconds: float
+    loss: float
+    norms: tuple[float, float]
+
+
+def measure(part: str = "", *, small: bool = False) -> str:
+    """Measure all cases; `small`: one of 16 texts."""
+    cases = ((16, 1),) if small else CASES
+    tables = []
+    for sides in (SIDES, XTR_SIDES):
+        installed = [side for side in sides if side.name != PYLATE or importlib.util.find_spec("pylate")]
+        ours = installed[0].name
+        header = ["queries x documents", *(_title(side) for side in installed), f"{CACHED} : {ours}"]
+        tables.append(markdown(header, [_row(installed, texts, rounds) for texts, rounds in cases]))
+    return "\n\n".join(tables)
+
+
+def _title(side: Side) -> str:
+    return f"{side.name}, XTRScores({TOP_K})" if side.xtr and side.name != "xtr" else side.name
+
+
+def _row(sides: Sequence[Side], texts: int, rounds: int) -> list[str]:
+    padded_gib = PADDED_COPIES * 4 * texts**2 * QUERY_ROWS * DOCUMENT_ROWS / 2**30
+    fitting = [side for side in sides if not (side.padded and padded_gib > 8)]
+    measured: dict[str, list[Measured]] = {side.name: [] for side in fitting}
+    for number in range(rounds):  # each round starts with another one
+        for position in range(len(fitting)):
+            side = fitting[(position + number) % len(fitting)]
+            measured[side.name] += on_ranks(
+                1, partial(_on_rank, side=side, texts=texts), preload="benchmarks.late_interaction"
+            )
+    expected = measured[sides[0].name][0]
+    for name, results in measured.items():
+        for result in results:
+            pairs = [(result.loss, expected.loss)]
+            if name != PYLATE:  # normalises the vectors itself, which projects their gradients
+                pairs += zip(result.norms, expected.norms, strict=True)
+            require(all(abs(a / b - 1) <= 1e-4 for a, b in pairs), f"{name} differs at {texts}: {measured}")
+    cells = {side.name: f"- (needs {padded_gib:,.1f} GiB)" for side in sides}
+    for name, results in measured.items():
+        cells[name] = f"{_median(results, 'extra'):,.0f} / {_median(results, 'seconds'):,.2f}"
+    ours, theirs = measured[sides[0].name], measured[CACHED]
+    ratios = [_median(theirs, name) / _median(ours, name) for name in ("extra", "seconds")]
+    return [f"{texts:,} x {texts:,}", *(cells[side.name] for side in sides), f"{ratios[0]:.1f} / {ratios[1]:.1f}"]
+
+
+def _median(results: Sequence[Measured], name: str) -> float:
+    return statistics.median(getattr(result, name) for result in results)
+
+
+def _on_rank(rank: int, folder: Path, side: Side, texts: int) -> Measured:
+    with world_of(1, rank, folder / "store", min_gpus=1) as world:
+        for size in (4, texts):  # the first one warms up
+            generator = torch.Generator().manual_seed(0)
+            rows = [torch.randn(size * count, DIMENSION, generator=generator) for count in (QUERY_ROWS, DOCUMENT_ROWS)]
+            leaves = [F.normalize(part, dim=1).to(world.device).requires_grad_() for part in rows]
+            call = side.call(size)
+            loss, extra, seconds = measure_call(lambda: call(*leaves), world.device)  # noqa: B023
+        norms = [leaf.grad.double().norm().item() for leaf in leaves if leaf.grad is not None]
+        return Measured(extra, seconds, loss.item(), (norms[0], norms[1]))
+
+
+def _ours(config: LossConfig, texts: int) -> Call:
+    loss = build_loss(config, dimension=DIMENSION, seed=0, score=MaxSim(mean=False))
+    keys, sizes = torch.arange(texts), [np.full(texts, rows) for rows in (QUERY_ROWS, DOCUMENT_ROWS)]
+    batch_info = BatchInfo(
+        owners=keys,
+        query_keys=keys,
+        document_keys=keys,
+        global_rows=GlobalRows(
+            rank=0,
+            num_rows=[texts],
+            num_documents=np.ones(texts, dtype=np.int64),
+            query_keys=keys.numpy(),
+            document_keys=keys.numpy(),
+            sizes=(Sizes(sizes[0], sizes[1]),),
+        ),
+    )
+
+    def call(queries: Tensor, documents: Tensor) -> Tensor:
+        encoded = [Encoded((Part(rows, size),)) for rows, size in zip((queries, documents), sizes, strict=True)]
+        local_loss = loss(*encoded, batch_info.to(queries.device)).local_loss
+        local_loss.backward()
+        return local_loss.detach()
+
+    return call
+
+
+class Vectors(nn.Module):
+    """A model whose features are vectors already; the attributes are PyLate's."""
+
+    skiplist: tuple[int, ...] = ()
+    do_query_expansion = False
+
+    def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
+        """Return the vectors."""
+        return {"token_embeddings": features["vectors"], "attention_mask": features["attention_mask"]}
+
+
+def _theirs(side: Side, texts: int) -> Call:
+    similarity = XTRScores(TOP_K) if side.xtr else None
+
+    def call(queries: Tensor, documents: Tensor) -> Tensor:
+        vectors = [rows.view(texts, -1, DIMENSION) for rows in (queries, documents)]
+        masks = [torch.ones(rows.shape[:2], dtype=torch.int64, device=rows.device) for rows in vectors]
+        if side.name == CACHED:
+            cached = CachedMultiVectorMultipleNegativesRankingLoss(Vectors(), similarity_fct=similarity)
+            for rows in vectors:
+                rows.retain_grad()
+            loss: Tensor = cached.calculate_loss(
+                [[rows] for rows in vectors], [[mask.bool()] for mask in masks], with_backward=True
+            )
+            return loss
+        features = [
+            {"vectors": rows, "attention_mask": mask, "input_ids": mask}
+            for rows, mask in zip(vectors, masks, strict=True)
+        ]
+        if side.name == PYLATE:
+            from pylate.losses import Contrastive
+
+            loss = Contrastive(Vectors())(features)
+        else:
+            loss = MultiVectorMultipleNegativesRankingLoss(Vectors(), similarity_fct=similarity)(features)
+        loss.backward()
+        return loss.detach()
+
+    return call

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from sentence_transformers.multi_vector_encoder.losses import (
@@ -28,8 +29,8 @@ from embedtrain.losses.types import BatchInfo, GlobalRows, Sizes
 
 TITLE = f"In-batch negatives of late interaction, forward and backward: extra MiB / {unit()}"
 QUERY_ROWS, DOCUMENT_ROWS, DIMENSION, TOP_K = 32, 128, 128, 256
-# At its peak the padded way holds this many copies of the products of all tokens, as measured with 128 queries.
-PADDED_COPIES = 4.1
+# At its peak PyLate's loss holds this many copies of the products of all tokens, as measured with 256 queries.
+PADDED_COPIES = 2.1
 CACHED = "CachedMultiVectorMultipleNegativesRankingLoss"
 MNRL = "MultiVectorMultipleNegativesRankingLoss"
 PYLATE = "PyLate Contrastive"
@@ -87,7 +88,8 @@ def _title(side: Side) -> str:
 
 def _row(sides: Sequence[Side], texts: int, rounds: int) -> list[str]:
     padded_gib = PADDED_COPIES * 4 * texts**2 * QUERY_ROWS * DOCUMENT_ROWS / 2**30
-    fitting = [side for side in sides if not (side.padded and padded_gib > 8)]
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    fitting = [side for side in sides if not side.padded or padded_gib * 2**30 < 0.8 * free]
     measured: dict[str, list[Measured]] = {side.name: [] for side in fitting}
     for number in range(rounds):  # each round starts with another one
         for position in range(len(fitting)):

@@ -1,5 +1,7 @@
 """Whole runs of late-interaction models: from rows to a model, on any number of ranks, stopped and resumed."""
 
+import json
+
 import pytest
 
 from embedtrain.errors import CheckpointError
@@ -44,6 +46,35 @@ def test_trained_and_resumed(ranks, inputs, tmp_path):
     with pytest.raises(AssertionError, match=r"model\.late_interaction\.document_length") as raised:
         ranks(1, run, *options(inputs, resumed, "model.late_interaction.document_length=9", "train.steps=4"))
     assert CheckpointError.__name__ in str(raised.value)
+
+
+LOSSES = {
+    "xtr": ["loss=xtr", "loss.top_k=9", "loss.learn_temperature=true", "loss.matryoshka_dims=[8,4]"],
+    "combined": [
+        "loss=combined",
+        "loss.losses=[{name: infonce}, {name: distill_scores, normalize_scores: true}, {name: margin_mse}]",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(ranks, inputs, tmp_path, name):
+    """From a file to a model: the losses and gradient norms of three steps do not depend on the number of ranks."""
+    model, rows = save_small(small_model("xlm-roberta"), tmp_path / "model"), tmp_path / "scored.jsonl"
+    lines = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    scored = [
+        {**row, "neg": [*row["neg"], "gamma delta"], "pos_scores": [0.9]}
+        | {"neg_scores": [n % 5 / 10 for n in range(len(row["neg"]) + 1)]}
+        for row in lines
+    ]
+    rows.write_text("\n".join(map(json.dumps, scored)) + "\n")
+    common = [*LOSSES[name], f"model.path={model}", f"data.train=[{rows}]", "evaluation.sets=[]"]
+    for size in (1, 2):
+        ranks(size, run, *options(inputs, tmp_path / str(size), *common))
+    one, two = (metric_rows(tmp_path / str(size)) for size in (1, 2))
+    for left, right in zip(one, two, strict=True):
+        for key in left.keys() & {"step", "loss", "grad_norm"}:
+            assert right[key] == pytest.approx(left[key], rel=1e-4)
 
 
 @pytest.mark.slow

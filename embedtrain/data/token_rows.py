@@ -136,6 +136,13 @@ class TokenRowTokenizer(TextTokenizer):
         """Words of the skip list that are not one token, and have no effect."""
         return [word for word, token in self._skiplist_tokens.items() if token is None]
 
+    @property
+    def notes(self) -> list[str]:
+        """A line about unknown words of the skip list."""
+        unknown = self.unknown_words
+        words = f"skip list: {len(unknown)} of {len(self._skiplist_tokens)} words are no tokens and have no effect: "
+        return [words + " ".join(unknown)] if unknown else []
+
     @cached_property
     def _skiplist_tokens(self) -> dict[str, int | None]:
         return {word: _token_id(self.tokenizer, word) for word in self.token_vectors.skiplist_words}

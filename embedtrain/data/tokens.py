@@ -208,6 +208,11 @@ class TextTokenizer:
         return untruncated
 
     @property
+    def notes(self) -> list[str]:
+        """Lines for the user about settings without an effect."""
+        return []
+
+    @property
     def longest_text(self) -> int:
         """Tokens of the longest text that the encoder gets."""
         return self.max_length

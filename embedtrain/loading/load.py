@@ -67,7 +67,6 @@ from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
 
-
 # The variable that accelerate and transformers read the layer class from.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
 _POOLED = {Pooling.cls: "first token", Pooling.mean: "mean of the tokens", Pooling.last: "last token"}
@@ -164,7 +163,8 @@ def load_model(
             _blocks(encoder, parallel, required=True)
     notes += [
         f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
-        f"{_describe_outputs(source)}, {bound.max_length} tokens",
+        f"{_describe_outputs(source)}, {bound.longest_text} tokens",
+        *bound.notes,
         _layout_note(layout, blocks),
         *([source.head.note] if source.head is not None and source.head.note else []),
         *([] if adapted is None else [describe_adapters(adapted, encoder)]),

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
+from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.evaluate.mteb_client import EvaluatedModel, run_tasks
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.vector_cache import model_identity
-from embedtrain.loading.load import load_model
+from embedtrain.loading.encoder_model import load_encoder_model
 from embedtrain.tracking.console import Console
 
 
 def load(world, directory):
-    model = load_model(ModelConfig(path=str(directory)), ParallelConfig(precision=Precision.fp32), world, seed=0)
+    model = load_encoder_model(ModelConfig(path=str(directory)), Precision.fp32, world)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=2048)
     identity = model_identity(model.source, Precision.fp32, world)
     return EvaluatedModel(encoder, model.source, str(directory), identity), Console(enabled=False)

@@ -7,12 +7,13 @@ from pathlib import Path
 import mteb
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.mteb_client import resolve_tasks
 from tests.evaluate.mteb_ranks import run, run_and_fail
 from tests.evaluate.mteb_tasks import KINDS, Classification, Reranking, Retrieval, Sts
+from tests.late_interaction_models import multi_vector_model, save_backbone
 from tests.small import save_guide, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mteb's and scikit-learn's
@@ -30,8 +31,8 @@ def read_results(folder: Path) -> dict:
     return {file["task_name"]: {split: scores(rows) for split, rows in file["scores"].items()} for file in files}
 
 
-def expected(directory: Path, kinds: list) -> dict:
-    model = SentenceTransformer(str(directory), device="cpu")
+def expected(directory: Path, kinds: list, model_class: type = SentenceTransformer) -> dict:
+    model = model_class(str(directory), device="cpu")
     results = {}
     for kind in kinds:
         (result,) = mteb.evaluate(model, kind(), cache=None, co2_tracker=False, show_progress_bar=False).task_results
@@ -71,17 +72,21 @@ def test_every_kind_scores_as_with_sentence_transformers(ranks, minilm_dir, tmp_
     assert metrics["MockMultilingualClassificationTask"]["accuracy"] == pytest.approx(np.mean(both))
 
 
+def split_into_letters(directory: Path) -> None:
+    """Of words the tokenizer knows few, and texts of <unk> alone have equal scores but for rounding."""
+    rules = json.loads((directory / "tokenizer.json").read_text())
+    letters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rules["pre_tokenizer"], letters]}
+    (directory / "tokenizer.json").write_text(json.dumps(rules))
+
+
 @pytest.fixture(scope="module")
 def prompted(tmp_path_factory):
     """A small model with prompts for types of task, for queries and for the rest; similarity: dot."""
     directory = save_guide(small_model("bert"), tmp_path_factory.mktemp("prompted"))
     modules = json.loads((directory / "modules.json").read_text())
     (directory / "modules.json").write_text(json.dumps([m for m in modules if not m["type"].endswith("Normalize")]))
-    # Letter by letter: of words this tokenizer knows few, and texts of <unk> alone have equal scores but for rounding.
-    rules = json.loads((directory / "tokenizer.json").read_text())
-    letters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rules["pre_tokenizer"], letters]}
-    (directory / "tokenizer.json").write_text(json.dumps(rules))
+    split_into_letters(directory)
     path = directory / "config_sentence_transformers.json"
     prompts = {"query": "alpha ", "document": "", "STS": "beta beta ", "Reranking-query": "mu nu ", "rest": "pi "}
     settings = {"prompts": prompts, "default_prompt_name": "rest", "similarity_fn_name": "dot"}
@@ -140,3 +145,19 @@ def test_mteb_is_not_installed(monkeypatch):
 def test_name_of_a_set_is_rejected():
     with pytest.raises(ConfigError, match="mteb: STS12 "):
         resolve_tasks(["STS12"], reserved_names=["dev", "STS12"])
+
+
+@pytest.mark.slow
+def test_late_interaction_models_search_and_nothing_else(ranks, tmp_path):
+    backbone = save_backbone(tmp_path / "backbone", "bert")
+    split_into_letters(backbone)
+    expansion = {"strategy": "fixed", "length": 12, "attend": False}
+    model = multi_vector_model(backbone, prompts={"query": "q ", "document": "d "}, query_expansion=expansion)
+    model.save_pretrained(str(tmp_path / "model"))
+    metrics, failures = ranks(2, run, tmp_path / "model", tmp_path / "out", ["Retrieval", "Reranking", "Sts"])[0]
+    reference = expected(tmp_path / "model", [Retrieval, Reranking], MultiVectorEncoder)
+    assert_same(read_results(tmp_path / "out"), reference)
+    assert len(metrics) > 2
+    (failure,) = failures
+    assert "MockSTSTask" in failure
+    assert "one vector per text" in failure

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.config.evaluation import IndexConfig, Unshard, VectorDtype
+from embedtrain.config.evaluation import IndexConfig, Unshard, VectorDtype, VectorPlacement
 from embedtrain.data.types import TextRole
 from embedtrain.errors import TrainingError
 from embedtrain.inference import index as index_module
@@ -56,14 +56,16 @@ def exact_rankings(queries, documents, ids, k, mean=False):
     return [[(score, number) for score, _, number in row[:k]] for row in ranked]
 
 
-def search(world, queries, documents, ids, k, mean=False, tile_rows=None, dtype=VectorDtype.fp32):
+def search(
+    world, queries, documents, ids, k, mean=False, tile_rows=None, dtype=VectorDtype.fp32, place=VectorPlacement.auto
+):
     """Rankings of documents that are distributed over the ranks, and the scores of all documents one by one."""
     with pytest.MonkeyPatch.context() as patch:
         if tile_rows is not None:
             patch.setattr(late_interaction, "TILE_ROWS", tile_rows)
             patch.setattr(index_module, "MAX_QUERY_ROWS", 6)
             patch.setattr(late_interaction, "_BLOCK_NUMEL_CPU", 64)
-        index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype), MaxSimComparison(mean=mean))
+        index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype, place=place), MaxSimComparison(mean=mean))
         for batch in np.array_split(np.arange(world.rank, len(ids), world.size), 3):
             part = documents.take(torch.from_numpy(batch), batch)
             index.add(EncodedShard(part.values, torch.from_numpy(batch), part.sizes))
@@ -80,6 +82,13 @@ def test_search_equals_the_double_loop_on_any_number_of_ranks(ranks, mean, tile_
     for size in (1, 2, 3):
         for result in ranks(size, search, QUERIES, DOCUMENTS, ids, k, mean, tile_rows):
             assert result == (rankings, scores)
+
+
+@pytest.mark.parametrize("place", [VectorPlacement.auto, VectorPlacement.host])
+def test_search_on_a_device_gives_what_it_gives_on_the_cpu(cuda_ranks, place):
+    expected = exact_rankings(QUERIES, DOCUMENTS, numbered(11), 4), exact_scores(QUERIES, DOCUMENTS)
+    arguments = (QUERIES, DOCUMENTS, numbered(11), 4, False, 7, VectorDtype.fp32, place)
+    assert cuda_ranks(2, search, *arguments) == [expected] * 2
 
 
 def test_ties_and_documents_that_are_closer_than_rounding_errors(ranks):

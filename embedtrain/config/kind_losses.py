@@ -10,12 +10,14 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     LossConfig,
     LossDirection,
+    M3LossConfig,
     XTRConfig,
 )
 from embedtrain.config.recipe import ModelKind
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
+_M3_LOSSES = (M3LossConfig.name, *SCORE_LOSSES)
 _TOKEN_LOSSES = (InfoNCEConfig.name, XTRConfig.name, *SCORE_LOSSES)
 
 
@@ -56,6 +58,21 @@ def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
                 "directions",
                 f"must be [query_document] for model.kind={kind.value}, whose score is not that of the texts exchanged",
             )
+    elif kind is ModelKind.m3:
+        if loss.name not in (*_M3_LOSSES, CustomConfig.name):
+            raise ConfigError(
+                f"{option}={loss.name}: is not for the three scores of model.kind={kind.value}; write one of "
+                f"{', '.join(_M3_LOSSES)}, such as loss=m3"
+            )
+        check.require(
+            loss.matryoshka_dims is None,
+            "matryoshka_dims",
+            f"is for vectors of one kind, and model.kind={kind.value} has two; leave it out",
+        )
+    elif loss.name == M3LossConfig.name:
+        raise ConfigError(
+            f"{option}={loss.name}: model.kind={kind.value} has one score; write loss=infonce, or model.kind=m3"
+        )
     elif loss.name == XTRConfig.name:
         raise ConfigError(
             f"{option}={loss.name}: compares vectors of tokens, and model.kind={kind.value} has one of each text; "

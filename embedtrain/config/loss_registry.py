@@ -22,6 +22,7 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     InfoNCEConfig,
     LossConfig,
+    M3LossConfig,
     MarginMSEConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
@@ -36,6 +37,7 @@ LOSSES: dict[str, type[LossConfig]] = {
     for kind in (
         InfoNCEConfig,
         XTRConfig,
+        M3LossConfig,
         SigLIPConfig,
         CoSENTConfig,
         AnglEConfig,

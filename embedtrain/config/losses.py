@@ -147,6 +147,22 @@ class XTRConfig(LossConfig):
 
 
 @dataclass(kw_only=True)
+class M3LossConfig(LossConfig):
+    """The dense, lexical and multi-vector scores of BGE-M3 and their sum, each in a softmax over all documents.
+
+    With self-distillation, the softmax of the sum is the target of the three others (Chen et al., 2024).
+    """
+
+    name: str = "m3"
+    temperature: float = 0.02  # scores are divided by it
+    # Weights of the cross entropies of the dense, lexical and multi-vector scores and of their sum, before a mean of 4.
+    loss_weights: list[float] = field(default_factory=lambda: [1.0, 0.1, 1.0, 1.0])
+    self_distillation: bool = True  # the softmax of the sum of scores is a target of the three scores as well
+    self_distillation_start_step: int = 0  # the batch, counted from 0, that self-distillation begins with
+    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
+
+
+@dataclass(kw_only=True)
 class SigLIPConfig(LossConfig):
     """A sigmoid for every pair of a query and a document of the global batch (Zhai et al., 2023)."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
+from embedtrain.config.m3 import HybridWeights, M3Config
 from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS
 from embedtrain.config.recipe import (
     ADAPTER,
@@ -73,6 +74,7 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
                 "recipe sets it",
             )
     _check_late_interaction(model)
+    _check_m3(model)
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
     _check_score_tokens(model, check)
@@ -107,6 +109,26 @@ def _check_late_interaction(model: ModelConfig) -> None:
             f"is below expansion_length={options.expansion_length}, the tokens of an expanded query; lower that as "
             "well, or leave query_length out",
         )
+
+
+def _check_m3(model: ModelConfig) -> None:
+    """Options of BGE-M3 have an effect."""
+    options, check = model.m3, OptionChecks(model.m3, "model.m3.")
+    for name, default in vars(M3Config()).items():
+        check.require(
+            model.kind is ModelKind.m3 or getattr(options, name) == default,
+            name,
+            f"is for model.kind=m3, not {model.kind.value}; leave it out",
+        )
+    check.at_least(1, "dim")
+    weights = options.hybrid_weights
+    check.require(
+        len(weights) == len(HybridWeights._fields)
+        and all(0 <= weight < math.inf for weight in weights)
+        and any(weights),
+        "hybrid_weights",
+        f"must be the weights of the {', '.join(HybridWeights._fields)} scores, at least 0 and one above 0",
+    )
 
 
 def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
+from embedtrain.config.m3 import M3Config
 
 ALL_LINEAR = "all-linear"
 ONNX, ADAPTER, LOGIT_SCORE = "onnx", "adapter", "logit_score"
@@ -60,12 +61,14 @@ class ModelKind(str, Enum):
     """What the model computes.
 
     `dense`: a vector per text. `cross_encoder`: a score per pair of query and document (a reranker).
-    `late_interaction`: a vector per token of a text (ColBERT).
+    `late_interaction`: a vector per token of a text (ColBERT). `m3`: a vector, lexical weights and a vector per token
+    (BGE-M3).
     """
 
     dense = "dense"
     cross_encoder = "cross_encoder"
     late_interaction = "late_interaction"
+    m3 = "m3"
 
 
 class ScoreHead(str, Enum):
@@ -222,6 +225,7 @@ class ModelConfig:
     score_head: ScoreHead = ScoreHead.auto
     score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
     late_interaction: LateInteractionConfig = field(default_factory=LateInteractionConfig)
+    m3: M3Config = field(default_factory=M3Config)
     attention: Attention = Attention.auto
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)

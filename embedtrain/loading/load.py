@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Strategy
+from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
@@ -50,8 +51,8 @@ from embedtrain.models.build import (
     TensorLocation,
     build_encoder,
     full_state_dict,
+    head_weights,
     locate_weights,
-    score_weights,
     stored_dtype,
 )
 from embedtrain.models.cross_encoder import CrossEncoder
@@ -201,6 +202,8 @@ def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> 
     max_length = resolve_max_length(source, tokenizer)
     if source.token_vectors is not None:
         return TokenRowTokenizer(tokenizer, max_length, source.token_vectors)
+    if source.m3 is not None:
+        return M3Tokenizer(tokenizer, max_length)
     if source.head is None:
         return TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt)
     return PairTokenizer(tokenizer, max_length, read_pair_format(source, tokenizer))
@@ -250,6 +253,12 @@ def _describe_outputs(source: ModelSource) -> str:
     if source.token_vectors is not None:
         new = "new " * source.token_vectors.is_new
         return f"a {new}projection of tokens to {source.dimension} dimensions, {source.token_vectors.similarity.value}"
+    if source.m3 is not None:
+        layers = "new layers" if source.m3.is_new else "layers"
+        return (
+            f"dense, lexical and multi-vector representations, {layers} of lexical weights and of token vectors of "
+            f"{source.m3.token_dimension} dimensions"
+        )
     if source.head is None:
         return f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}"
     kind = "a new score head" if source.head.is_new else "a score head"
@@ -295,16 +304,17 @@ def _read_weights(
     }
     if locations is not None:
         with world.fail_together("reading the model's weights"):
-            scores = score_weights(source)
-            stored = {name: tensor for name, tensor in tensors.items() if name not in scores}
+            heads = head_weights(source)
+            stored = {name: tensor for name, tensor in tensors.items() if name not in heads}
             read_shards(stored, locations, quantizers, world.device)
-            for name, weight in scores.items():
+            for name, weight in heads.items():
                 copy_local_rows(tensors[name], weight)
         return f"weights: every rank read its own slices of {source.directory}"
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
-    new = f", the new {'projection' if source.head is None else 'score head'} from seed {seed}"
+    part = "layers" if source.m3 is not None else "projection" if source.head is None else "score head"
+    new = f", the new {part} from seed {seed}"
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
 
 

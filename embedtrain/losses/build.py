@@ -24,6 +24,7 @@ from embedtrain.losses.custom import build_custom
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.listwise import BCE, MSE, ListNet, PListMLE, Softmax
+from embedtrain.losses.m3 import M3Loss
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
 from embedtrain.losses.ranking import ADRMSE, LambdaLoss, RankNet
@@ -49,6 +50,7 @@ _BY_NAME: dict[str, Callable[[Any], Loss]] = {
 # The losses that are functions of scores, of any kind of model.
 _OF_SCORES: dict[str, Callable[[Any, Any], Loss]] = {
     "infonce": InfoNCE,
+    "m3": M3Loss,
     "distill_scores": DistillScores,
     "margin_mse": MarginMSE,
     "bce": BCE,

@@ -14,9 +14,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
-from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
+from embedtrain.models.encoder import Dense, Encoder, hidden_size, prepare_backbone
 from embedtrain.models.hub import one_line
 from embedtrain.models.late_interaction import LateInteractionEncoder
+from embedtrain.models.m3 import M3Encoder
+from embedtrain.models.m3_files import LAYERS, read_m3_layers
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.security import weight_files
 from embedtrain.models.source import ModelSource
@@ -60,6 +62,8 @@ def assemble_encoder(source: ModelSource) -> Encoder:
         return CrossEncoder(*split_classifier(model), source.pooling)
     if source.token_vectors is not None:
         return LateInteractionEncoder(prepare_backbone(model), heads)
+    if source.m3 is not None:
+        return M3Encoder(prepare_backbone(model), source.m3)
     return Encoder(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
 
 
@@ -95,6 +99,8 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         for name, location in _dense_locations(index, dense).items():
             with safe_open(location.path, framework="pt") as file:
                 encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
+    for name, weight in _m3_weights(source).items():  # new layers keep their random weights
+        encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())
 
 
@@ -166,7 +172,21 @@ def vocabulary_head(source: ModelSource) -> Tensor:
     return head.float()
 
 
-def score_weights(source: ModelSource) -> dict[str, Tensor]:
+def head_weights(source: ModelSource) -> dict[str, Tensor]:
+    """The weights of heads that are not in safetensors files under their names, by the encoder's names.
+
+    They are the weight [1, H] of the score that starts from tokens, or the layers of BGE-M3.
+    """
+    return _score_weights(source) | _m3_weights(source)
+
+
+def _m3_weights(source: ModelSource) -> dict[str, Tensor]:
+    if source.m3 is None or source.m3.is_new or source.directory is None:
+        return {}
+    return read_m3_layers(source.directory, hidden_size(source.config))
+
+
+def _score_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weight [1, H] of the head that starts from tokens, by the encoder's name; nothing for other models.
 
     Only the rows of these tokens are read, from safetensors. A ModelError if the directory has no vocabulary head.
@@ -217,7 +237,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
 
     They can if the directory has safetensors files with the model's own keys, possibly with its prefix (`roberta.`,
     `bert.`, `model.`), and equal shapes. Old names and pickles are left to `full_state_dict`. The weight of a score of
-    tokens has no location, see `score_weights`.
+    tokens has no location, see `head_weights`.
     """
     if source.directory is None:
         return None
@@ -236,6 +256,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     if source.head is not None and source.head.linear is not None:
         locations[_SCORE] = _linear_location(source.head.linear)
     computed = {_SCORE} if source.head is not None and source.head.tokens else set()
+    if source.m3 is not None and not source.m3.is_new:
+        computed = {name for name in shapes if name.startswith(LAYERS)}
     if set(locations) != set(shapes) - computed or not _shapes_match(locations, shapes):
         return None
     return locations

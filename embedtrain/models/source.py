@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from embedtrain.config.m3 import M3Settings
 from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
@@ -24,6 +25,7 @@ from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format, read_late_interaction
+from embedtrain.models.m3_files import m3_settings, require_m3_directory
 from embedtrain.models.module_settings import (
     CROSS_ENCODER,
     SETTINGS,
@@ -77,6 +79,7 @@ class ModelSource:
     trust_remote_code: bool = False  # whether Python in `directory` may run
     head: HeadSource | None = None  # of a cross-encoder; None for a model of vectors
     token_vectors: TokenVectors | None = None  # of a late-interaction model, whose projection is `dense`
+    m3: M3Settings | None = None  # of a model of three representations
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
     @property
@@ -84,12 +87,14 @@ class ModelSource:
         """What the model computes."""
         if self.token_vectors is not None:
             return ModelKind.late_interaction
+        if self.m3 is not None:
+            return ModelKind.m3
         return ModelKind.dense if self.head is None else ModelKind.cross_encoder
 
     @property
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
-        return any(part is not None and part.is_new for part in (self.head, self.token_vectors))
+        return any(part is not None and part.is_new for part in (self.head, self.token_vectors, self.m3))
 
     @property
     def dimension(self) -> int:
@@ -125,6 +130,9 @@ def open_model_source(model: ModelConfig) -> ModelSource:
         return replace(
             source, config=config, dense=dense, token_vectors=token_vectors, tokenization=tokenization, normalize=True
         )
+    if model.kind is ModelKind.m3:
+        settings = m3_settings(source.directory, config, model.m3)
+        return replace(source, config=config, m3=settings, pooling=Pooling.cls, include_prompt=True, normalize=True)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -266,6 +274,8 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         settings=stored,
     )
     head = _score_head(scorer, config, model)
+    if model.kind is ModelKind.m3:
+        require_m3_directory(pooling, len(dense), str(directory / "modules.json"))
     return ModelSource(
         directory=transformer,
         config=config,
@@ -338,7 +348,7 @@ def _is_reranker_error(what: str, kinds: str) -> ConfigError:
 def _required(model: ModelConfig, config: PretrainedConfig | None, what: str) -> Pooling:
     if model.kind is ModelKind.cross_encoder:
         return Pooling.cls  # the architecture decides, see `score_pooling`
-    if model.kind is ModelKind.late_interaction:
+    if model.kind in (ModelKind.late_interaction, ModelKind.m3):
         return Pooling.cls  # without an effect
     if model.pooling is None and config is not None and is_reranker(config):
         raise _is_reranker_error(what.split(",", maxsplit=1)[0], ", ".join(config.architectures or ()))

@@ -36,6 +36,7 @@ from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
+from embedtrain.losses.m3 import M3Score
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore, Score
 from embedtrain.losses.types import FROM_ROWS, Loss
@@ -87,6 +88,8 @@ def _score_of(source: ModelSource) -> Score | None:
     """How the model compares a query and a document; None: by the similarity that a loss names."""
     if source.token_vectors is not None:
         return MaxSim(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)
+    if source.m3 is not None:
+        return M3Score(source.m3)
     return None if source.head is None else PairScore()
 
 

@@ -1,0 +1,40 @@
+"""Options and settings of models in the manner of BGE-M3: dense, lexical and multi-vector representations of a text."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class HybridWeights(NamedTuple):
+    """The weights of the scores of the three representations in their sum, the score of two texts."""
+
+    dense: float = 1.0
+    lexical: float = 0.3
+    multi_vector: float = 1.0
+
+
+@dataclass(kw_only=True)
+class M3Config:
+    """The representations of model.kind=m3, and how their scores are added (Chen et al., 2024, "BGE M3-Embedding")."""
+
+    dim: int | None = None  # dimensions of a token's vector; default: that of the directory, else the hidden size
+    # Weights of the dense, lexical and multi-vector scores in the score of two texts, when training and searching.
+    hybrid_weights: list[float] = field(default_factory=lambda: [*HybridWeights()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class M3Settings:
+    """What a model of this kind computes.
+
+    The encoder returns a row per token of a text. The first token's row has the dense vector, that of each other token
+    its vector; behind it, in the last two columns, are the token's lexical weight and its id.
+    """
+
+    dimension: int  # of the dense vector
+    token_dimension: int  # of a token's vector
+    weights: HybridWeights
+    is_new: bool = False  # whether the two linear layers are not in the files and start from the seed
+
+    @property
+    def width(self) -> int:
+        """The columns of a row."""
+        return max(self.dimension, self.token_dimension) + 2

@@ -1,0 +1,79 @@
+"""The encoder of BGE-M3: dense vector, lexical weights and token vectors of a text from one forward pass.
+
+N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; d: dimensions of a token's vector.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from embedtrain.config.m3 import M3Settings
+from embedtrain.config.recipe import Pooling
+from embedtrain.data.types import Packing
+from embedtrain.models.encoder import Encoder, hidden_size
+
+
+class M3Encoder(Encoder):
+    """Tokens of texts to rows of three representations, see `M3Settings`.
+
+    The names of the linear layers are those of FlagEmbedding.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, settings: M3Settings) -> None:
+        super().__init__(backbone, Pooling.cls, normalize=True)
+        size = hidden_size(backbone.config)
+        self.settings = settings
+        self.colbert_linear = nn.Linear(size, settings.token_dimension)
+        self.sparse_linear = nn.Linear(size, 1)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        pooled: Tensor | None = None,
+        packing: Packing | None = None,
+        types: Tensor | None = None,
+        token_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens as in `Encoder.forward` to float32 rows [T, width], of all tokens.
+
+        `token_rows`, int64 [T], are the real tokens, as flat indices in ids; without them only the dense vectors are
+        computed, [N, D]. `pooled` is 1 for tokens with a lexical weight, by default all.
+        """
+        if token_rows is None:
+            return super().forward(ids, mask, None, packing, types)
+        hidden = self.hidden_states(ids, mask, packing, types).flatten(0, 1)[token_rows]
+        if packing is None:
+            texts = token_rows // ids.shape[1]
+        else:
+            texts = torch.searchsorted(packing.starts.long(), token_rows, right=True) - 1
+        is_first = torch.ones_like(texts, dtype=torch.bool)
+        is_first[1:] = texts[1:] != texts[:-1]
+        token_ids = ids.flatten()[token_rows]
+        weights = F.relu(self.sparse_linear(hidden.to(self.sparse_linear.weight.dtype)).float()).squeeze(1)
+        if pooled is not None:
+            weights = weights * pooled.flatten()[token_rows]
+        vectors = F.normalize(self.colbert_linear(hidden.to(self.colbert_linear.weight.dtype)).float(), dim=1)
+        dense = F.normalize(hidden.float(), dim=1)
+        width = self.settings.width - 2
+        rows = torch.where(
+            is_first.unsqueeze(1),
+            F.pad(dense, (0, width - dense.shape[1])),
+            F.pad(vectors, (0, width - vectors.shape[1])),
+        )
+        weights = _largest_by_id(weights, texts, token_ids)
+        return torch.cat([rows, weights.unsqueeze(1), token_ids.unsqueeze(1).float()], dim=1)
+
+
+def _largest_by_id(weights: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
+    """The largest weight of each id of a text at its first token, and 0 at the others: [T]. Weights are at least 0.
+
+    No size depends on the number of different ids, for which the host would have to wait.
+    """
+    keys, order = (texts * (1 << 32) + ids).sort(stable=True)
+    is_new = torch.ones_like(keys, dtype=torch.bool)
+    is_new[1:] = keys[1:] != keys[:-1]
+    groups = is_new.long().cumsum(0) - 1
+    largest = torch.zeros_like(weights).scatter_reduce(0, groups, weights[order], "amax")
+    return torch.zeros_like(weights).scatter(0, order, largest[groups] * is_new)

@@ -1,0 +1,108 @@
+"""Reads and writes the two linear layers that FlagEmbedding stores beside the backbone of BGE-M3.
+
+They are state dicts in torch's format, a pickle. torch reads them with `weights_only=True`, which builds tensors and
+mappings and calls nothing else; everything but two tensors of the expected shapes is rejected.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from embedtrain.config.m3 import HybridWeights, M3Config, M3Settings
+from embedtrain.config.recipe import Pooling
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.models.encoder import hidden_size
+from embedtrain.models.file_references import require_own_file
+from embedtrain.models.hub import one_line
+
+COLBERT, SPARSE = "colbert_linear", "sparse_linear"
+LAYERS = (COLBERT, SPARSE)
+_MAX_BYTES = 1 << 30
+
+
+def has_m3_layers(directory: Path) -> bool:
+    """Whether both layers are in a directory; a ModelError if there is one without the other."""
+    present = [name for name in LAYERS if (directory / f"{name}.pt").is_file()]
+    if len(present) == 1:
+        (missing,) = set(LAYERS) - set(present)
+        raise ModelError(
+            f"{directory} has {present[0]}.pt, but not {missing}.pt: this layer would be random; add the file, or "
+            "remove both to train new layers"
+        )
+    return bool(present)
+
+
+def m3_settings(directory: Path | None, config: PretrainedConfig, options: M3Config) -> M3Settings:
+    """The settings of a model in `directory`; without the files there, its layers are new.
+
+    A ConfigError if `model.m3.dim` is not that of the files; a ModelError if these cannot be used.
+    """
+    size, weights = hidden_size(config), HybridWeights(*options.hybrid_weights)
+    if directory is None or not has_m3_layers(directory):
+        return M3Settings(dimension=size, token_dimension=options.dim or size, weights=weights, is_new=True)
+    dim = len(_read(directory / f"{COLBERT}.pt", size)["weight"])
+    if options.dim not in (None, dim):
+        raise ConfigError(f"model.m3.dim={options.dim}: {directory / COLBERT}.pt has {dim} dimensions; leave it out")
+    sparse = _read(directory / f"{SPARSE}.pt", size)["weight"]
+    if len(sparse) != 1:
+        raise ModelError(f"{directory / SPARSE}.pt: weight has the shape {list(sparse.shape)}; expected [1, {size}]")
+    return M3Settings(dimension=size, token_dimension=dim, weights=weights)
+
+
+def require_m3_directory(pooling: Pooling | None, num_heads: int, where: str) -> None:
+    """Reject a model whose dense vector is not that of the first token."""
+    if pooling not in (None, Pooling.cls) or num_heads:
+        raise ModelError(
+            f"{where}: model.kind=m3 has the vector of the first token (pooling cls, without Dense modules) as the "
+            "dense vector of a text"
+        )
+
+
+def read_m3_layers(directory: Path, size: int) -> dict[str, Tensor]:
+    """The weights of both layers in float32, by the encoder's names; `size` is the hidden size."""
+    return {
+        f"{name}.{key}": tensor.float()
+        for name in LAYERS
+        for key, tensor in _read(directory / f"{name}.pt", size).items()
+    }
+
+
+def write_m3_layers(directory: Path, weights: dict[str, Tensor]) -> None:
+    """Write the layers of `read_m3_layers` for FlagEmbedding, and as safetensors."""
+    for name in LAYERS:
+        state = {key: weights[f"{name}.{key}"].contiguous() for key in ("weight", "bias")}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        (directory / f"{name}.pt").write_bytes(buffer.getvalue())
+        (directory / f"{name}.safetensors").write_bytes(save(state))
+
+
+def _read(path: Path, size: int) -> dict[str, Tensor]:
+    """The weight [n, size] and the bias [n] of a layer, finite floating-point tensors."""
+    require_own_file(path, path.parent)
+    if path.stat().st_size > _MAX_BYTES:
+        raise ModelError(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_BYTES:,} are allowed")
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises nearly anything
+        reason = one_line(error)
+        if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
+            reason = "it is damaged, or a pickle with more than tensors"
+        raise ModelError(f"{path} cannot be read: {reason}") from None
+    is_layer = isinstance(state, dict) and set(state) == {"weight", "bias"}
+    if not is_layer or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ModelError(f"{path} must contain the tensors weight and bias of a linear layer, and nothing else")
+    weight, bias = state["weight"], state["bias"]
+    if weight.ndim != 2 or weight.shape[1] != size or not len(weight) or bias.shape != weight.shape[:1]:
+        raise ModelError(
+            f"{path}: weight {list(weight.shape)} and bias {list(bias.shape)} must have the shapes [n, {size}] and [n]"
+        )
+    for key, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.isfinite().all():
+            raise ModelError(f"{path}: {key} must have finite floating-point numbers")
+    return {"weight": weight, "bias": bias}

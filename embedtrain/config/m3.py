@@ -1,6 +1,6 @@
 """Options and settings of models in the manner of BGE-M3: dense, lexical and multi-vector representations of a text."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -17,8 +17,9 @@ class M3Config:
     """The representations of model.kind=m3, and how their scores are added (Chen et al., 2024, "BGE M3-Embedding")."""
 
     dim: int | None = None  # dimensions of a token's vector; default: that of the directory, else the hidden size
-    # Weights of the dense, lexical and multi-vector scores in the score of two texts, when training and searching.
-    hybrid_weights: list[float] = field(default_factory=lambda: [*HybridWeights()])
+    # Weights of the dense, lexical and multi-vector scores in the score of two texts, when training and searching;
+    # default: those of the directory, else [1, 0.3, 1].
+    hybrid_weights: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

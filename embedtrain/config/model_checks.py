@@ -123,9 +123,10 @@ def _check_m3(model: ModelConfig) -> None:
     check.at_least(1, "dim")
     weights = options.hybrid_weights
     check.require(
-        len(weights) == len(HybridWeights._fields)
+        weights is None
+        or (len(weights) == len(HybridWeights._fields)
         and all(0 <= weight < math.inf for weight in weights)
-        and any(weights),
+        and any(weights)),
         "hybrid_weights",
         f"must be the weights of the {', '.join(HybridWeights._fields)} scores, at least 0 and one above 0",
     )

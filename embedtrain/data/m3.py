@@ -35,8 +35,8 @@ class M3Tokenizer(TextTokenizer):
                 f"model.kind=m3: the tokenizer has ids up to {self.max_token_id:,}, at most 2**24 - 1 fit"
             )
         names = ("cls_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "pad_token_id", "unk_token_id")
-        ids = {getattr(tokenizer, name, None) for name in names} - {None}
-        self._unweighted = np.array(sorted(ids), dtype=np.int64)
+        ids = [getattr(tokenizer, name, None) for name in names]
+        self._unweighted = np.array([number for number in ids if number is not None], dtype=np.int64)
 
     def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
         """Texts as one chunk, all of whose tokens have a row."""

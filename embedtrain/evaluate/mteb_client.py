@@ -245,7 +245,7 @@ def read_settings(source: ModelSource) -> MtebSettings:
     """Read the prompts and the similarity of a model directory, as sentence-transformers does."""
     content = _read_settings_file(source)
     default_prompt = source.prompts.get(str(content.get("default_prompt_name")), "")
-    if source.token_vectors is not None:
+    if source.token_vectors is not None or source.m3 is not None:
         return MtebSettings(source.prompts, default_prompt, "cosine", has_text_vectors=False)
     similarity = content.get("similarity_fn_name") or "cosine"
     if similarity in ("cosine", "dot"):

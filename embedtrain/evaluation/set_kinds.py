@@ -51,11 +51,11 @@ def kind_of(data: EvaluationData) -> SetKind:
 
 def check_sets_of_kind(sets: Sequence[LoadedSet], kind: ModelKind, option: str) -> None:
     """Raise ConfigError for a set that models of this kind, which encode texts, cannot measure."""
-    for loaded in sets if kind is ModelKind.late_interaction else ():
+    for loaded in sets if kind in (ModelKind.late_interaction, ModelKind.m3) else ():
         if isinstance(loaded.data, ClassificationSet | ClusteringSet):
             raise ConfigError(
                 f"{option}: {loaded.data.name} is a set of the kind {kind_of(loaded.data).value}, which needs one "
-                "vector per text, and a late-interaction model computes one per token: leave it out (allowed are "
+                f"vector per text, and a model of kind {kind.value} computes one per token: leave it out (allowed are "
                 "retrieval, reranking, sts, pair_classification and bitext)"
             )
 

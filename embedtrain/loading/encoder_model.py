@@ -11,11 +11,14 @@ from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format
+from embedtrain.models.m3_files import is_m3
 from embedtrain.models.source import ModelSource, open_model_source
 
 
 def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
-    """`open_model_source` of a dense or a late-interaction model, and the options with its kind.
+    """`open_model_source` of a model that encodes texts, and the options with its kind.
+
+    With `model.pooling` or `model.normalize`, one with three representations is opened as a dense model.
 
     A ConfigError for an option of dense models that a late-interaction model does not have.
     """
@@ -29,6 +32,10 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
                     "token; leave it out"
                 )
         model = replace(model, kind=ModelKind.late_interaction)
+    elif model.path and model.pooling is None and model.normalize is None:
+        directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
+        if is_m3(directory):
+            model = replace(model, kind=ModelKind.m3)
     return model, open_model_source(model)
 
 

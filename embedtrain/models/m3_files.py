@@ -4,25 +4,26 @@ They are state dicts in torch's format, a pickle. torch reads them with `weights
 mappings and calls nothing else; everything but two tensors of the expected shapes is rejected.
 """
 
-import io
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from embedtrain.config.m3 import HybridWeights, M3Config, M3Settings
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.files import write_json
 from embedtrain.models.encoder import hidden_size
-from embedtrain.models.file_references import require_own_file
+from embedtrain.models.file_references import read_json, require_own_file
 from embedtrain.models.hub import one_line
 
 COLBERT, SPARSE = "colbert_linear", "sparse_linear"
 LAYERS = (COLBERT, SPARSE)
-_MAX_BYTES = 1 << 30
+SETTINGS = "m3.json"
+_MAX_BYTES, _MAX_DIM = 1 << 30, 1 << 20
 
 
 def has_m3_layers(directory: Path) -> bool:
@@ -42,9 +43,13 @@ def m3_settings(directory: Path | None, config: PretrainedConfig, options: M3Con
 
     A ConfigError if `model.m3.dim` is not that of the files; a ModelError if these cannot be used.
     """
-    size, weights = hidden_size(config), HybridWeights(*options.hybrid_weights)
+    size, stored = hidden_size(config), _read_settings(directory)
+    weights = HybridWeights(
+        *(stored.get("hybrid_weights", []) if options.hybrid_weights is None else options.hybrid_weights)
+    )
     if directory is None or not has_m3_layers(directory):
-        return M3Settings(dimension=size, token_dimension=options.dim or size, weights=weights, is_new=True)
+        dim = options.dim or stored.get("dim", size)
+        return M3Settings(dimension=size, token_dimension=dim, weights=weights, is_new=True)
     dim = len(_read(directory / f"{COLBERT}.pt", size)["weight"])
     if options.dim not in (None, dim):
         raise ConfigError(f"model.m3.dim={options.dim}: {directory / COLBERT}.pt has {dim} dimensions; leave it out")
@@ -52,6 +57,25 @@ def m3_settings(directory: Path | None, config: PretrainedConfig, options: M3Con
     if len(sparse) != 1:
         raise ModelError(f"{directory / SPARSE}.pt: weight has the shape {list(sparse.shape)}; expected [1, {size}]")
     return M3Settings(dimension=size, token_dimension=dim, weights=weights)
+
+
+def _read_settings(directory: Path | None) -> dict[str, Any]:
+    path = None if directory is None else directory / SETTINGS
+    if path is None or not path.is_file():
+        return {}
+    settings = dict(read_json(path))
+    dim, weights = settings.get("dim"), settings.get("hybrid_weights")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= _MAX_DIM:
+        raise ModelError(f"{path}: dim={dim!r:.200} is not a number of dimensions from 1 to {_MAX_DIM:,}")
+    is_list = isinstance(weights, list) and len(weights) == len(HybridWeights._fields)
+    if not is_list or not all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights):
+        raise ModelError(f"{path}: hybrid_weights={weights!r:.200} are not three weights of at least 0")
+    return settings
+
+
+def is_m3(directory: Path) -> bool:
+    """Whether a directory is that of such a model: of FlagEmbedding, of an export or of a run."""
+    return (directory / SETTINGS).is_file() or has_m3_layers(directory)
 
 
 def require_m3_directory(pooling: Pooling | None, num_heads: int, where: str) -> None:
@@ -72,14 +96,14 @@ def read_m3_layers(directory: Path, size: int) -> dict[str, Tensor]:
     }
 
 
-def write_m3_layers(directory: Path, weights: dict[str, Tensor]) -> None:
-    """Write the layers of `read_m3_layers` for FlagEmbedding, and as safetensors."""
-    for name in LAYERS:
-        state = {key: weights[f"{name}.{key}"].contiguous() for key in ("weight", "bias")}
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        (directory / f"{name}.pt").write_bytes(buffer.getvalue())
-        (directory / f"{name}.safetensors").write_bytes(save(state))
+def write_m3_layer(path: Path, state: dict[str, Tensor]) -> None:
+    """Write the weight and the bias of a layer as FlagEmbedding does."""
+    torch.save({key: state[key].contiguous() for key in ("weight", "bias")}, path)
+
+
+def write_m3_settings(directory: Path, settings: M3Settings) -> None:
+    """Write what the directory of a run, which has no weights, says of the layers."""
+    write_json(directory / SETTINGS, {"dim": settings.token_dimension, "hybrid_weights": list(settings.weights)})
 
 
 def _read(path: Path, size: int) -> dict[str, Tensor]:

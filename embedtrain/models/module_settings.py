@@ -9,6 +9,7 @@ from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
+from embedtrain.models.m3_files import is_m3
 
 SETTINGS = "config_sentence_transformers.json"
 # Values of `model_type` in it; of PyLate the second of late interaction.
@@ -52,6 +53,8 @@ class Module(NamedTuple):
 
 def stored_kind(directory: Path) -> ModelKind:
     """The kind of a model directory that an export or a run has written."""
+    if is_m3(directory):
+        return ModelKind.m3
     settings: dict[str, Any] = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     return _KINDS.get(str(settings.get("model_type")), ModelKind.dense)
 

@@ -10,6 +10,7 @@ from embedtrain.checkpoint.checkpointer import read_tensors
 from embedtrain.checkpoint.export.cross_encoder import compared_pairs, probe_scores
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.late_interaction import probe_token_vectors
+from embedtrain.checkpoint.export.m3 import probe_m3
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
 from embedtrain.checkpoint.export.replacement import export_lock
@@ -18,6 +19,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Precision, Recipe
+from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.distributed.sharding import reshard
@@ -119,12 +121,14 @@ def export_run(
 def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
     """What an export has to reproduce, see `probe_vectors`. A collective."""
     tokenizer, prompts, device = model.tokenizer, model.source.prompts, encoder.world.device
-    if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer):
+    if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer | M3Tokenizer):
         return encoder.encode_all(PROBES)
     training = model.encoder.training
     model.encoder.eval()
     if isinstance(tokenizer, PairTokenizer):
         outputs = probe_scores(model.encoder, tokenizer, PROBES, prompts, device)
+    elif isinstance(tokenizer, M3Tokenizer):
+        outputs = probe_m3(model.encoder, tokenizer, PROBES, device)
     else:
         outputs = probe_token_vectors(model.encoder, tokenizer, PROBES, prompts, device)
     model.encoder.train(training)

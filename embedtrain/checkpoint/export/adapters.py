@@ -44,7 +44,7 @@ from embedtrain.models.build import (
     build_encoder,
     full_state_dict,
     locate_weights,
-    score_weights,
+    head_weights,
     weights_digest,
 )
 from embedtrain.models.cross_encoder import HEAD
@@ -235,7 +235,7 @@ class AdapterCheckpoint:
             weights = full_state_dict(self.base, self.seed).items()
         else:
             stored = ((name, _read(location)) for name, location in locations.items())
-            weights = itertools.chain(stored, score_weights(self.base).items())
+            weights = itertools.chain(stored, head_weights(self.base).items())
         quantized = self._quantized_weights()
         for name, tensor in weights:
             yield name, quantization_round_trip(tensor) if name in quantized else tensor

@@ -41,11 +41,16 @@ _KINDS = {
         "A late-interaction model (ColBERT): a vector of {dimension} dimensions for each token of a text of up to "
         "{max_length} tokens, and the sum of the largest similarities of a query's tokens as score"
     ),
+    ModelKind.m3: (
+        "A model of three representations of a text of up to {max_length} tokens, in the manner of BGE-M3: a vector of "
+        "{dimension} dimensions, a weight of each token, and a vector of each token"
+    ),
 }
 _TAGS = {
     ModelKind.dense: ["sentence-similarity", "feature-extraction"],
     ModelKind.cross_encoder: ["cross-encoder", "reranker"],
     ModelKind.late_interaction: ["multi-vector", "ColBERT", "late-interaction", "feature-extraction"],
+    ModelKind.m3: ["sentence-similarity", "feature-extraction", "multi-vector", "sparse", "bge-m3"],
 }
 _PIPELINES = {ModelKind.dense: "sentence-similarity", ModelKind.cross_encoder: "text-ranking"}
 # Groups of a recipe that describe where it ran, not what it trained.
@@ -77,7 +82,11 @@ def model_card(
     the id of the Hub repository to which the model is uploaded.
     """
     path, kind = recipe["model"].get("path"), _kind(recipe)
-    usage = {ModelKind.cross_encoder: _usage_of_scores, ModelKind.late_interaction: _usage_of_token_vectors}
+    usage = {
+        ModelKind.cross_encoder: _usage_of_scores,
+        ModelKind.late_interaction: _usage_of_token_vectors,
+        ModelKind.m3: _usage_of_m3,
+    }
     base, shown = _hub_id(path), name or "path/of/this/directory"
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
     before = metrics_at(run_dir, 0) if step else {}
@@ -192,6 +201,21 @@ def _graph_usage(*, scores_pairs: bool) -> list[str]:
     return [
         f"`onnx/model.onnx` is the same model in fp32, from {what}, for onnxruntime, or for sentence-transformers and "
         'optimum with `backend="onnx"`.',
+        "",
+    ]
+
+
+def _usage_of_m3(name: str, prompts: Mapping[str, str], run_dir: Path) -> list[str]:
+    return [
+        "sentence-transformers computes the vector of a text, FlagEmbedding all three representations:",
+        "",
+        *_usage(name, prompts, run_dir),
+        "```python",
+        "from FlagEmbedding import BGEM3FlagModel",
+        "",
+        f'model = BGEM3FlagModel("{name}")',
+        'model.encode(["a text"], return_dense=True, return_sparse=True, return_colbert_vecs=True)',
+        "```",
         "",
     ]
 

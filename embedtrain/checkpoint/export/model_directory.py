@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel
 
 from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
 from embedtrain.checkpoint.export.late_interaction import write_late_interaction_settings
+from embedtrain.checkpoint.export.m3 import layer_locations
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
@@ -35,6 +36,7 @@ from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from embedtrain.models.adapter_files import peft_key
 from embedtrain.models.build import stored_dtype, stored_tensors
 from embedtrain.models.encoder import hidden_size, prepare_backbone
+from embedtrain.models.m3_files import write_m3_settings
 from embedtrain.models.source import ModelSource
 
 # The oldest module names of sentence-transformers: every version from 2.2 on opens them.
@@ -103,6 +105,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     if isinstance(tokenizer, TokenRowTokenizer):
         write_late_interaction_settings(directory, source, tokenizer)
         return
+    if source.m3 is not None:
+        write_m3_settings(directory, source.m3)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
     for dense in source.dense:
@@ -175,6 +179,9 @@ def plan_weights(
         prefix, file = f"dense.{index}.", f"{folder}/model.safetensors"
         members[file] = {name.removeprefix(prefix): spec for name, spec in converted.items() if name.startswith(prefix)}
         locations |= {prefix + name: (file, name) for name in members[file]}
+    for name, (file, key) in layer_locations(converted).items():
+        members.setdefault(file, {})[key] = converted[name]
+        locations[name] = file, key
     if adapter:
         file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
         keys = {name: peft_key(stored) for name, stored in _stored_names(architecture, adapter).items()}
@@ -203,7 +210,7 @@ def create_model_directory(
     if truncate_dim is not None:
         settings = json.loads((directory / _SETTINGS).read_text(encoding="utf-8"))
         write_json(directory / _SETTINGS, settings | {"truncate_dim": truncate_dim})
-    weights = {name: file for file, name in plan.locations.values() if "/" not in file}
+    weights = {name: file for file, name in plan.locations.values() if "/" not in file and file.startswith("model")}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}

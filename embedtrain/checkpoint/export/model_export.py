@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from embedtrain.checkpoint.export.adapters import copy_adapter_config, encoder_rows, live_merged_weights, load_rows
 from embedtrain.checkpoint.export.logit_score import LogitScoreExport, write_logit_score
+from embedtrain.checkpoint.export.m3 import convert_layers
 from embedtrain.checkpoint.export.model_directory import (
     ADAPTER_FOLDER,
     DTYPES,
@@ -113,6 +114,7 @@ class ModelExport:
         (directory / "README.md").write_text(card, encoding="utf-8")
         differences = [0.0]
         try:
+            convert_layers(directory)
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
             if reference is not None:
                 with phase("reopening it with transformers"):

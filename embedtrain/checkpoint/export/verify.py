@@ -35,6 +35,8 @@ from embedtrain.checkpoint.export.late_interaction import (
     token_vectors_of_sentence_transformers,
     token_vectors_of_transformers,
 )
+from embedtrain.checkpoint.export.m3 import m3_encoder, m3_of_transformers, probe_m3
+from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
@@ -102,12 +104,15 @@ def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[s
     """Embeddings of PROBES by an encoder that is unsharded in this process, one text per forward pass.
 
     The scores [1, N] of a cross-encoder, with `prompts`, are one vector: a score near 0 has no relative difference.
+    A model of three representations has a summary of them, see `probe_m3`.
     A late-interaction model has vectors of tokens, of each text as a query and as a document with their prompts.
     """
     if isinstance(tokenizer, PairTokenizer):
         return probe_scores(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
     if isinstance(tokenizer, TokenRowTokenizer):
         return probe_token_vectors(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
+    if isinstance(tokenizer, M3Tokenizer):
+        return probe_m3(encoder.eval(), tokenizer, PROBES, torch.device("cpu"))
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
@@ -190,6 +195,8 @@ def _encode(encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenize
     """`probe_vectors` of a model of vectors that transformers has opened."""
     if source.token_vectors is not None:
         return token_vectors_of_transformers(encoder, source, tokenizer, PROBES)
+    if source.m3 is not None:
+        return m3_of_transformers(encoder, source, tokenizer, PROBES)
     return encode_probes(encoder.eval(), tokenizer)
 
 
@@ -230,7 +237,8 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
         raise CheckpointError(
             f"sentence-transformers opens {directory} for texts of {length} tokens, not {reference.max_length}"
         )
-    reference = reference.truncated(source.truncate_dim)
+    # Of a model of three representations, sentence-transformers computes the first.
+    reference = reference.truncated(source.truncate_dim if source.m3 is None else source.dimension)
     return require_match(torch.as_tensor(vectors).float().cpu(), reference, f"sentence-transformers opens {directory}")
 
 
@@ -297,6 +305,8 @@ def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
     own = cast("PreTrainedModel", backbone)
     if source.token_vectors is not None:
         return LateInteractionEncoder(own, heads).eval()
+    if source.m3 is not None:
+        return m3_encoder(own, source)
     return Encoder(own, source.pooling, normalize=source.normalize, dense=heads).eval()
 
 

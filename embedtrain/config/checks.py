@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
-from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import check_loss
@@ -18,6 +18,7 @@ from embedtrain.config.recipe import (
     ADAPTER,
     EXPORT_FORMATS,
     LOGIT_SCORE,
+    ONNX,
     DataConfig,
     ExportConfig,
     ModelKind,
@@ -79,6 +80,8 @@ def check_recipe(recipe: Recipe) -> Recipe:
         f"is for model.kind=cross_encoder; loss=infonce compares each query of a {recipe.model.kind.value} model with "
         "all documents of the batch; leave it out",
     )
+    if recipe.model.kind is ModelKind.m3:
+        _check_m3(recipe)
     for source in recipe.data.train:
         source_requirements(source, source_loss(source, recipe.loss), recipe)
     _check_tracking(recipe)
@@ -286,6 +289,20 @@ def is_repository_name(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def _check_m3(recipe: Recipe) -> None:
+    """What models of three representations cannot do."""
+    if recipe.model.lora.on:
+        raise ConfigError("model.lora: adapters are not supported with model.kind=m3; leave model.lora out")
+    OptionChecks(recipe.evaluation.index, "evaluation.index.").require(
+        recipe.evaluation.index.dtype is VectorDtype.fp32,
+        "dtype",
+        "must be fp32 for model.kind=m3, whose rows hold ids of tokens",
+    )
+    OptionChecks(recipe.export, "export.").require(
+        ONNX not in recipe.export.formats, "formats", f"{ONNX} is not supported with model.kind=m3; leave it out"
+    )
 
 
 def _check_cross_encoder(recipe: Recipe) -> None:

@@ -124,9 +124,11 @@ def _check_m3(model: ModelConfig) -> None:
     weights = options.hybrid_weights
     check.require(
         weights is None
-        or (len(weights) == len(HybridWeights._fields)
-        and all(0 <= weight < math.inf for weight in weights)
-        and any(weights)),
+        or (
+            len(weights) == len(HybridWeights._fields)
+            and all(0 <= weight < math.inf for weight in weights)
+            and any(weights)
+        ),
         "hybrid_weights",
         f"must be the weights of the {', '.join(HybridWeights._fields)} scores, at least 0 and one above 0",
     )

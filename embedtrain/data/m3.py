@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -53,6 +54,11 @@ class M3Tokenizer(TextTokenizer):
     def with_packing(self, packed: bool) -> "M3Tokenizer":
         """The same with or without packing."""
         return M3Tokenizer(self.tokenizer, self.max_length, packed=packed)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that determines the rows of a text, except lengths; not that of a dense model."""
+        return self._fast.fingerprint(self.nothing, "rows of all tokens")
 
     def encoder_inputs(self, tokens: BatchTokens) -> "M3Inputs":
         """The queries and documents of a batch, with the number of tokens of each."""

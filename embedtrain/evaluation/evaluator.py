@@ -90,8 +90,9 @@ class Evaluator:
         # By set and query, the indices of the best documents of a search, best first.
         self.rankings: dict[str, dict[str, list[int]]] = {}
         self.seconds: dict[str, float] = {}  # that each set took in the last evaluation
-        self.truncate_dims = tuple(truncate_dims)
-        self.datasets = _datasets(self.sets, self.truncate_dims, self.mean)  # by set, with `mean` if it is reported
+        views = encoder.comparison.views if isinstance(encoder, SentenceEncoder) else ()
+        self.rows: tuple[int | str, ...] = (*truncate_dims, *views)  # of each set, besides the set itself
+        self.datasets = _datasets(self.sets, self.rows, self.mean)  # by set, with `mean` if it is reported
         if function is not None:
             self.datasets[function_name(function)] = DatasetInfo("function", {}, subset=False)
         self.encoder = encoder
@@ -114,7 +115,8 @@ class Evaluator:
         """Metrics by set and name, identical on every rank. A collective.
 
         The set `mean` holds the means of the metrics that several sets have, over these sets. With `truncate_dims`,
-        `SET@256` and `mean@256` are those of vectors with 256 dimensions.
+        `SET@256` and `mean@256` are those of vectors with 256 dimensions. A model of three representations has further
+        rows, such as `SET@lexical`, besides that of the sum of their scores.
 
         Raises TrainingError on every rank if a vector is not finite, and DataError for a set that cannot be measured.
 
@@ -134,7 +136,7 @@ class Evaluator:
             encoded = EncodedSet()
             measured: dict[str, dict[str, float]] = {}
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
-                for dimension in (None, *self.truncate_dims):
+                for dimension in (None, *self.rows):
                     row = _named_at(loaded, dimension)
                     measured[row.data.name] = self._measure(row, dimension, encoded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
@@ -144,7 +146,7 @@ class Evaluator:
             for row_name, metrics in measured.items():
                 self._report_result(row_name, metrics, on_result)
         shared = shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets}, self.mean)
-        for dimension in (None, *self.truncate_dims) if shared else ():
+        for dimension in (None, *self.rows) if shared else ():
             of_sets = [results[name_at(loaded.data.name, dimension)] for loaded in self.sets]
             mean = name_at(self.mean, dimension)
             results[mean] = {}
@@ -181,7 +183,7 @@ class Evaluator:
     def _measure(
         self,
         loaded: LoadedSet,
-        dimension: int | None,
+        dimension: int | str | None,
         encoded: EncodedSet,
         save_runs: Path | None,
         on_queries: QueryCallback | None,
@@ -243,18 +245,18 @@ def _measure_scores(context: ScorerContext) -> dict[str, float]:
             raise AssertionError(f"{data.name} has no pairs to score")
 
 
-def _named_at(loaded: LoadedSet, dimension: int | None) -> LoadedSet:
+def _named_at(loaded: LoadedSet, dimension: int | str | None) -> LoadedSet:
     """The set with the name that its row has, which is also that of its files."""
     return replace(loaded, data=replace(loaded.data, name=name_at(loaded.data.name, dimension)))
 
 
-def _datasets(sets: Sequence[LoadedSet], truncate_dims: Sequence[int], mean: str) -> dict[str, DatasetInfo]:
+def _datasets(sets: Sequence[LoadedSet], rows: Sequence[int | str], mean: str) -> dict[str, DatasetInfo]:
     infos = {loaded.data.name: dataset_info(loaded) for loaded in sets}
     shared = set(shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in sets}, mean))
     of_mean = [infos[loaded.data.name] for loaded in sets if shared & set(metric_names_of_set(loaded))]
     infos |= {mean: DatasetInfo.of_mean(of_mean)} if of_mean else {}
     return {
-        name_at(name, dimension): replace(info, dimension=dimension)
+        name_at(name, dimension): replace(info, dimension=dimension if isinstance(dimension, int) else None)
         for name, info in infos.items()
-        for dimension in (None, *truncate_dims)
+        for dimension in (None, *rows)
     }

@@ -10,6 +10,7 @@ import pytrec_eval
 from numpy.typing import NDArray
 from scipy import stats
 
+from embedtrain.config.m3 import HybridWeights
 from embedtrain.errors import ConfigError
 
 RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", "ndcg@3")
@@ -131,10 +132,10 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
 
 
 def set_of_metric(best: str) -> str:
-    """The set of `checkpoint.best_metric`, without the dimension of truncated vectors: `dev` of `dev@256/ndcg@10`."""
+    """The set of `checkpoint.best_metric`, without the dimension or representation: `dev` of `dev@256/ndcg@10`."""
     name = best.rpartition("/")[0]
     base, _, dimension = name.rpartition("@")
-    return base if base and dimension.isdigit() else name
+    return base if base and (dimension.isdigit() or dimension in HybridWeights._fields) else name
 
 
 def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
     return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
 
 
-def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int] = ()) -> dict[str, tuple[str, ...]]:
+def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int | str] = ()) -> dict[str, tuple[str, ...]]:
     """The metrics of an evaluation by the name of the set; `mean` has those that several sets have.
 
     With `truncate_dims` also those of truncated vectors, such as `SET@256`.
@@ -88,8 +88,8 @@ def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int] = ()) -
     return {name_at(name, dimension): of_set for name, of_set in names.items() for dimension in (None, *truncate_dims)}
 
 
-def name_at(name: str, dimension: int | None) -> str:
-    """The name of a set whose vectors have so many dimensions."""
+def name_at(name: str, dimension: int | str | None) -> str:
+    """The name of a set whose vectors have so many dimensions, or that is measured by a view of the comparison."""
     return name if dimension is None else f"{name}@{dimension}"
 
 

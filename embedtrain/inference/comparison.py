@@ -31,6 +31,10 @@ class DocumentStore(ABC):
     def __len__(self) -> int:
         """The number n of documents."""
 
+    def viewed(self, comparison: "Comparison") -> "DocumentStore":
+        """The same documents, for one of the views of their comparison."""
+        raise NotImplementedError
+
     @abstractmethod
     def add(self, documents: Part) -> None:
         """Add documents."""
@@ -62,6 +66,12 @@ class Comparison(ABC):
 
     name: str
     is_symmetric: bool
+
+    views: tuple[str, ...] = ()  # names of scores that are measured besides the score itself
+
+    def view(self, name: str) -> "Comparison":
+        """The comparison by one of `views`, of the same representations."""
+        raise NotImplementedError
 
     @abstractmethod
     def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ kept for it, is that of a `Comparison`. The error of the first stage is bounded.
 document beyond the candidates could still belong to the top K, all documents that could are rescored.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,13 @@ class ShardedIndex:
         rows = self._document_numbers()
         for numbers, part in self._documents.parts():
             index.add(EncodedShard(self.comparison.prepare(part.values, dimension), rows[numbers], part.sizes))
+        return index
+
+    def viewed(self, name: str) -> "ShardedIndex":
+        """An index of the same documents that are compared by one of the views of the comparison."""
+        index = copy.copy(self)
+        index.comparison = self.comparison.view(name)
+        index._documents = self._documents.viewed(index.comparison)
         return index
 
     def add_texts(

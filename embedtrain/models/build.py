@@ -301,7 +301,7 @@ def weights_digest(source: ModelSource) -> str:
     digest = hashlib.blake2b(digest_size=16)
     directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
     for directory in filter(None, directories):
-        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin")):
+        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.stem in LAYERS):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:

@@ -105,6 +105,8 @@ class ModelSource:
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
         """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions."""
+        if self.m3 is not None and any(dim is not None for dim in dims):
+            raise ConfigError(f"{option}: is for one vector of each text, and model.kind=m3 has others; leave it out")
         available = min(self.dimension, self.truncate_dim or self.dimension) if truncated else self.dimension
         for dim in dims:
             if dim is not None and dim > available:

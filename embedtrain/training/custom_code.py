@@ -23,11 +23,11 @@ def import_code(recipe: Recipe) -> EvaluationFunction | None:
 
 
 def parse_recipe_metric(
-    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, truncate_dims: Sequence[int]
+    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, rows: Sequence[int | str]
 ) -> tuple[str, str] | None:
     """Set and metric of `checkpoint.best_metric`. The metrics of a function are known when it has been called."""
     best, name = recipe.checkpoint.best_metric, None if function is None else function_name(function)
-    metrics = metric_names(sets, truncate_dims)
+    metrics = metric_names(sets, rows)
     if function is not None:
         check_function_name(function, metrics, "evaluation.function")
     if best is None:

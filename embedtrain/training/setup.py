@@ -19,6 +19,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import TokenSimilarity
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
+from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import LOGIT_SCORE, ModelKind, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
@@ -169,7 +170,8 @@ def read_inputs(run: Run) -> RunInputs:
         sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
     with world.fail_together("reading evaluation sets"):
         check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
-    best_metric = parse_recipe_metric(recipe, sets, function, dims)
+    views = HybridWeights._fields if source.m3 is not None else ()
+    best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views))
     with world.fail_together("opening the model"):
         if described is not recipe.model:
             source = open_model_source(recipe.model)

@@ -43,8 +43,8 @@ from embedtrain.models.build import (
     assemble_encoder,
     build_encoder,
     full_state_dict,
-    locate_weights,
     head_weights,
+    locate_weights,
     weights_digest,
 )
 from embedtrain.models.cross_encoder import HEAD

@@ -14,6 +14,7 @@ from embedtrain.config.evaluation import IndexConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.types import Corpus, LoadedSet
+from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
@@ -56,13 +57,20 @@ class EncoderContext(EvaluationContext):
     encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
-    dimension: int | None  # of the vectors that are measured, the first of all; None: all
+    # Of the vectors that are measured, the first of all; or the view of the comparison; None: all.
+    dimension: int | str | None
     encoded: EncodedSet  # filled by the first measurement
     keep_ranking: int = 0  # documents per query of a search that `encoded.ranking` has afterwards
 
+    @property
+    def comparison(self) -> Comparison:
+        """How texts are compared in this measurement."""
+        comparison = self.encoder.comparison
+        return comparison.view(self.dimension) if isinstance(self.dimension, str) else comparison
+
     def encode_queries(self, texts: Sequence[str]) -> Part:
         """Queries as an index compares them, on every rank. A collective."""
-        return self.encoder.comparison.prepared(self._encode(texts, "queries"))
+        return self.comparison.prepared(self._encode(texts, "queries"))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts that are neither queries nor documents, not normalized: float32 [n, D], on every rank.
@@ -78,7 +86,7 @@ class EncoderContext(EvaluationContext):
 
         With `swapped`, the second texts are the queries. A collective.
         """
-        if not self.encoder.comparison.is_symmetric:
+        if not self.comparison.is_symmetric:
             suffix = " in the other direction" if swapped else ""
             queries, documents = (second, first) if swapped else (first, second)
             return (
@@ -91,16 +99,16 @@ class EncoderContext(EvaluationContext):
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> Tensor:
         """Scores of n pairs of texts, float32 [n], on every rank. A collective."""
-        return self.encoder.comparison.similarities(*self.encode_pairs(first, second))
+        return self.comparison.similarities(*self.encode_pairs(first, second))
 
     def nearest(self, first: Sequence[str], second: Sequence[str], *, swapped: bool = False) -> list[int]:
         """For each of the first texts, or of the second ones, the index of the nearest one of the others. A collective.
 
         Every rank has all vectors and searches a part of them.
         """
-        queries, documents = map(self.encoder.comparison.prepared, self.encode_pairs(first, second, swapped=swapped))
+        queries, documents = map(self.comparison.prepared, self.encode_pairs(first, second, swapped=swapped))
         num, rank = len(documents), self.world.rank
-        index = ShardedIndex(first_added_order(num), self.world, self.index, self.encoder.comparison)
+        index = ShardedIndex(first_added_order(num), self.world, self.index, self.comparison)
         local_rows = torch.arange(num)[rank :: self.world.size]
         local = documents.take(local_rows.to(documents.values.device), local_rows.numpy())
         index.add(EncodedShard(local.values, local_rows, local.sizes))
@@ -129,6 +137,8 @@ class EncoderContext(EvaluationContext):
                 given, default, max_length = loaded.document_prompt, encoder.document_prompt, loaded.document_max_length
             prompt = default if given is None else given
             encoded[label] = encoder.encode(texts, prompt, role=role, max_length=max_length, label=f"encoding {label}")
+        if isinstance(self.dimension, str):
+            return encoded[label]
         return encoded[label].with_values(encoded[label].values[:, : self.dimension])
 
     def index_documents(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
@@ -145,6 +155,8 @@ class EncoderContext(EvaluationContext):
                 max_length=self.loaded.document_max_length,
                 vector_cache=self.vector_cache,
             )
+        if isinstance(self.dimension, str):
+            return index.viewed(self.dimension)
         return index if self.dimension is None else index.truncated(self.dimension)
 
 

@@ -1,19 +1,21 @@
 """Whole runs of models of three representations (BGE-M3): trained, evaluated, exported, resumed and searched."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from embedtrain import evaluate
-from embedtrain.config.m3 import M3Settings
+from embedtrain import evaluate, load_encoder
+from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import ModelConfig, ModelKind
-from embedtrain.losses.encoded import Encoded, Part
-from embedtrain.losses.m3 import M3Score
+from embedtrain.errors import ConfigError
 from embedtrain.models.m3_files import LAYERS
 from embedtrain.models.source import open_model_source
+from tests.commands import call
+from tests.models.test_m3 import save_m3
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
-from tests.small import save_small, small_model, write_beir, write_rows
+from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
 
 BASE = [option for option in OPTIONS if not option.startswith(("model.pooling", "export.check"))]
@@ -67,11 +69,45 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
     assert {name: reported[name]["ndcg@10"] for name in ROWS} == pytest.approx(measured, abs=1e-6)
 
 
-def scores(settings: M3Settings, encoded: list[Part]) -> torch.Tensor:
-    """Of all pairs of a query and a document."""
-    queries, documents = encoded
-    owners = torch.arange(len(queries)).repeat_interleave(len(documents))
-    columns = torch.arange(len(documents)).repeat(len(queries))
-    score = M3Score(settings)
-    prepared = [score.prepare(Encoded((part,))) for part in (queries, documents.take(columns, columns.numpy()))]
-    return score.compare(*prepared, owners, None).view(len(queries), -1)
+def test_search_and_load_encoder(inputs, tmp_path):
+    """The layers of a new model are those of a seed; the scores are the weighted sum of those of FlagEmbedding."""
+    model, _ = save_m3(tmp_path / "model")
+    corpus = {f"d{i}": text(i, 3 + i) for i in range(6)}
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"_id": name, "text": words}) + "\n" for name, words in corpus.items()))
+    query = "alpha beta gamma"
+    with load_encoder(model, quiet=True, precision="fp32") as loaded:
+        names = "sentence_embedding", "lexical_weights", "token_embeddings"
+        encoded = {name: loaded.encode([query, *corpus.values()], output_value=name) for name in names}
+    dense, lexical, tokens = (encoded[name] for name in names)
+    expected: dict[str, float] = {}
+    for number, name in enumerate(corpus, 1):
+        shared = sum(weight * lexical[number].get(token, 0.0) for token, weight in lexical[0].items())
+        multi = (tokens[0] @ tokens[number].T).amax(dim=1).mean().item()
+        expected[name] = float(dense[0] @ dense[number]) + 0.3 * shared + multi
+    printed = call(
+        "embedtrain.search", f"model={model}", f"corpus={path}", f"query={query}", "top_k=3", "precision=fp32"
+    )
+    best = sorted(expected, key=lambda name: -expected[name])[:3]
+    lines = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[name] for name in corpus]]
+    assert lines == [[f"{expected[name]:.3f}", name] for name in best]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("loss=infonce", r"loss=infonce: .*loss=m3"),
+        ("loss.matryoshka_dims=[4]", r"loss\.matryoshka_dims"),
+        ("loss.loss_weights=[1,1]", r"loss\.loss_weights=\[1\.0, ?1\.0\]: must be 4"),
+        ("model.m3.hybrid_weights=[1,2]", r"model\.m3\.hybrid_weights"),
+        ("model.lora.rank=4", r"model\.lora: .*model\.kind=m3"),
+        ("evaluation.index.dtype=bf16", r"evaluation\.index\.dtype=bf16: .*fp32"),
+        ("model.kind=dense", r"model\.m3\.dim=8: is for model\.kind=m3"),
+    ],
+)
+def test_options_that_cannot_work_are_rejected(inputs, tmp_path, option, message):
+    given = [*BASE, *options(inputs, tmp_path / "run"), option]
+    names = [name.partition("=")[0] for name in given]
+    last = [value for index, value in enumerate(given) if names[index] not in names[index + 1 :]]
+    with pytest.raises(ConfigError, match=message):
+        compose_recipes(last)

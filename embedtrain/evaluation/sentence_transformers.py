@@ -16,6 +16,10 @@ from torch.nn.functional import normalize
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.m3 import M3Comparison, lexical_weights
+from embedtrain.losses.m3 import split_rows
+
+_LEXICAL = "lexical_weights"  # `output_value`
 
 
 class SentenceTransformersAdapter:
@@ -53,11 +57,20 @@ class SentenceTransformersAdapter:
 
         A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors. With a
         late-interaction model, a list of the vectors of each text, [R, D], arrays only with `convert_to_numpy`; texts
-        are documents unless `task` is `query`. Other options, such as `batch_size`, have no effect.
+        are documents unless `task` is `query`. With a model of three representations, the dense vectors; or, by
+        `output_value`, those of tokens (`token_embeddings`), or the weight of each token id of each text
+        (`lexical_weights`). Other options, such as `batch_size`, have no effect.
         """
         texts = [inputs] if isinstance(inputs, str) else [str(text) for text in inputs]
         role = TextRole.query if task == TextRole.query.value else TextRole.document
         part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
+        comparison = self.encoder.comparison
+        if isinstance(comparison, M3Comparison):
+            parts = split_rows(part, comparison.settings)
+            if output_value == _LEXICAL:
+                weights = [lexical_weights(parts.lexical.slice(i, i + 1)) for i in range(len(texts))]
+                return weights[0] if isinstance(inputs, str) else weights
+            part = parts.tokens if output_value == "token_embeddings" else parts.dense
         outputs = "sentence_embedding" if part.sizes is None else "token_embeddings"
         if output_value not in (None, outputs):
             raise ConfigError(f"output_value={output_value} is not supported: only {outputs} is")

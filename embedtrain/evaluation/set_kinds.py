@@ -49,13 +49,16 @@ def kind_of(data: EvaluationData) -> SetKind:
             return SetKind.clustering
 
 
+_PER_TOKEN = {ModelKind.late_interaction: "late-interaction", ModelKind.m3: "BGE-M3"}
+
+
 def check_sets_of_kind(sets: Sequence[LoadedSet], kind: ModelKind, option: str) -> None:
     """Raise ConfigError for a set that models of this kind, which encode texts, cannot measure."""
-    for loaded in sets if kind in (ModelKind.late_interaction, ModelKind.m3) else ():
+    for loaded in sets if kind in _PER_TOKEN else ():
         if isinstance(loaded.data, ClassificationSet | ClusteringSet):
             raise ConfigError(
                 f"{option}: {loaded.data.name} is a set of the kind {kind_of(loaded.data).value}, which needs one "
-                f"vector per text, and a model of kind {kind.value} computes one per token: leave it out (allowed are "
+                f"vector per text, and a {_PER_TOKEN[kind]} model computes one per token: leave it out (allowed are "
                 "retrieval, reranking, sts, pair_classification and bitext)"
             )
 

@@ -187,6 +187,11 @@ def _exact_lexical(queries: Part, query_of: Tensor, documents: Part, document_of
     return scores
 
 
+def lexical_weights(part: Part) -> dict[int, float]:
+    """The weights of one text, those above 0, by token id."""
+    return {int(token): weight for weight, token in part.values.tolist() if weight > 0}
+
+
 def _padded(part: Part, texts: Tensor, width: int) -> Tensor:
     """Rows (weight, id) of texts, [P, width, 2], with the weight 0 where a text is shorter."""
     sizes = part.sizes

@@ -44,9 +44,8 @@ def m3_settings(directory: Path | None, config: PretrainedConfig, options: M3Con
     A ConfigError if `model.m3.dim` is not that of the files; a ModelError if these cannot be used.
     """
     size, stored = hidden_size(config), _read_settings(directory)
-    weights = HybridWeights(
-        *(stored.get("hybrid_weights", []) if options.hybrid_weights is None else options.hybrid_weights)
-    )
+    chosen = stored.get("hybrid_weights", HybridWeights()) if options.hybrid_weights is None else options.hybrid_weights
+    weights = HybridWeights(*chosen)
     if directory is None or not has_m3_layers(directory):
         dim = options.dim or stored.get("dim", size)
         return M3Settings(dimension=size, token_dimension=dim, weights=weights, is_new=True)

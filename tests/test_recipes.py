@@ -33,6 +33,7 @@ RERANKERS = {
     "qwen3_reranker": "qwen3",
 }  # fmt: skip
 LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta"}
+M3 = {"bge_m3": "xlm-roberta"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -48,6 +49,7 @@ _QWEN3 = {
 SIZES: dict[str, tuple[dict[str, object], float]] = {
     "bce_xlmr": (_XLMR | _XLMR_BASE, 0.28),
     "bge_m3_dense": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
+    "bge_m3": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
     "e5_mistral_lora": (
         {"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}, 7.15,
@@ -70,7 +72,7 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
     "colbert_xlmr": (_XLMR | _XLMR_BASE, 0.28),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
-CHECKED = ("bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
+CHECKED = ("bge_m3", "bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
 
 
 def header(name: str) -> list[str]:
@@ -94,7 +96,7 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3])
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -104,7 +106,7 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3])
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
@@ -115,14 +117,14 @@ def test_a_recipe_is_planned(name):
     assert planned.best.fits
     assert planned.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
     assert planned.largest_chunk is not None
-    vectors = {"modern_colbert": (32, 300), "colbert_xlmr": (32, 256)}.get(name, (1, 1))
+    vectors = {"modern_colbert": (32, 300), "colbert_xlmr": (32, 256), "bge_m3": (512, 512)}.get(name, (1, 1))
     assert planned.model.vectors == vectors
 
 
 def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
     quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert"}
-    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *quickstarts}
+    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *quickstarts}
 
 
 @pytest.mark.parametrize("name", LATE_INTERACTION)
@@ -186,10 +188,11 @@ def run(world: World, arguments: list[str]) -> str:
 
 def shrink(name: str, folder: Path) -> Path:
     """A small random model of the kind that the recipe names; bge-m3 says itself how it pools."""
-    model = small_model(MODELS[name])
-    window = {"sliding_window": 4} if MODELS[name] == "mistral" else {}  # less than the texts have
-    directory = save_small(small_model(MODELS[name], config=model.config | window), folder / "plain")
-    if name != "bge_m3_dense":
+    architecture = (MODELS | M3)[name]
+    model = small_model(architecture)
+    window = {"sliding_window": 4} if architecture == "mistral" else {}  # less than the texts have
+    directory = save_small(small_model(architecture, config=model.config | window), folder / "plain")
+    if not name.startswith("bge_m3"):
         return directory
     from sentence_transformers.sentence_transformer import modules as parts
 
@@ -198,7 +201,7 @@ def shrink(name: str, folder: Path) -> Path:
     return folder / "whole"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *M3])
 def test_a_small_version_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
     rows = write_rows(tmp_path / "train.jsonl", 16)

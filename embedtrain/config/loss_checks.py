@@ -77,11 +77,12 @@ def _check(loss: LossConfig, option: str) -> None:
             _check_infonce(loss, check)
         case M3LossConfig():
             check.require(
-                len(loss.loss_weights) == 4 and all(0 <= weight < math.inf for weight in loss.loss_weights),
+                len(loss.loss_weights) == 4
+                and all(0 <= weight < math.inf for weight in loss.loss_weights)
+                and any(loss.loss_weights),
                 "loss_weights",
-                "must be 4 weights of at least 0: of the dense, lexical and multi-vector scores, and of their sum",
+                "must be 4 weights, not all 0: of the dense, lexical and multi-vector scores, and of their sum",
             )
-            check.require(any(loss.loss_weights), "loss_weights", "must have one above 0")
             check.at_least(0, "self_distillation_start_step")
             check.require(
                 loss.self_distillation or loss.self_distillation_start_step == 0,

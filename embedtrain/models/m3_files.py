@@ -66,8 +66,8 @@ def _read_settings(directory: Path | None) -> dict[str, Any]:
     dim, weights = settings.get("dim"), settings.get("hybrid_weights")
     if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= _MAX_DIM:
         raise ModelError(f"{path}: dim={dim!r:.200} is not a number of dimensions from 1 to {_MAX_DIM:,}")
-    is_list = isinstance(weights, list) and len(weights) == len(HybridWeights._fields)
-    if not is_list or not all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights):
+    numbers = weights if isinstance(weights, list) and len(weights) == len(HybridWeights._fields) else [None]
+    if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
         raise ModelError(f"{path}: hybrid_weights={weights!r:.200} are not three weights of at least 0")
     return settings
 

@@ -17,6 +17,7 @@ from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.cross_encoder import CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import download_configuration
+from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.packing import check_packing
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.plan.options import PlanOptions
@@ -109,6 +110,8 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     encoder, blocks, max_length, token_vectors = build_meta_encoder(recipe)
     length = options.tokens_per_text or max_length
     vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
+    if isinstance(encoder, M3Encoder):
+        vectors = length, length
     precision, parallel = recipe.parallel.precision, recipe.parallel
     packable = recipe.model.attention is not Attention.padded
     packed = (

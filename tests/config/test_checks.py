@@ -9,9 +9,10 @@ import pytest
 from embedtrain.config import checks, model_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.evaluation import EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
+from embedtrain.config.losses import M3LossConfig
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -34,6 +35,7 @@ NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
 CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
 LATE_INTERACTION = {"model__kind": ModelKind.late_interaction}
+M3 = {"model__kind": ModelKind.m3, "loss": M3LossConfig()}
 OF_CROSS_ENCODERS = {
     "pair_template": {"query": "{query}", "document": "{document}"},
     "score_head": ScoreHead.tokens,
@@ -86,6 +88,12 @@ CASES = [
     case(r"model\.pooling", model=ModelConfig(config=SCRATCH)),
     *[option(f"model.{name}", value) for name, value in OF_CROSS_ENCODERS.items()],
     *[option(f"model.{name}", value, **CROSS_ENCODER) for name, value in OF_DENSE_MODELS.items()],
+    option("model.m3.dim", 8),
+    option("model.m3.dim", 0, **M3),
+    option("model.m3.hybrid_weights", [1.0, 0.0], **M3),
+    case(r"model\.lora: .*model\.kind=m3", model__lora__rank=4, **M3),
+    option("evaluation.index.dtype", VectorDtype.bf16, **M3),
+    option("export.formats", ["onnx"], **M3),
     option("model.late_interaction.dim", 8),
     option("model.late_interaction.skiplist_words", ["."], **CROSS_ENCODER),
     *[option(f"model.{name}", value, **LATE_INTERACTION) for name, value in OF_DENSE_MODELS.items()],

@@ -72,6 +72,7 @@ def test_every_recipe_composes(name):
 
 # Losses with a required option.
 REQUIRED = {
+    "m3": ["model.kind=m3", "model.pooling=null"],
     "xtr": ["model.kind=late_interaction"],
     "combined": ["loss.losses=[{name: infonce}, {name: margin_mse, weight: 0.5}]"],
     "sentence_transformers": ["loss.class_name=CoSENTLoss"],
@@ -89,7 +90,8 @@ def test_every_choice_composes(group):
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_saved_and_loaded(tmp_path, name):
     """Resuming and exporting read the recipe.yaml of a run."""
-    (recipe,) = compose_recipes([*GOOD, f"loss={name}", "loss.matryoshka_dims=[8,4]", *REQUIRED.get(name, [])])
+    option = "loss.temperature=0.5" if name == "m3" else "loss.matryoshka_dims=[8,4]"
+    (recipe,) = compose_recipes([*GOOD, f"loss={name}", option, *REQUIRED.get(name, [])])
     assert type(recipe.loss) is LOSSES[name]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(to_plain(recipe)))

@@ -12,6 +12,7 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     InfoNCEConfig,
     LossDirection,
+    M3LossConfig,
     MarginMSEConfig,
     SigLIPConfig,
     Similarity,
@@ -24,11 +25,15 @@ from tests.config.failing_checks import all_checks, failed_check
 BOTH = [LossDirection.query_document, LossDirection.document_query]
 LATE = ModelKind.late_interaction
 ALLOWED = {
-    ModelKind.dense: set(LOSSES) - {"xtr"},
+    ModelKind.dense: set(LOSSES) - {"xtr", "m3"},
     ModelKind.cross_encoder: {*SCORE_LOSSES, "custom", "combined"},
+    ModelKind.m3: {*SCORE_LOSSES, "m3", "custom", "combined"},
     ModelKind.late_interaction: {*SCORE_LOSSES, "infonce", "xtr", "custom", "combined"},
 }
 CASES = [
+    (M3LossConfig(), ModelKind.dense, r"loss=m3: .*loss=infonce.*model\.kind=m3"),
+    (InfoNCEConfig(), ModelKind.m3, r"loss=infonce: .*loss=m3"),
+    (M3LossConfig(matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
     (XTRConfig(), ModelKind.dense, r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
     (InfoNCEConfig(), ModelKind.cross_encoder, r"loss=infonce: .*loss=softmax"),
     (SigLIPConfig(), LATE, r"loss=siglip: .*write one of infonce, xtr, bce, "),

@@ -127,12 +127,11 @@ FLAGEMBEDDING = (
     Row("use_lora lora_rank", "`model.lora.rank=16`, or another rank", _rank),
     Row("tokenizer_name", "`model.tokenizer`", same),
     Row("use_mrl", "`loss.matryoshka_dims`, a list of dimensions", integers, also="mrl_dims"),
-    Row(
-        "fix_position_embedding unified_finetuning use_self_distill",
-        "not available",
-        also="self_distill_start_step",
-        shown="`--fix_position_embedding`, BGE-M3's sparse and multi-vector heads",
-    ),
+    Row("unified_finetuning", "`model.kind=m3 loss=m3`", also="fix_encoder"),
+    Row("use_self_distill", "`loss.self_distillation`", same),
+    Row("self_distill_start_step", "`loss.self_distillation_start_step`", same),
+    Row("colbert_dim", "`model.m3.dim`", same),
+    Row("fix_position_embedding", "not available"),
 )
 
 TEVATRON = (

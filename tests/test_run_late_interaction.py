@@ -5,6 +5,7 @@ import json
 import pytest
 
 from embedtrain.errors import CheckpointError
+from tests.commands import call
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run_cross_encoder import BASE
@@ -38,6 +39,8 @@ def test_trained_and_resumed(ranks, inputs, tmp_path):
     """On the same number of ranks a resumed run has the losses of an undisturbed one, dropout included."""
     output = ranks(2, run, *options(inputs, tmp_path / "run"))[0]
     assert "a new projection of tokens to 8 dimensions, maxsim" in output
+    exported = call("embedtrain.export", f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'exported'}", "check=true")
+    assert "outputs equal the encoder's" in exported
     resumed = rewind_run(tmp_path / "run", tmp_path / "resumed", 2)
     ranks(2, run, *options(inputs, resumed))
     assert losses(resumed) == losses(tmp_path / "run")

@@ -55,7 +55,7 @@ class Side:
         return _theirs(self, texts)
 
 
-SIDES = (Side("tiled"), Side("ring"), Side(MNRL, padded=True), Side(CACHED), Side(PYLATE, padded=True))
+SIDES = (Side("tiled"), Side("ring"), Side(MNRL), Side(CACHED), Side(PYLATE, padded=True))
 XTR_SIDES = (Side("xtr", xtr=True), Side(CACHED, xtr=True))
 CASES = ((128, 3), (256, 1), (512, 1))  # queries, each with one document, and rounds
 

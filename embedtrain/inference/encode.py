@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -146,17 +146,9 @@ class SentenceEncoder:
         finally:
             self.progress = before
 
-    def encode_all(
-        self,
-        texts: Sequence[str] | Sequence[Pair],
-        prompt: str = "",
-        *,
-        max_length: int | None = None,
-        label: str = "encoding queries",
-        existing_prompt: str | Sequence[str] = "",
-    ) -> Tensor:
+    def encode_all(self, texts: Sequence[str] | Sequence[Pair], prompt: str = "", **options: Any) -> Tensor:
         """`encode` with a model that gives each text one vector: float32 [n, D]."""
-        vectors = self.encode(texts, prompt, max_length=max_length, label=label, existing_prompt=existing_prompt)
+        vectors = self.encode(texts, prompt, **options)
         assert vectors.sizes is None, "a model with several vectors per text uses `encode`"
         return vectors.values
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.losses.encoded import Part
+from embedtrain.losses.encoded import Part, to_device
 from embedtrain.losses.score import Columns, Tile
 
 
@@ -66,7 +66,7 @@ class LexicalTile(Tile):
         rows = torch.searchsorted(ordered, wanted).clamp(max=len(ordered) - 1)
         factors = torch.where(ordered[rows] == wanted, candidate_weights, 0.0)
         assert candidates.sizes is not None
-        offsets = torch.from_numpy(np.cumsum(candidates.sizes) - candidates.sizes).to(ids.device, non_blocking=True)
+        offsets = to_device(np.cumsum(candidates.sizes) - candidates.sizes, ids.device)
         sums = F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=factors)
         return sums.T
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from embedtrain.config.losses import LossDirection, M3LossConfig, Similarity
 from embedtrain.config.m3 import M3Settings
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.encoded import Encoded, Part
+from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.excluded import ExcludedCandidates, Exclusion
 from embedtrain.losses.lexical import LexicalTile, compare_lexical
 from embedtrain.losses.maxsim import MaxSim, SortedDocuments
@@ -64,9 +64,7 @@ def split_rows(part: Part, settings: M3Settings) -> Parts:
     starts = np.cumsum(sizes) - sizes
     others = np.ones(int(sizes.sum()), dtype=bool)
     others[starts] = False
-    first, rest = (
-        torch.from_numpy(index).to(part.values.device, non_blocking=True) for index in (starts, np.flatnonzero(others))
-    )
+    first, rest = (to_device(index, part.values.device) for index in (starts, np.flatnonzero(others)))
     return Parts(
         Part(part.values[first, : settings.dimension]),
         Part(part.values[:, -2:], sizes),

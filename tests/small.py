@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row, TextRole
+from embedtrain.models.sparse_encoder import language_model_class
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
 
@@ -137,6 +139,22 @@ class TextTokens:
 def tokenised(batch: GlobalBatch, tokenizer: TextTokenizer) -> GlobalBatch:
     """The same batch with the tokens of its texts."""
     return replace(batch, tokens=TextTokens(batch, tokenizer))
+
+
+def save_language_model(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
+    """A random language model of `model.config` with `small_tokenizer`, as transformers saves it."""
+    config = AutoConfig.for_model(**model.config)
+    torch.manual_seed(seed)
+    network = language_model_class(config).from_config(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 1 and not parameter.any():
+                parameter.normal_(std=0.5)  # biases are zero otherwise
+        # The padding token's row too, so that all tokens would have the same logit of this word.
+        network.get_input_embeddings().weight[1].normal_(std=0.1)
+    network.save_pretrained(directory)
+    small_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def save_small(model: ModelConfig, directory: Path, seed: int = 0) -> Path:

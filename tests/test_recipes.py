@@ -20,7 +20,7 @@ from embedtrain.plan.compute import plan
 from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
 from tests.conftest import ROOT
-from tests.small import batch, save_small, small_model, text, write_rows
+from tests.small import batch, save_language_model, save_small, small_model, text, write_rows
 from tests.token_rerankers import save_causal
 
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -34,6 +34,7 @@ RERANKERS = {
 }  # fmt: skip
 LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta"}
 M3 = {"bge_m3": "xlm-roberta"}
+SPARSE = {"splade": "bert"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -70,6 +71,10 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
     "qwen3_reranker": (_QWEN3, 0.595),
     "modern_colbert": (_MODERNBERT, 0.149),
     "colbert_xlmr": (_XLMR | _XLMR_BASE, 0.28),
+    "splade": (
+        {"model_type": "bert", "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12,
+         "num_attention_heads": 12, "intermediate_size": 3072}, 0.1095,
+    ),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3", "bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
@@ -96,7 +101,7 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE])
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -106,7 +111,7 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE])
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
@@ -124,7 +129,7 @@ def test_a_recipe_is_planned(name):
 def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
     quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert"}
-    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *quickstarts}
+    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *quickstarts}
 
 
 @pytest.mark.parametrize("name", LATE_INTERACTION)
@@ -272,3 +277,20 @@ def test_a_small_late_interaction_model_trains(ranks, tmp_path, name):
     assert query.shape == (32, 128)
     assert document.shape[1] == 128
     assert np.allclose(np.linalg.norm(query, axis=1), 1, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_recipes_train(ranks, tmp_path, name):
+    model = save_language_model(small_model(SPARSE[name]), tmp_path / "model")
+    write_rows(tmp_path / "train.jsonl", 12)
+    ranks(1, run_recipe, name, tmp_path, model)
+    assert (tmp_path / "run" / "model" / "1_SpladePooling" / "config.json").is_file()
+
+
+def run_recipe(world: World, name: str, folder: Path, model: Path) -> None:
+    recipe = compose_named(
+        name, f"data.train=[{folder / 'train.jsonl'}]", f"model.path={model}", "model.max_length=48",
+        "train.steps=1", "train.epochs=null", "train.global_batch_size=4", f"output_dir={folder / 'run'}",
+        f"data.cache_dir={folder / 'cache'}", "parallel.precision=fp32",
+    )  # fmt: skip
+    train(recipe, world)

@@ -69,6 +69,20 @@ def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
             "matryoshka_dims",
             f"is for vectors of one kind, and model.kind={kind.value} has two; leave it out",
         )
+    elif kind is ModelKind.sparse:
+        if loss.name not in (InfoNCEConfig.name, *SCORE_LOSSES):
+            raise ConfigError(
+                f"{option}={loss.name}: is for vectors, and model.kind={kind.value} has weights of words; write one of "
+                f"{', '.join((InfoNCEConfig.name, *SCORE_LOSSES))}, such as loss=infonce"
+            )
+        check.require(
+            getattr(loss, "similarity", None) is getattr(type(loss), "similarity", None),
+            "similarity",
+            f"is for vectors of texts; model.kind={kind.value} has the inner product",
+        )
+        check.require(
+            loss.matryoshka_dims is None, "matryoshka_dims", f"is not for model.kind={kind.value}; leave it out"
+        )
     elif loss.name == M3LossConfig.name:
         raise ConfigError(
             f"{option}={loss.name}: model.kind={kind.value} has one score; write loss=infonce, or model.kind=m3"
@@ -79,7 +93,7 @@ def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
             "write loss=infonce, or model.kind=late_interaction"
         )
     if isinstance(loss, InfoNCEConfig):
-        of_tokens = kind is ModelKind.late_interaction
+        of_tokens = kind in (ModelKind.late_interaction, ModelKind.sparse)
         low, high = loss.temperature_bounds or (TOKEN_TEMPERATURE_BOUNDS if of_tokens else VECTOR_TEMPERATURE_BOUNDS)
         # The default of late interaction follows from the score, which the model's directory may choose.
         default = None if of_tokens else VECTOR_TEMPERATURE

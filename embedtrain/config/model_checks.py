@@ -17,6 +17,7 @@ from embedtrain.config.recipe import (
     Pooling,
     ScoreHead,
 )
+from embedtrain.config.sparse import SparseConfig
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import install_command
@@ -75,6 +76,11 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
             )
     _check_late_interaction(model)
     _check_m3(model)
+    check.require(
+        model.kind is ModelKind.sparse or model.sparse == SparseConfig(),
+        "sparse",
+        f"is for model.kind=sparse, not {model.kind.value}; leave it out",
+    )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
     _check_score_tokens(model, check)

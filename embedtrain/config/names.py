@@ -35,6 +35,7 @@ _MODEL_KINDS = {
     **dict.fromkeys(("reranker", "ranker", "reranking", "crossencoder", "cross"), ModelKind.cross_encoder),
     **dict.fromkeys(("colbert", "multivector", "multivectorencoder"), ModelKind.late_interaction),
     **dict.fromkeys(("bgem3", "hybrid"), ModelKind.m3),
+    **dict.fromkeys(("splade", "sparseencoder", "learnedsparse"), ModelKind.sparse),
     **dict.fromkeys(("biencoder", "embedder", "embedding", "sentencetransformer"), ModelKind.dense),
 }
 _EVALUATOR = re.compile(r"\[?\w+Evaluator\w*\]?")

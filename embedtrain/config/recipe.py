@@ -12,6 +12,7 @@ from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.m3 import M3Config
+from embedtrain.config.sparse import SparseConfig, SparsityConfig
 
 ALL_LINEAR = "all-linear"
 ONNX, ADAPTER, LOGIT_SCORE = "onnx", "adapter", "logit_score"
@@ -62,13 +63,14 @@ class ModelKind(str, Enum):
 
     `dense`: a vector per text. `cross_encoder`: a score per pair of query and document (a reranker).
     `late_interaction`: a vector per token of a text (ColBERT). `m3`: a vector, lexical weights and a vector per token
-    (BGE-M3).
+    (BGE-M3). `sparse`: a weight per word of the vocabulary (SPLADE).
     """
 
     dense = "dense"
     cross_encoder = "cross_encoder"
     late_interaction = "late_interaction"
     m3 = "m3"
+    sparse = "sparse"
 
 
 class ScoreHead(str, Enum):
@@ -226,6 +228,7 @@ class ModelConfig:
     score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
     late_interaction: LateInteractionConfig = field(default_factory=LateInteractionConfig)
     m3: M3Config = field(default_factory=M3Config)
+    sparse: SparseConfig = field(default_factory=SparseConfig)
     attention: Attention = Attention.auto
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -398,6 +401,7 @@ class Recipe:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=InfoNCEConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

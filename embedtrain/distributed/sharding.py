@@ -72,8 +72,8 @@ def shard_(
             _KEEP_UNSHARDED.add(part)
     if isinstance(embedding, FSDPModule):
         embedding.set_unshard_in_backward(False)  # the gradient of a lookup only needs the ids
-    head = getattr(encoder, "head", None)
-    if head is not None:  # of a cross-encoder, whose scores are computed in float32
+    head = getattr(encoder, "float32_head", None)
+    if head is not None:
         fully_shard(
             head, mesh=mesh, mp_policy=_precision(Precision.fp32), offload_policy=offload, reshard_after_forward=False
         )
@@ -86,7 +86,13 @@ def shard_(
 
 
 def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
-    """The token embedding, if it is large enough to be an FSDP group."""
+    """The token embedding, if it is large enough to be an FSDP group.
+
+    One that is the vocabulary head of a sparse model as well stays in the root's group, which is unsharded from the
+    lookup to the head: a group is unsharded around the calls of its own module only.
+    """
+    if getattr(encoder, "tied", False):
+        return None
     get_embedding = getattr(getattr(encoder, "backbone", None), "get_input_embeddings", None)
     try:
         embedding = None if get_embedding is None else get_embedding()

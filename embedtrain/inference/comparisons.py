@@ -5,6 +5,7 @@ from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.cosine import Cosine
 from embedtrain.inference.late_interaction import MaxSimComparison
 from embedtrain.inference.m3 import M3Comparison
+from embedtrain.inference.sparse import WordComparison
 from embedtrain.models.source import ModelSource
 
 
@@ -12,6 +13,8 @@ def comparison_of(source: ModelSource) -> Comparison:
     """How texts are compared that this model has encoded."""
     if source.m3 is not None:
         return M3Comparison(source.m3)
+    if source.words is not None:
+        return WordComparison()
     if source.token_vectors is None:
         return Cosine()
     return MaxSimComparison(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)

@@ -12,6 +12,7 @@ from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format
 from embedtrain.models.m3_files import is_m3
+from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.source import ModelSource, open_model_source
 
 
@@ -32,6 +33,8 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
                     "token; leave it out"
                 )
         model = replace(model, kind=ModelKind.late_interaction)
+    elif _is_sparse(model):
+        model = replace(model, kind=ModelKind.sparse)
     elif model.path and model.pooling is None and model.normalize is None:
         directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
         if is_m3(directory):
@@ -44,6 +47,14 @@ def late_interaction_of(model: ModelConfig) -> str | None:
     if not model.path:
         return None
     return late_interaction_format(resolve_directory(model.path, model.revision, "model.path", "model.revision"))
+
+
+def _is_sparse(model: ModelConfig) -> bool:
+    """Whether the files are those of a learned sparse model, and no pooling makes another one of its backbone."""
+    if not model.path or model.pooling is not None:
+        return False
+    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
+    return stored_kind(directory) is ModelKind.sparse
 
 
 def load_encoder_model(

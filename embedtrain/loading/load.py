@@ -250,6 +250,8 @@ def quiet_libraries() -> None:
 
 
 def _describe_outputs(source: ModelSource) -> str:
+    if source.words is not None:
+        return f"weights of {source.dimension:,} words, {source.words.pooling.value} over tokens"
     if source.token_vectors is not None:
         new = "new " * source.token_vectors.is_new
         return f"a {new}projection of tokens to {source.dimension} dimensions, {source.token_vectors.similarity.value}"

@@ -14,6 +14,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
 from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import ModelSource
+from embedtrain.models.sparse_encoder import SparseEncoder, language_model_mismatch
 
 
 def prepare_packing(
@@ -90,6 +91,8 @@ def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
     """Reject a model of scores or of vectors of tokens whose outputs cannot be right. A collective."""
     if isinstance(encoder, CrossEncoder):
         _require_classifier_scores(encoder, world)
+    if isinstance(encoder, SparseEncoder):
+        _require_word_weights(encoder, world)
     expansion = None if source.token_vectors is None else source.token_vectors.expansion
     if isinstance(encoder, LateInteractionEncoder) and expansion is not None and not expansion.attend:
         _require_expansion(encoder, world)
@@ -105,6 +108,17 @@ def _require_classifier_scores(encoder: CrossEncoder, world: World) -> None:
     reason = next((text for text in world.gather(mismatch) if text is not None), None)
     if reason is not None:
         raise ModelError(f"{type(encoder.head).__name__} is not supported as a cross-encoder: {reason}")
+
+
+def _require_word_weights(encoder: SparseEncoder, world: World) -> None:
+    """Reject a sparse model whose weights are not those of the logits of transformers' class. A collective."""
+    training = encoder.training
+    mismatch = language_model_mismatch(encoder.eval(), world.device)
+    encoder.train(training)
+    reshard(encoder)
+    reason = next((text for text in world.gather(mismatch) if text is not None), None)
+    if reason is not None:
+        raise ModelError(f"{type(encoder.head).__name__} is not supported as a sparse model: {reason}")
 
 
 def _require_expansion(encoder: LateInteractionEncoder, world: World) -> None:

@@ -155,7 +155,7 @@ class BatchInfo:
     scores: Tensor | None = None  # float32 [M], relevance of a document to its query, by annotators or a teacher
     labels: Tensor | None = None  # int64 [B], classes of the rows
     guides: Mapping[str, Guide] = field(default_factory=dict)  # by the path of the model, or FROM_ROWS
-    seed: int = 0  # the same on every rank, different from step to step
+    seed: int = 0  # the number of the global batch since the start of the run, the same on every rank
     source: int = 0  # the training source of all rows, if batches are made by source
     global_rows: GlobalRows | None = None  # None: the ranks exchange them when the loss is called, see `complete`
     prepared: Mapping[Hashable, Prepared] = field(default_factory=dict)  # by `Loss.prepare`

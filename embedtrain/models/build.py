@@ -22,6 +22,8 @@ from embedtrain.models.m3_files import LAYERS, read_m3_layers
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.security import weight_files
 from embedtrain.models.source import ModelSource
+from embedtrain.models.sparse_encoder import SparseEncoder, language_model_class, split_language_model
+from embedtrain.models.word_weights import WordWeights
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
@@ -64,7 +66,14 @@ def assemble_encoder(source: ModelSource) -> Encoder:
         return LateInteractionEncoder(prepare_backbone(model), heads)
     if source.m3 is not None:
         return M3Encoder(prepare_backbone(model), source.m3)
+    if source.words is not None:
+        return _sparse_encoder(model, source.words)
     return Encoder(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
+
+
+def _sparse_encoder(model: Any, words: WordWeights) -> SparseEncoder:
+    backbone, head, tied = split_language_model(model)
+    return SparseEncoder(backbone, head, tied=tied, pooling=words.pooling, activation=words.activation)
 
 
 def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
@@ -120,10 +129,13 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
         if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
             reason = "they are a pickle with more than tensors; ask the authors for safetensors"
         raise ModelError(f"cannot read weights from {directory}: {reason}") from None
-    if source.head is None:
+    if source.head is None and source.words is None:
         weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model).state_dict().items()}
         return weights, {f"backbone.{name}" for name in report["missing_keys"]}
-    encoder = CrossEncoder(*split_classifier(model), source.pooling)
+    if source.words is not None:
+        encoder: Encoder = _sparse_encoder(model, source.words)
+    else:
+        encoder = CrossEncoder(*split_classifier(model), source.pooling)
     weights = encoder.state_dict()
     names = {name: classifier_name(name, model.base_model_prefix) for name in weights}
     return weights, {name for name, own in names.items() if own in report["missing_keys"]}
@@ -218,6 +230,8 @@ def _score_of(rows: list[Tensor]) -> Tensor:
 
 
 def _auto_class(source: ModelSource) -> Any:
+    if source.words is not None:
+        return language_model_class(source.config)
     return AutoModel if source.head is None else AutoModelForSequenceClassification
 
 

@@ -44,6 +44,11 @@ class CrossEncoder(Encoder):
         self._returns_vectors = self._calls_whole_class = False
 
     @property
+    def float32_head(self) -> PreTrainedModel:
+        """The module that computes in float32."""
+        return self.head
+
+    @property
     def dimension(self) -> int:
         """1, the score."""
         return 1
@@ -56,7 +61,7 @@ class CrossEncoder(Encoder):
     def head_modules(self) -> list[str]:
         """The parts of the head with weights, by their names in transformers' class."""
         named = {name: part for name, part in self.head.named_children() if not isinstance(part, PooledVectors)}
-        pooler = _backbone_of(self.head).pooler
+        pooler = backbone_of(self.head).pooler
         named |= {} if pooler is None else {f"{self.head.base_model_prefix}.pooler": pooler}
         return [name for name, part in named.items() if next(part.parameters(), None) is not None]
 
@@ -72,7 +77,7 @@ class CrossEncoder(Encoder):
         if not self._calls_whole_class:
             return super().forward(ids, mask, pooled, packing, types)
         token_types = {} if types is None else {"token_type_ids": types}
-        with known_padding(mask is not None), _backbone_of(self.head).calling(self.backbone):
+        with known_padding(mask is not None), backbone_of(self.head).calling(self.backbone):
             scores: Tensor = self.head(input_ids=ids, attention_mask=mask, **token_types).logits
         return scores.float()
 
@@ -190,5 +195,6 @@ def has_token_types(encoder: Encoder) -> bool:
     return int(getattr(encoder.backbone.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
 
 
-def _backbone_of(head: PreTrainedModel) -> PooledVectors:
+def backbone_of(head: PreTrainedModel) -> PooledVectors:
+    """What stands for the backbone in a head."""
     return next(part for part in head.children() if isinstance(part, PooledVectors))

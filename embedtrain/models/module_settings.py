@@ -14,10 +14,12 @@ from embedtrain.models.m3_files import is_m3
 SETTINGS = "config_sentence_transformers.json"
 # Values of `model_type` in it; of PyLate the second of late interaction.
 CROSS_ENCODER, MULTI_VECTOR, PYLATE = "CrossEncoder", "MultiVectorEncoder", "ColBERT"
+SPARSE = "SparseEncoder"
 _KINDS = {
     CROSS_ENCODER: ModelKind.cross_encoder,
     MULTI_VECTOR: ModelKind.late_interaction,
     PYLATE: ModelKind.late_interaction,
+    SPARSE: ModelKind.sparse,
 }
 
 _POOLING_FLAGS = {

@@ -50,6 +50,13 @@ from embedtrain.models.score_head import (
     score_pooling,
 )
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
+from embedtrain.models.word_weights import (
+    SPLADE_POOLING,
+    TRANSFORMERS,
+    WordWeights,
+    read_word_weights,
+    word_weights_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,7 @@ class ModelSource:
     head: HeadSource | None = None  # of a cross-encoder; None for a model of vectors
     token_vectors: TokenVectors | None = None  # of a late-interaction model, whose projection is `dense`
     m3: M3Settings | None = None  # of a model of three representations
+    words: WordWeights | None = None  # of a learned sparse model
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
     @property
@@ -89,6 +97,8 @@ class ModelSource:
             return ModelKind.late_interaction
         if self.m3 is not None:
             return ModelKind.m3
+        if self.words is not None:
+            return ModelKind.sparse
         return ModelKind.dense if self.head is None else ModelKind.cross_encoder
 
     @property
@@ -98,7 +108,9 @@ class ModelSource:
 
     @property
     def dimension(self) -> int:
-        """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder."""
+        """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder, V of sparse ones."""
+        if self.words is not None:
+            return int(self.config.get_text_config().vocab_size)
         if self.head is not None:
             return 1
         return self.dense[-1].num_out if self.dense else hidden_size(self.config)
@@ -135,6 +147,8 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     if model.kind is ModelKind.m3:
         settings = m3_settings(source.directory, config, model.m3)
         return replace(source, config=config, m3=settings, pooling=Pooling.cls, include_prompt=True, normalize=True)
+    if model.kind is ModelKind.sparse:
+        return replace(source, config=config, words=word_weights_of(source.words, config, model), normalize=False)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -233,10 +247,11 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     transformer, pooling, include_prompt, normalize, dense = directory, None, True, False, []
     kinds: list[str] = []
     logit_score: dict[str, Any] = {}
+    words: WordWeights | None = None
     for kind, part, full_name in read_modules(directory):
         kinds.append(kind)
         match kind:
-            case "Transformer":
+            case "Transformer" | "MLMTransformer":
                 transformer = part
             case "Pooling":
                 pooling, include_prompt = read_pooling(part / "config.json")
@@ -246,14 +261,19 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
                 dense.append(read_dense(part))
             case "LogitScore":
                 logit_score = read_json(part / "config.json")
+            case "SpladePooling":
+                words = read_word_weights(part / "config.json")
             case _:
                 raise ModelError(
                     f"{directory / 'modules.json'} has the unknown module type {full_name}; supported are Transformer, "
-                    f"Pooling, Dense, Normalize and {LOGIT_SCORE}, and no code of a model directory is run"
+                    f"Pooling, Dense, Normalize, {LOGIT_SCORE} and {SPLADE_POOLING}, and no code of a model directory "
+                    "is run"
                 )
     pools = ["Pooling"] * (pooling is not None)
     is_scorer = kinds == ["Transformer", LOGIT_SCORE]
-    if not is_scorer and kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
+    if words is not None:
+        _require_sparse(directory, kinds, model)
+    elif not is_scorer and kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
         raise ModelError(
             f"{directory / 'modules.json'} has the modules {', '.join(kinds) or 'none'}; supported are Transformer, "
             f"Pooling, any number of Dense and an optional Normalize, in this order, or Transformer and {LOGIT_SCORE}"
@@ -282,6 +302,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         directory=transformer,
         config=config,
         head=head,
+        words=words,
         pooling=pooling or _required(model, config, f"{directory}, whose modules.json has no Pooling,"),
         normalize=normalize,
         include_prompt=include_prompt,
@@ -332,6 +353,20 @@ def _require_own_transformer(transformer: Path, directory: Path, model: ModelCon
     require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
 
 
+def _require_sparse(directory: Path, kinds: Sequence[str], model: ModelConfig) -> None:
+    """A ModelError unless these are the modules of a sparse model, a ConfigError unless the recipe trains one."""
+    if list(kinds[1:]) != [SPLADE_POOLING] or kinds[0] not in TRANSFORMERS:
+        raise ModelError(
+            f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; supported with {SPLADE_POOLING} is a "
+            "Transformer before it, and nothing else"
+        )
+    if model.kind is not ModelKind.sparse and model.pooling is None:
+        raise ConfigError(
+            f"{directory} is a learned sparse model ({SPLADE_POOLING}): set model.kind=sparse, or model.pooling to "
+            "train another model from its backbone"
+        )
+
+
 def _is_stored(template: PairTemplate | None, model: ModelConfig) -> bool:
     return template is not None and model.pair_template is None
 
@@ -350,7 +385,7 @@ def _is_reranker_error(what: str, kinds: str) -> ConfigError:
 def _required(model: ModelConfig, config: PretrainedConfig | None, what: str) -> Pooling:
     if model.kind is ModelKind.cross_encoder:
         return Pooling.cls  # the architecture decides, see `score_pooling`
-    if model.kind in (ModelKind.late_interaction, ModelKind.m3):
+    if model.kind in (ModelKind.late_interaction, ModelKind.m3, ModelKind.sparse):
         return Pooling.cls  # without an effect
     if model.pooling is None and config is not None and is_reranker(config):
         raise _is_reranker_error(what.split(",", maxsplit=1)[0], ", ".join(config.architectures or ()))

@@ -27,6 +27,7 @@ from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.losses.lists import constant_scores_warning
+from embedtrain.losses.sparsity import sparsity_warning
 from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.garbage import automatic_collection, scheduled_collection
@@ -191,7 +192,8 @@ class TrainingLoop:
                     rates = throughput.rates(world.size, self.matmul_flops)
                     row = throughput.row(step, report, state.pop_means())
                     self.tracker.step({**row, **rates, **communication.pop()})
-                    warning = None if warned else constant_scores_warning(report.measures)
+                    measures = report.measures
+                    warning = None if warned else constant_scores_warning(measures) or sparsity_warning(measures)
                     if warning is not None:
                         self.tracker.warn(f"step {step}: {warning}")
                     warned = warned or warning is not None

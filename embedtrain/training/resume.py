@@ -134,6 +134,7 @@ EFFECTS = {
     "data.workers": Effect.no_effect,
     "loss": Effect.must_match,
     "loss.implementation": Effect.changes_rounding,
+    "sparsity": Effect.changes_training,
     "optim": Effect.changes_training,
     "train.steps": Effect.changes_training,
     "train.epochs": Effect.changes_training,

@@ -40,6 +40,7 @@ from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
 from embedtrain.losses.m3 import M3Score
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore, Score
+from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import weights_digest
 from embedtrain.models.hub import download_configuration
@@ -78,6 +79,8 @@ def build_loss(
             seed=recipe.seed,
             score=_score_of(model.source),
         )
+        if model.source.words is not None:
+            loss = SparsityRegularized(loss, recipe.sparsity, _ramp_batches(recipe, data))
         loss = loss.to(world.device)
     use_tf32_products(loss, recipe.parallel.precision)
     for note in loss_notes(losses, data.names, loss, dimension):
@@ -91,7 +94,15 @@ def _score_of(source: ModelSource) -> Score | None:
         return MaxSim(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)
     if source.m3 is not None:
         return M3Score(source.m3)
+    if source.words is not None:
+        return SparseScore()
     return None if source.head is None else PairScore()
+
+
+def _ramp_batches(recipe: Recipe, data: TrainData) -> float:
+    """The global batches over which the weights of regularizers grow."""
+    ramp = recipe.sparsity.ramp
+    return ramp * (_run_length(recipe, data)[1] if ramp < 1 else recipe.train.gradient_accumulation_steps)
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:

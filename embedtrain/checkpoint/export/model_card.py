@@ -45,10 +45,15 @@ _KINDS = {
         "A model of three representations of a text of up to {max_length} tokens, in the manner of BGE-M3: a vector of "
         "{dimension} dimensions, a weight of each token, and a vector of each token"
     ),
+    ModelKind.sparse: (
+        "A learned sparse model (SPLADE): weights of the {dimension} words of a vocabulary, most of them 0, for texts "
+        "of up to {max_length} tokens"
+    ),
 }
 _TAGS = {
     ModelKind.dense: ["sentence-similarity", "feature-extraction"],
     ModelKind.cross_encoder: ["cross-encoder", "reranker"],
+    ModelKind.sparse: ["sparse-encoder", "splade", "sparse", "feature-extraction"],
     ModelKind.late_interaction: ["multi-vector", "ColBERT", "late-interaction", "feature-extraction"],
     ModelKind.m3: ["sentence-similarity", "feature-extraction", "multi-vector", "sparse", "bge-m3"],
 }
@@ -86,6 +91,7 @@ def model_card(
         ModelKind.cross_encoder: _usage_of_scores,
         ModelKind.late_interaction: _usage_of_token_vectors,
         ModelKind.m3: _usage_of_m3,
+        ModelKind.sparse: _usage_of_words,
     }
     base, shown = _hub_id(path), name or "path/of/this/directory"
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
@@ -247,6 +253,21 @@ def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], run_dir: Path
         f'queries = model.encode(["a question"], is_query=True{query})',
         f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
         'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, documents_embeddings=documents))',
+        "```",
+        "",
+    ]
+
+
+def _usage_of_words(name: str, prompts: Mapping[str, str], _: Path) -> list[str]:
+    return [
+        "```python",
+        "from sentence_transformers import SparseEncoder",
+        "",
+        f'model = SparseEncoder("{name}")',
+        'queries = model.encode_query(["a question"])',
+        'documents = model.encode_document(["a text that answers it", "another text"])',
+        "print(model.similarity(queries, documents))",
+        "print(model.decode(documents, top_k=10))",
         "```",
         "",
     ]

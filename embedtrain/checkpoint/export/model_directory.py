@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModel
 from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
 from embedtrain.checkpoint.export.late_interaction import write_late_interaction_settings
 from embedtrain.checkpoint.export.m3 import layer_locations
+from embedtrain.checkpoint.export.sparse import SPLADE_FOLDER, stored_word_name, write_sparse_settings
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
@@ -99,6 +100,9 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer, has_chat=has_chat)
+        return
+    if source.words is not None:
+        write_sparse_settings(directory, source, tokenizer.max_length)
         return
     if pooler := _pooler_weights(source):
         (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
@@ -195,7 +199,8 @@ def _stored_names(architecture: Path, names: Iterable[str]) -> dict[str, str]:
     if (architecture / "1_Pooling").is_dir() or (architecture / "1_Dense").is_dir():
         return {name: name.removeprefix(_BACKBONE) for name in names if name.startswith(_BACKBONE)}
     config = AutoConfig.from_pretrained(architecture, local_files_only=True)
-    return {name: stored_name(config)(name) for name in names}
+    stored = stored_word_name if (architecture / SPLADE_FOLDER).is_dir() else stored_name
+    return {name: stored(config)(name) for name in names}
 
 
 def create_model_directory(

@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import CheckpointError
-from embedtrain.models.build import stored_tensors
+from embedtrain.models.build import build_encoder, stored_tensors
 from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.source import ModelSource, open_model_source
 
@@ -21,6 +21,10 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
     source = open_model_source(
         ModelConfig(path=str(directory), kind=stored_kind(directory), trust_remote_code=trust_remote_code)
     )
+    if source.words is not None:
+        encoder = build_encoder(source)
+        _compare_shapes(directory, {encoder.stored_name(n): list(t.shape) for n, t in encoder.state_dict().items()})
+        return source
     with init_empty_weights(include_buffers=False):
         kind = AutoModel if source.head is None else AutoModelForSequenceClassification
         backbone = kind.from_config(source.config, trust_remote_code=trust_remote_code)

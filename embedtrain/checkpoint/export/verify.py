@@ -36,6 +36,7 @@ from embedtrain.checkpoint.export.late_interaction import (
     token_vectors_of_transformers,
 )
 from embedtrain.checkpoint.export.m3 import m3_encoder, m3_of_transformers, probe_m3
+from embedtrain.checkpoint.export.sparse import word_weights_of_sentence_transformers, word_weights_of_transformers
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
@@ -131,7 +132,8 @@ def max_relative_difference(vectors: Tensor, expected: Tensor) -> float:
     if vectors.shape != expected.shape:
         return float("inf")
     expected = expected.float().cpu()
-    return float(((vectors - expected).norm(dim=1) / expected.norm(dim=1)).max())
+    # A sparse model may have no word for a text.
+    return float(((vectors - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-12)).max())
 
 
 def require_close(vectors: Tensor, expected: Tensor, tolerance: float, subject: str) -> float:
@@ -187,6 +189,9 @@ def check_transformers(directory: Path, source: ModelSource, reference: ExportRe
     if source.head is not None:
         scores = scores_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
         return _require_scores(scores, reference, f"transformers opens {directory}")
+    if source.words is not None:
+        weights = word_weights_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
+        return require_match(weights, reference, f"transformers opens {directory}")
     vectors = _encode(open_encoder(directory, source), source, open_tokenizer(directory, source))
     return require_match(vectors, reference, f"transformers opens {directory}")
 
@@ -211,6 +216,9 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     if source.token_vectors is not None:
         vectors = token_vectors_of_sentence_transformers(directory, source, PROBES)
         return require_match(vectors, reference, f"sentence-transformers opens {directory}")
+    if source.words is not None:
+        weights = word_weights_of_sentence_transformers(directory, source, PROBES)
+        return require_match(weights, reference, f"sentence-transformers opens {directory}")
     from sentence_transformers import SentenceTransformer
 
     try:

@@ -13,8 +13,8 @@ from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
 from embedtrain.checkpoint.step_directory import MANIFEST, Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import ModelConfig, Recipe
+from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
+from embedtrain.config.recipe import ModelConfig, ModelKind, Recipe
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.selection import SourceSettings
 from embedtrain.data.tokens import TextTokenizer
@@ -177,12 +177,13 @@ def run_identity(
 
     Training files are identified by content, not by path.
     """
-    common_loss = _loss_identity(recipe.loss)
+    kind = recipe.model.kind
+    common_loss = _loss_identity(recipe.loss, kind)
     rows = {
         name: {
             "rows": f"{len(store)} {store.content}",
             **_source_identity(store, settings),
-            "loss": None if (own := _loss_identity(loss)) == common_loss else own,
+            "loss": None if (own := _loss_identity(loss, kind)) == common_loss else own,
         }
         for name, store, settings, loss in zip(data.names, data.stores, data.settings, losses, strict=True)
     }
@@ -215,11 +216,15 @@ def _source_identity(store: RowStore, settings: SourceSettings) -> dict[str, Any
     return options
 
 
-def _loss_identity(loss: LossConfig) -> dict[str, Any]:
+def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
     """Options of a loss that affect its values."""
     options: dict[str, Any] = to_plain(loss)
     for part in (options, *options.get("losses", ())):
         part.pop("implementation", None)
+        if kind is ModelKind.dense and part["name"] == InfoNCEConfig.name:
+            # Earlier versions wrote these numbers, which were the defaults.
+            part["temperature"] = VECTOR_TEMPERATURE if part["temperature"] is None else part["temperature"]
+            part["temperature_bounds"] = part["temperature_bounds"] or list(VECTOR_TEMPERATURE_BOUNDS)
     return options
 
 

@@ -93,7 +93,7 @@ REJECTED = [
         "train.gradient_accumulation_steps=2",
         "train.gradient_accumulation_steps=1, this run has train.gradient_accumulation_steps=2",
     ),
-    ("loss.temperature=0.5", "loss.temperature=None, this run has loss.temperature=0.5"),
+    ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
     ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
     ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
     ("model.max_length=64", "model.max_length=None, this run has model.max_length=64"),
@@ -268,5 +268,5 @@ def test_a_run_resumes_with_another_recipe_and_reports_changes_once(ranks, tmp_p
     assert "loss.implementation auto -> tiled, parallel.strategy auto -> fsdp" in lines[1]
     assert lines[2].endswith("without effect on training: checkpoint.layout sharded -> full")
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())][-1] == "step-00000003"
-    with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=None, this run has"):
+    with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=0.02, this run has"):
         ranks(2, run_without_base, "name=t", *common, *changed, "loss.temperature=0.5")

@@ -25,6 +25,7 @@ from embedtrain.config.recipe import (
     TrainSource,
     WandbMode,
 )
+from embedtrain.config.sparse import SparseConfig, SparsePooling, SparseRegularizer
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import EvaluateOptions, check_evaluate
@@ -35,6 +36,7 @@ NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
 CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
 LATE_INTERACTION = {"model__kind": ModelKind.late_interaction}
+SPARSE = {"model__kind": ModelKind.sparse}
 M3 = {"model__kind": ModelKind.m3, "loss": M3LossConfig()}
 OF_CROSS_ENCODERS = {
     "pair_template": {"query": "{query}", "document": "{document}"},
@@ -94,6 +96,14 @@ CASES = [
     case(r"model\.lora: .*model\.kind=m3", model__lora__rank=4, **M3),
     option("evaluation.index.dtype", VectorDtype.bf16, **M3),
     option("export.formats", ["onnx"], **M3),
+    option("sparsity.query_weight", 0.5),
+    option("sparsity.document_weight", -1.0, **SPARSE),
+    option("sparsity.query_threshold", -1, **SPARSE),
+    option("sparsity.query_threshold", 8, sparsity__query_regularizer=SparseRegularizer.l1, **SPARSE),
+    option("sparsity.ramp", -1.0, **SPARSE),
+    option("export.formats", ["onnx"], **SPARSE),
+    option("export.truncate_dim", 8, **SPARSE),
+    option("model.sparse", SparseConfig(pooling=SparsePooling.sum)),
     option("model.late_interaction.dim", 8),
     option("model.late_interaction.skiplist_words", ["."], **CROSS_ENCODER),
     *[option(f"model.{name}", value, **LATE_INTERACTION) for name, value in OF_DENSE_MODELS.items()],

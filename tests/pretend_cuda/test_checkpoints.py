@@ -69,9 +69,16 @@ def save_and_resume(world: World, root: Path, strategy: Strategy, offload: bool,
     return result
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "offload"), [(Strategy.fsdp, False), (Strategy.fsdp, True), (Strategy.ddp, False)]
+    ("strategy", "offload", "asynchronous"),
+    [
+        (Strategy.fsdp, False, True),
+        (Strategy.fsdp, True, False),
+        (Strategy.ddp, False, True),
+        pytest.param(Strategy.fsdp, False, False, marks=pytest.mark.slow),
+        pytest.param(Strategy.fsdp, True, True, marks=pytest.mark.slow),
+        pytest.param(Strategy.ddp, False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_save_and_resume(cuda_ranks, tmp_path, strategy, offload, asynchronous):
     for result in cuda_ranks(2, save_and_resume, tmp_path, strategy, offload, asynchronous):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy, TrainSource
+from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy
 from embedtrain.config.token_vectors import TokenVectors
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.adapter_files import open_adapter
@@ -14,7 +14,6 @@ from embedtrain.models.adapters import add_adapters, frozen_dtype
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, stored_dtype
-from embedtrain.models.cross_encoder import CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import download_configuration
 from embedtrain.models.m3 import M3Encoder
@@ -128,11 +127,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         bandwidth_network=options.bandwidth_network * 1e9,
         flops=options.tflops * 1e12,
     )
-    texts_per_row = options.texts_per_row
-    if texts_per_row is None:  # the negatives of an embedding model are usually those of its batch
-        drawn = [source.negatives for source in recipe.data.train if source.negatives is not None]
-        texts_per_row = 2 + max(drawn, default=int(TrainSource.negatives or 0)) * isinstance(encoder, CrossEncoder)
-    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=texts_per_row)
+    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
     choice = choose_layout(parallel, cluster, model, work, always_measure=True)
     assert choice.best is not None
     layout, reduce_per_step = choice.best.layout, choice.best.reduce_per_step

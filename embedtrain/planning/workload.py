@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
-from embedtrain.config.recipe import ModelKind, Recipe, TrainConfig
+from embedtrain.config.recipe import ModelKind, Recipe, TrainConfig, TrainSource
 
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
 # fragmentation of the allocator.
@@ -52,9 +52,16 @@ class StepWorkload:
     loss: LossConfig = field(default_factory=InfoNCEConfig)
 
     @classmethod
-    def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int = 2) -> "StepWorkload":
-        """The workload of a recipe. A cross-encoder's texts are pairs, one for each document of a row."""
+    def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int | None = None) -> "StepWorkload":
+        """The workload of a recipe. A cross-encoder's texts are pairs, one for each document of a row.
+
+        `texts_per_row`: query and documents; default: a query and a positive, and for a cross-encoder the negatives
+        that `data.train` draws, since the negatives of an embedding model are usually those of its batch.
+        """
         train, pairs = recipe.train, recipe.model.kind is ModelKind.cross_encoder
+        if texts_per_row is None:
+            drawn = [source.negatives for source in recipe.data.train if source.negatives is not None]
+            texts_per_row = 2 + pairs * max(drawn, default=int(TrainSource.negatives or 0))
         return cls(
             rows=train.global_batch_size,
             texts_per_row=max(1, texts_per_row - pairs) + recipe.data.batch_negatives,

@@ -160,6 +160,14 @@ def test_nor_in_a_file(tmp_path):
         (compose_evaluate, ["model=m", "sets=[x]"], "kind=sts", "sets=[{path: PATH, kind: sts}]"),
         (compose_evaluate, ["model=m", "sets=[x]"], "k_values=[10]", "metrics=[ndcg@10,recall@100]"),
         (compose_evaluate, ["model=m", "sets=[x]"], "dtype=float16", "precision=bf16"),
+        (
+            *(compose_evaluate, ["reranker=r", "sets=[x]"], "document_windows=true"),
+            "reranker={path: PATH, document_windows: true}",
+        ),
+        (
+            *(compose_mine, ["model=m", "data=[x]", "output_dir=o"], "document_windows=true"),
+            "teacher_document_windows=true",
+        ),
         (compose_export, ["run=r"], "format=onnx", "formats=[onnx]"),
         (compose_export, [], "--model=runs/x", "run=runs/x"),
         (compose_search, ["model=m", "corpus=c"], "how many bones", "query='how many bones'"),

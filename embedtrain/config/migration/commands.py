@@ -61,6 +61,13 @@ COMMANDS = (
     Row("margin", "`absolute_margin`", same),
     Row("sampling_strategy", "`sampling`", same),
     Row("cross_encoder reranker_name_or_path", "`teacher`", same),
+    Row("", "`teacher_document_windows`", same, also="document_windows"),
+    Row(
+        "",
+        "`reranker={path: PATH, document_windows: ...}`",
+        lambda _, value: f"reranker={{path: PATH, document_windows: {value}}}",
+        also="document_windows",
+    ),
     Row("fp16 dtype torch_dtype", "`dtype`", same),
     Row("dtype torch_dtype mixed_precision", "`precision=bf16` or `fp32`", PRECISIONS),
     Row("k_values cutoffs k main_score", "`metrics=[ndcg@10,recall@100]`"),

@@ -20,7 +20,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 
 # A part of every key: raised whenever the format of cached files changes.
-FORMAT = 5
+FORMAT = 6
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
 MIN_MAPPED_BYTES = 1 << 14
 

@@ -1,6 +1,6 @@
 """Checks and statistics of training rows: of one row, of a piece, of a source, and of all sources together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -169,7 +169,35 @@ def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts])
             )
 
 
-MAX_PROBLEMS_SHOWN = 3
+MAX_PROBLEMS_SHOWN = 3  # different ones, and rows of each
+_OTHER_PROBLEMS = "other problems"
+
+
+@dataclass(slots=True)
+class SkippedRows:
+    """The rows of a source that have the same problem."""
+
+    problem: str
+    num_rows: int = 0
+    first: list[tuple[int, int]] = field(default_factory=list)  # part and line (0: the whole part) of a few
+
+    def add(self, num_rows: int, rows: Iterable[tuple[int, int]]) -> None:
+        """Count rows that come after those before."""
+        self.num_rows += num_rows
+        self.first = [*self.first, *rows][:MAX_PROBLEMS_SHOWN]
+
+    def describe(self, parts: Sequence[Part]) -> str:
+        """`path:2, 5, 9 and 34 more: problem`."""
+        written = []
+        for index, row in enumerate(self.first):
+            same_part = index > 0 and row[0] == self.first[index - 1][0] and row[1] > 0
+            written.append(str(row[1]) if same_part else _location(parts, *row))
+        more = self.num_rows - len(self.first)
+        return f"{', '.join(written)}{f' and {more:,} more' if more else ''}: {self.problem}"
+
+
+def _location(parts: Sequence[Part], part: int, line: int) -> str:
+    return parts[part].location(line) if line else parts[part].name
 
 
 @dataclass(kw_only=True)
@@ -195,6 +223,7 @@ class SourceReport(_Counts):
     files: list[str] = field(default_factory=list)
     negatives_used: int | None = None
     problems: list[str] = field(default_factory=list)  # the first few of those skipped
+    skipped: list[str] = field(default_factory=list)  # the same, those with the same problem together
     cached: bool = False  # nothing had to be read
 
     def __str__(self) -> str:
@@ -209,8 +238,7 @@ class SourceReport(_Counts):
             more = ", ..." if len(self.ignored) > 8 else ""
             parts.append(f"not used: {', '.join(self.ignored[:8])}{more}")
         if self.num_skipped:
-            more = "; ..." if self.num_skipped > len(self.problems) else ""
-            parts.append(f"{self.num_skipped:,} bad rows skipped ({'; '.join(self.problems)}{more})")
+            parts.append(f"{self.num_skipped:,} bad rows skipped ({'; '.join(self.skipped)})")
         if self.cached:
             parts.append("cached")
         return "; ".join(parts)
@@ -244,7 +272,7 @@ class RowStatistics(_Counts):
     """Statistics of one piece of a source, or of all; parts are numbers, so that files may move."""
 
     features: list[str] = field(default_factory=list)  # of the layout
-    problems: list[tuple[int, int, str]] = field(default_factory=list)  # part, line (0: the whole part), problem
+    skipped: list[SkippedRows] = field(default_factory=list)  # in the order of their first rows
     width: tuple[int, int, int] | None = None  # dimension of a teacher's vectors; part and line of the first
 
     def add(self, texts: Texts, *, scored: bool) -> None:
@@ -260,14 +288,26 @@ class RowStatistics(_Counts):
     def skip(self, part: int, line: int, problem: str) -> None:
         """Count one row that cannot be used, or an empty part if the line is 0."""
         self.num_skipped += 1
-        if len(self.problems) < MAX_PROBLEMS_SHOWN:
-            self.problems.append((part, line, problem))
+        self._group(problem).add(1, [(part, line)])
+
+    def _group(self, problem: str) -> SkippedRows:
+        """The rows with this problem; the last group has those of further problems."""
+        for group in self.skipped:
+            if group.problem in (problem, _OTHER_PROBLEMS):
+                return group
+        full = len(self.skipped) >= MAX_PROBLEMS_SHOWN
+        self.skipped.append(SkippedRows(_OTHER_PROBLEMS if full else problem))
+        return self.skipped[-1]
 
     def after(self, lines: int) -> "RowStatistics":
         """The same with line numbers increased by `lines`."""
-        problems = [(part, lines + line, problem) for part, line, problem in self.problems]
+
+        def moved(first: list[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [(part, lines + line if line else 0) for part, line in first]
+
+        skipped = [replace(group, first=moved(group.first)) for group in self.skipped]
         width = self.width and (self.width[0], self.width[1], lines + self.width[2])
-        return replace(self, problems=problems, width=width)
+        return replace(self, skipped=skipped, width=width)
 
     def join(self, after: "RowStatistics") -> None:
         """Add the statistics of the next piece."""
@@ -280,15 +320,16 @@ class RowStatistics(_Counts):
             setattr(self, name, getattr(self, name) + getattr(after, name))
         for name in ("features", "ignored"):
             setattr(self, name, list(dict.fromkeys([*getattr(self, name), *getattr(after, name)])))
-        self.problems = [*self.problems, *after.problems][:MAX_PROBLEMS_SHOWN]
+        for group in after.skipped:
+            self._group(group.problem).add(group.num_rows, group.first)
         self.width = self.width or after.width
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "RowStatistics":
         """From the result of `dataclasses.asdict` in JSON."""
-        problems = [(int(part), int(line), str(problem)) for part, line, problem in values["problems"]]
+        skipped = [SkippedRows(**{**group, "first": list(map(tuple, group["first"]))}) for group in values["skipped"]]
         width = None if values["width"] is None else tuple(values["width"])
-        return cls(**{**values, "problems": problems, "width": width})
+        return cls(**{**values, "skipped": skipped, "width": width})
 
     def report(
         self, name: str, layout: str, parts: Sequence[Part], negatives_used: int | None, *, cached: bool
@@ -300,9 +341,10 @@ class RowStatistics(_Counts):
             files=[part.name for part in parts],
             negatives_used=negatives_used,
             problems=[
-                f"{parts[part].location(line) if line else parts[part].name}: {problem}"
-                for part, line, problem in self.problems
-            ],
+                f"{_location(parts, *row)}: {problem}"
+                for row, problem in sorted((row, group.problem) for group in self.skipped for row in group.first)
+            ][:MAX_PROBLEMS_SHOWN],
+            skipped=[group.describe(parts) for group in self.skipped],
             cached=cached,
             **{count.name: getattr(self, count.name) for count in fields(_Counts)},
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -66,6 +67,23 @@ def test_a_second_run_builds_nothing_and_reports_it(tmp_path: Path) -> None:
     assert str(second.report) == f"{first.report}; cached"
     assert f"1 bad rows skipped ({path}:51: broken JSON" in str(second.report)
     assert second.key == first.key
+
+
+def test_skipped_rows_with_the_same_problem_are_reported_together(tmp_path: Path) -> None:
+    """Over all pieces and files, with the number of rows and the first three of them, also from the cache."""
+    bad, broken = b'{"query": "a", "pos": []}\n', b"{\n"
+    cache = Cache(directory=tmp_path / "cache")
+    first = write(tmp_path / "a.jsonl", row(0), bad, broken, *[bad, row(1)] * 4)
+    second = write(tmp_path / "b.jsonl", bad, row(2))
+    for _ in range(2):
+        report = store_of(tmp_path / "*.jsonl", cache, on_error=OnError.skip).report
+        empty, other = report.skipped
+        assert re.fullmatch(rf'{first}:2, 4, 6 and 3 more: .*"pos".*', empty), empty
+        assert other.startswith(f"{first}:3: broken JSON")
+        assert report.num_skipped == 7
+        assert f"7 bad rows skipped ({empty}; {other})" in str(report)
+    report = store_of(second, cache, on_error=OnError.skip).report
+    assert report.skipped[0].startswith(f"{second}:1: ")
 
 
 def test_changes_that_build_the_rows_again(tmp_path: Path) -> None:

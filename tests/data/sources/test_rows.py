@@ -259,8 +259,8 @@ def test_skipped_rows_are_counted_and_the_first_reported(tmp_path: Path) -> None
     _, report = read(path, OnError.skip)
     assert report.num_skipped == 5
     assert len(report.problems) == 3
-    assert str(report).count("broken JSON") == 3
-    assert str(report).endswith("; ...)")
+    assert str(report).count("broken JSON") == 1
+    assert f"{path}:1, 2, 3 and 2 more: broken JSON" in str(report)
 
 
 @pytest.mark.parametrize("on_error", list(OnError))

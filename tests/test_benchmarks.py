@@ -161,6 +161,7 @@ def test_every_table_runs_with_tiny_models(name: str) -> None:
         assert problem not in "".join(rows)
 
 
+@pytest.mark.slow
 def test_in_batch_negatives_of_late_interaction_are_compared() -> None:
     """Ours, by MaxSim and by XTR, and sentence-transformers' in new processes, on a few texts."""
     tables = late_interaction.measure(small=True).split("\n\n")

@@ -6,6 +6,7 @@ import json
 import shlex
 import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,14 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3", "bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
+# One of each architecture or kind; those of the others are slow tests.
+PLANNED = {"bce_xlmr", "e5_mistral_lora", "qwen3_reranker", "modern_colbert", "bge_m3", "splade"}
+TRAINED = {"bce_xlmr", "e5_mistral_lora", "qwen3_embedder", "bge_m3", "bce_reranker", "qwen3_reranker"}
+
+
+def slow_but(names: set[str], of: list[str]) -> list[Any]:
+    """The parameters `of`, of which all but `names` are slow tests."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in of]
 
 
 def header(name: str) -> list[str]:
@@ -111,7 +120,7 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE])
+@pytest.mark.parametrize("name", slow_but(PLANNED, [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE]))
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
@@ -206,7 +215,7 @@ def shrink(name: str, folder: Path) -> Path:
     return folder / "whole"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *M3])
+@pytest.mark.parametrize("name", slow_but(TRAINED, [*MODELS, *M3]))
 def test_a_small_version_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
     rows = write_rows(tmp_path / "train.jsonl", 16)
@@ -229,7 +238,7 @@ def test_a_small_version_trains(ranks, tmp_path, name):
     assert adapter.is_dir() == (name == "e5_mistral_lora")
 
 
-@pytest.mark.parametrize("name", [*RERANKERS, "quickstart_reranker"])
+@pytest.mark.parametrize("name", slow_but(TRAINED, [*RERANKERS, "quickstart_reranker"]))
 def test_a_small_reranker_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included; some with what their comments show."""
     of_tokens = name == "qwen3_reranker"

@@ -79,7 +79,7 @@ class TokenRowTokenizer(TextTokenizer):
         The special token at the end of a text survives truncation, and expansion tokens follow it. Prompts are part of
         the texts, and their tokens have vectors.
         """
-        texts_ids = self.stored_ids(texts, max_length, "", role)
+        texts_ids = self.stored_ids(texts, self.limit(role, max_length), "")
         lengths = np.fromiter(map(len, texts_ids), dtype=np.int64, count=len(texts_ids))
         flat = np.concatenate([np.empty(0, dtype=np.int32), *(np.asarray(ids, dtype=np.int32) for ids in texts_ids)])
         are_queries = np.full(len(texts_ids), role is TextRole.query)
@@ -87,9 +87,9 @@ class TokenRowTokenizer(TextTokenizer):
         ends = np.cumsum(self.expanded_lengths(lengths, are_queries)).tolist()
         return [marked[start:end].tolist() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def stored_ids(self, texts: Sequence[str], max_length: int | None, prompts: str, role: TextRole) -> list[list[int]]:
+    def stored_ids(self, texts: Sequence[str], limit: int, prompts: str) -> list[list[int]]:
         """The ids of each text without marks and expansion tokens."""
-        return super().ids(texts, self.limit(role, max_length))
+        return super().ids(texts, limit)
 
     @staticmethod
     def num_rows(ids: Sequence[int]) -> int:

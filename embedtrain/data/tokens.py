@@ -129,9 +129,9 @@ class TextTokenizer:
         """The maximal number of tokens of a text, where the caller allows `max_length`."""
         return self.max_length if max_length is None else min(max_length, self.max_length)
 
-    def stored_ids(self, texts: Sequence[str], max_length: int | None, prompts: str, role: TextRole) -> list[list[int]]:
-        """What is cached of each text, from which `encoder_inputs` makes inputs."""
-        return self.ids(texts, max_length, prompts, role)
+    def stored_ids(self, texts: Sequence[str], limit: int, prompts: str) -> list[list[int]]:
+        """What is cached of each text, from which `encoder_inputs` makes inputs; `limit` is that of the texts' role."""
+        return self.ids(texts, limit, prompts)
 
     def _prompt_lengths(self, prompts: Sequence[str], limit: int) -> dict[str, int]:
         """The number of tokens of each prompt, counted as sentence-transformers (6.2) does.

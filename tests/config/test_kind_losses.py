@@ -28,12 +28,16 @@ ALLOWED = {
     ModelKind.dense: set(LOSSES) - {"xtr", "m3"},
     ModelKind.cross_encoder: {*SCORE_LOSSES, "custom", "combined"},
     ModelKind.m3: {*SCORE_LOSSES, "m3", "custom", "combined"},
+    ModelKind.sparse: {*SCORE_LOSSES, "infonce", "combined"},
     ModelKind.late_interaction: {*SCORE_LOSSES, "infonce", "xtr", "custom", "combined"},
 }
 CASES = [
     (M3LossConfig(), ModelKind.dense, r"loss=m3: .*loss=infonce.*model\.kind=m3"),
     (InfoNCEConfig(), ModelKind.m3, r"loss=infonce: .*loss=m3"),
     (M3LossConfig(matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
+    (SigLIPConfig(), ModelKind.sparse, r"loss=siglip: .*loss=infonce"),
+    (InfoNCEConfig(similarity=Similarity.dot), ModelKind.sparse, r"loss\.similarity=dot: "),
+    (InfoNCEConfig(matryoshka_dims=[4]), ModelKind.sparse, r"loss\.matryoshka_dims=\[4\]: "),
     (XTRConfig(), ModelKind.dense, r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
     (InfoNCEConfig(), ModelKind.cross_encoder, r"loss=infonce: .*loss=softmax"),
     (SigLIPConfig(), LATE, r"loss=siglip: .*write one of infonce, xtr, bce, "),

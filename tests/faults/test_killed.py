@@ -16,7 +16,7 @@ from tests.faults.runs import finish, start, training_result
         pytest.param(0, "training", 5, marks=pytest.mark.slow),  # covered by test_chaos.py
         (1, "evaluating dev", 8),  # the checkpoint of step 3 is complete, also on a busy machine
         (1, "writing", 6),
-        (0, "exporting the model", 12),
+        pytest.param(0, "exporting the model", 12, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_does_not_change_the_result(folder, undisturbed, rank, activity, step):

@@ -24,7 +24,7 @@ from embedtrain.losses.build import build_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
 from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
 from embedtrain.losses.types import BatchInfo, Counts, Guide
-from tests.losses.global_batch import GlobalVectors, check, vectors
+from tests.losses.global_batch import Case, GlobalVectors, check, check_all, vectors
 from tests.losses.reference_loss import PrecomputedVectors
 
 TEMPERATURE = 0.1
@@ -205,14 +205,13 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_textbook(ranks, name, implementation):
+def test_textbook(ranks, name):
     sizes, options = PROBLEMS[name]
     batch = sizes if isinstance(sizes, GlobalVectors) else vectors(sizes)
-    chosen = config(implementation=implementation, **options)
+    implementations = [config(implementation=implementation, **options) for implementation in IMPLEMENTATIONS]
     # Even on 1 and 3 ranks, uneven on 2, and with empty ranks.
-    check(ranks, chosen, batch, textbook(chosen), only=[0, 2, 4, 7])
+    check_all(ranks, [Case(chosen, batch, textbook(chosen)) for chosen in implementations], only=[0, 2, 4, 7])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

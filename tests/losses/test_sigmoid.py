@@ -64,7 +64,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_value_and_gradient(ranks, config):
-    check(ranks, config, vectors(SIZES, normalised=False), sigmoids(config))
+    check(ranks, config, vectors(SIZES, normalised=False), sigmoids(config), only=[0, 2, 4, 7])
 
 
 def with_duplicates(*, ids: bool) -> GlobalVectors:

@@ -61,7 +61,7 @@ def test_triplet(ranks, distance, sizes):
         return sum(terms, batch.queries.sum() * 0) / max(1, len(terms))
 
     batch = vectors(sizes, normalised=False)
-    check(ranks, config, batch, textbook)
+    check(ranks, config, batch, textbook, only=[0, 2, 4, 7])
     found = triplets(batch, config)
     answers = ranks(2, run, config, batch, [[0], list(range(1, len(sizes)))], torch.float64, 8)
     accuracy = sum(answer["metrics"]["accuracy"] for answer in answers)

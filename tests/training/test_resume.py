@@ -76,7 +76,7 @@ def test_every_option_has_an_effect():
         "train.gradient_accumulation_steps",
     } <= {option for option, effect in effects.items() if effect is Effect.must_match}
     assert {option for option, effect in effects.items() if effect is Effect.changes_training} == {
-        *(f"optim.{name}" for name in to_plain(recipe.optim)),
+        *(f"{group}.{name}" for group in ("optim", "sparsity") for name in to_plain(getattr(recipe, group))),
         "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
     }  # fmt: skip
     for name in EFFECTS:

@@ -74,8 +74,7 @@ class _Kind(NamedTuple):
     """What determines the tokens and the key of a text besides the text."""
 
     prompt: Prompt
-    max_length: int | None
-    role: TextRole
+    limit: int  # tokens
     instruction: str | None = None  # of a query, from its row
 
 
@@ -88,15 +87,16 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokeni
     ]
     queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
     documents: dict[str | None, _Kind] = {}
-    query_length, document_length = text_format.query_max_length, text_format.document_max_length
+    query_limit = tokenizer.limit(TextRole.query, text_format.query_max_length)
+    document_limit = tokenizer.limit(TextRole.document, text_format.document_max_length)
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
     for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
             prompt = tokenizer.query_prompt(text_format.query(of_query))
-            queries[of_query] = _Kind(prompt, query_length, TextRole.query, of_query or None)
+            queries[of_query] = _Kind(prompt, query_limit, of_query or None)
         if of_documents not in documents:
             prompt = tokenizer.document_prompt(text_format.document(of_documents))
-            documents[of_documents] = _Kind(prompt, document_length, TextRole.document)
+            documents[of_documents] = _Kind(prompt, document_limit)
         yield query, queries[of_query]
         kind = documents[of_documents]
         for text in positives:
@@ -141,9 +141,7 @@ class _DistinctTexts:
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
         for batch in _batches(texts):
-            ids = self._tokenizer.stored_ids(
-                [kind.prompt(text) for text in batch], kind.max_length, kind.prompt.prefix, kind.role
-            )
+            ids = self._tokenizer.stored_ids([kind.prompt(text) for text in batch], kind.limit, kind.prompt.prefix)
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))

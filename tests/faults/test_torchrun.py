@@ -78,6 +78,7 @@ def test_restarted_and_stopped(folder, undisturbed):
     out = folder / "launched"
     with launched(folder, "launched", "checkpoint.every=1") as run:
         run.until_step(2)
+        run.until(lambda: any(out.glob("checkpoints/step-*/checkpoint.json")))  # written while training continues
         killed, *_ = run.find_ranks()
         killed.kill()
         killed.wait()

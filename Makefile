@@ -32,7 +32,7 @@ demo-reranker: .venv  ## mine negatives, train a reranker, and order the documen
 	  'data.train=[{path: $(RERANKER)-rows/train-en.jsonl, negatives: 3}]' parallel.precision=$(PRECISION)
 	$(BIN)/embedtrain evaluate --nproc-per-node $(RANKS) model=$(MINILM) first_stage=[bm25,model] \
 	  'reranker={path: $(RERANKER)/model, max_length: 128}' rerank_depth=20 precision=$(PRECISION) \
-	  'sets=[{path: recipes/quickstart/dev-en, subset: 200}]' metrics=[ndcg@10,mrr@10] \
+	  sets=[recipes/quickstart/dev-en] metrics=[ndcg@10,mrr@10] \
 	  output_dir=$(RERANKER)-evaluation
 
 test: .venv  ## all tests except those marked slow

@@ -90,7 +90,7 @@ class Evaluator:
         # By set and query, the indices of the best documents of a search, best first.
         self.rankings: dict[str, dict[str, list[int]]] = {}
         self.seconds: dict[str, float] = {}  # that each set took in the last evaluation
-        views = encoder.comparison.views if isinstance(encoder, SentenceEncoder) else ()
+        views = tuple(encoder.comparison.views) if isinstance(encoder, SentenceEncoder) else ()
         self.rows: tuple[int | str, ...] = (*truncate_dims, *views)  # of each set, besides the set itself
         self.datasets = _datasets(self.sets, self.rows, self.mean)  # by set, with `mean` if it is reported
         if function is not None:

@@ -4,7 +4,7 @@ Shapes: T queries, n documents of this rank, t of them in a tile, P pairs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -32,7 +32,7 @@ class DocumentStore(ABC):
         """The number n of documents."""
 
     def viewed(self, comparison: "Comparison") -> "DocumentStore":
-        """The same documents, for one of the views of their comparison."""
+        """The same documents, for one of the views of their comparison; only stores of comparisons with views."""
         raise NotImplementedError
 
     @abstractmethod
@@ -67,11 +67,10 @@ class Comparison(ABC):
     name: str
     is_symmetric: bool
 
-    views: tuple[str, ...] = ()  # names of scores that are measured besides the score itself
-
-    def view(self, name: str) -> "Comparison":
-        """The comparison by one of `views`, of the same representations."""
-        raise NotImplementedError
+    @property
+    def views(self) -> Mapping[str, "Comparison"]:
+        """Comparisons of the same representations by other scores, which are measured besides: none by default."""
+        return {}
 
     @abstractmethod
     def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:

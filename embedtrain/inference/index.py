@@ -96,7 +96,7 @@ class ShardedIndex:
     def viewed(self, name: str) -> "ShardedIndex":
         """An index of the same documents that are compared by one of the views of the comparison."""
         index = copy.copy(self)
-        index.comparison = self.comparison.view(name)
+        index.comparison = self.comparison.views[name]
         index._documents = self._documents.viewed(index.comparison)
         return index
 

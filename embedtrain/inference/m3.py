@@ -6,7 +6,7 @@ dense vectors and lexical weights, which are small beside them, are on the devic
 Shapes: T queries, n documents, t of them in a tile, P pairs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +33,6 @@ class M3Comparison(Comparison):
 
     is_symmetric = False
     name = "cosine"  # sentence-transformers has no name for it
-    views = HybridWeights._fields
 
     def __init__(self, settings: M3Settings) -> None:
         self.settings = settings
@@ -43,10 +42,12 @@ class M3Comparison(Comparison):
         assert dimension is None, "rejected for such models"
         return values
 
-    def view(self, name: str) -> "M3Comparison":
-        """One of the three scores."""
-        weights = HybridWeights(*(float(name == field) for field in HybridWeights._fields))
-        return M3Comparison(replace(self.settings, weights=weights))
+    @property
+    def views(self) -> Mapping[str, Comparison]:
+        """Each of the three scores alone."""
+        names = HybridWeights._fields
+        alone = {name: HybridWeights(*(float(name == field) for field in names)) for name in names}
+        return {name: M3Comparison(replace(self.settings, weights=weights)) for name, weights in alone.items()}
 
     def similarities(self, first: Part, second: Part) -> Tensor:
         """Scores of queries with documents."""
@@ -118,7 +119,7 @@ class M3Store(DocumentStore):
             yield start, _M3Tile(tile, dense[start:end], lexical.slice(start, end), self.settings)
 
     def parts(self) -> Iterator[tuple[Tensor, Part]]:
-        """Not used: only vectors of one kind are truncated."""
+        """Only an index of vectors of one kind is truncated, and options to truncate others are rejected."""
         raise NotImplementedError("vectors of three representations are not truncated")
 
     def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
 """Verifies a loaded model: packed texts against padded ones, and scores against transformers' own class."""
 
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 
+import torch
 from transformers import PretrainedConfig
 
 from embedtrain.config.recipe import Attention, ParallelConfig
@@ -15,6 +18,8 @@ from embedtrain.models.late_interaction import LateInteractionEncoder, expansion
 from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import ModelSource
 from embedtrain.models.sparse_encoder import SparseEncoder, language_model_mismatch
+
+EncoderT = TypeVar("EncoderT", bound=Encoder)
 
 
 def prepare_packing(
@@ -90,50 +95,31 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
 def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
     """Reject a model of scores or of vectors of tokens whose outputs cannot be right. A collective."""
     if isinstance(encoder, CrossEncoder):
-        _require_classifier_scores(encoder, world)
+        reason = _mismatch(encoder, classifier_mismatch, world)
+        if reason is not None:
+            raise ModelError(f"{type(encoder.head).__name__} is not supported as a cross-encoder: {reason}")
     if isinstance(encoder, SparseEncoder):
-        _require_word_weights(encoder, world)
+        reason = _mismatch(encoder, language_model_mismatch, world)
+        if reason is not None:
+            raise ModelError(f"{type(encoder.head).__name__} is not supported as a sparse model: {reason}")
     expansion = None if source.token_vectors is None else source.token_vectors.expansion
     if isinstance(encoder, LateInteractionEncoder) and expansion is not None and not expansion.attend:
-        _require_expansion(encoder, world)
+        reason = _mismatch(encoder, expansion_mismatch, world)
+        if reason is not None:
+            raise ModelError(
+                "model.late_interaction.attend_to_expansion_tokens=false: expansion tokens of "
+                f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because "
+                f"{reason}; set it to true, or model.late_interaction.query_expansion=none"
+            )
 
 
-def _require_classifier_scores(encoder: CrossEncoder, world: World) -> None:
-    """Reject a cross-encoder whose scores are not those of transformers' class. A collective."""
+def _mismatch(encoder: EncoderT, compare: Callable[[EncoderT, torch.device], str | None], world: World) -> str | None:
+    """What `compare` finds wrong on any rank, without dropout; the same on every rank. A collective."""
     training = encoder.training
-    encoder.eval()
-    mismatch = classifier_mismatch(encoder, world.device)
+    found = compare(encoder.eval(), world.device)
     encoder.train(training)
     reshard(encoder)
-    reason = next((text for text in world.gather(mismatch) if text is not None), None)
-    if reason is not None:
-        raise ModelError(f"{type(encoder.head).__name__} is not supported as a cross-encoder: {reason}")
-
-
-def _require_word_weights(encoder: SparseEncoder, world: World) -> None:
-    """Reject a sparse model whose weights are not those of the logits of transformers' class. A collective."""
-    training = encoder.training
-    mismatch = language_model_mismatch(encoder.eval(), world.device)
-    encoder.train(training)
-    reshard(encoder)
-    reason = next((text for text in world.gather(mismatch) if text is not None), None)
-    if reason is not None:
-        raise ModelError(f"{type(encoder.head).__name__} is not supported as a sparse model: {reason}")
-
-
-def _require_expansion(encoder: LateInteractionEncoder, world: World) -> None:
-    """Reject a model whose expansion tokens without attention have other vectors in other batches. A collective."""
-    training = encoder.training
-    mismatch = expansion_mismatch(encoder.eval(), world.device)
-    encoder.train(training)
-    reshard(encoder)
-    reason = next((text for text in world.gather(mismatch) if text is not None), None)
-    if reason is not None:
-        raise ModelError(
-            "model.late_interaction.attend_to_expansion_tokens=false: expansion tokens of "
-            f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because {reason}; "
-            "set it to true, or model.late_interaction.query_expansion=none"
-        )
+    return next((text for text in world.gather(found) if text is not None), None)
 
 
 def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:

@@ -124,10 +124,10 @@ class _LogitGrads:
     def of(self, words: slice) -> Tensor:
         """[N, v]."""
         weights = self.weights[:, words]
-        slopes = weights.neg().exp_()
+        logit_grads = weights.neg().exp_()
         if self.activation is SparseActivation.log1p_relu:
-            slopes *= weights.expm1().neg_().exp_()
-        return slopes.mul_(self.grads[:, words]).masked_fill_(weights == 0, 0.0)
+            logit_grads *= weights.expm1().neg_().exp_()
+        return logit_grads.mul_(self.grads[:, words]).masked_fill_(weights == 0, 0.0)
 
 
 def _dense_grads(
@@ -201,17 +201,17 @@ class _SumOverTokens(torch.autograd.Function):
         bias_grad = torch.empty_like(bias) if need_bias else None
         for words in _word_blocks(hidden, weight):
             logits = _logits(hidden, weight, bias, words, ctx.spans)
-            slopes = grads[0][:, words].index_select(0, ctx.spans.texts).masked_fill_(logits <= 0, 0.0)
+            logit_grads = grads[0][:, words].index_select(0, ctx.spans.texts).masked_fill_(logits <= 0, 0.0)
             logits.relu_()
-            slopes /= 1.0 + logits
+            logit_grads /= 1.0 + logits
             if ctx.activation is SparseActivation.log1p_relu:
-                slopes /= 1.0 + logits.log1p_()
+                logit_grads /= 1.0 + logits.log1p_()
             if bias_grad is not None:
-                bias_grad[words] = slopes.sum(dim=0)
-            slopes = slopes.to(hidden.dtype)
-            hidden_grad += slopes @ weight[words]
+                bias_grad[words] = logit_grads.sum(dim=0)
+            logit_grads = logit_grads.to(hidden.dtype)
+            hidden_grad += logit_grads @ weight[words]
             if weight_grad is not None:
-                weight_grad[words] = slopes.T @ hidden
+                weight_grad[words] = logit_grads.T @ hidden
         return hidden_grad.to(hidden.dtype) if need_hidden else None, weight_grad, bias_grad, None, None
 
 

@@ -66,7 +66,7 @@ class EncoderContext(EvaluationContext):
     def comparison(self) -> Comparison:
         """How texts are compared in this measurement."""
         comparison = self.encoder.comparison
-        return comparison.view(self.dimension) if isinstance(self.dimension, str) else comparison
+        return comparison.views[self.dimension] if isinstance(self.dimension, str) else comparison
 
     def encode_queries(self, texts: Sequence[str]) -> Part:
         """Queries as an index compares them, on every rank. A collective."""

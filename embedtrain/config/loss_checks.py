@@ -197,6 +197,7 @@ def _check_infonce(loss: InfoNCEConfig, check: OptionChecks) -> None:
     check.number("guide_margin")
     check.at_least(0, "margin")
     check.at_least(0, "hardness_strength")
+    check.at_least(0, "focal")
     check.require(
         (loss.hardness is Hardness.none) == (loss.hardness_strength == 0),
         "hardness",

@@ -131,6 +131,8 @@ class InfoNCEConfig(LossConfig):
     guide_margin_kind: MarginKind = MarginKind.absolute
     hardness: Hardness = Hardness.none  # negatives weighted by exp(hardness_strength * similarity) (Lan et al., 2025)
     hardness_strength: float = 0.0  # 0: none
+    # Rows are weighted by (1 - p)^focal, p the positive's probability, without gradient (Lin et al., 2017); KaLM: 0.5.
+    focal: float = 0.0
     implementation: Implementation = Implementation.auto
 
 

@@ -21,7 +21,7 @@ from embedtrain.losses.ring import ring_softmax
 from embedtrain.losses.score import Columns, TiledScore, VectorScore
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max
-from embedtrain.losses.softmax import SoftmaxSums, plain_softmax, tiled_softmax
+from embedtrain.losses.softmax import SoftmaxSums, focal_weights, plain_softmax, tiled_softmax
 from embedtrain.losses.types import (
     BatchInfo,
     Counts,
@@ -48,10 +48,10 @@ class InfoNCE(EncodedLoss):
     The loss of query i is -log softmax, at its positive, of the scores s(q_i, d_j) / temperature over the documents of
     all ranks, where s is the inner product of vectors or another `TiledScore`; `softmax` has the formula. Options score
     further directions (Li et al., 2023, "GTE"), exclude candidates (Solatorio, 2024, "GISTEmbed"; Zhang et al., 2025,
-    "Qwen3 Embedding") or weight them (Lan et al., 2025, "LLaVE"). Any number of hard negatives per query, any number of
-    rows per rank; each rank scores only its own rows, so its work grows with B x K. A row without negatives has loss 0.
-    Logs `accuracy`, the fraction of rows whose positive scores higher than every negative document, and a trained
-    `temperature`.
+    "Qwen3 Embedding") or weight them (Lan et al., 2025, "LLaVE") or rows (`focal`). Any number of hard negatives
+    per query, any number of rows per rank; each rank scores only its own rows, so its work grows with B x K. A row
+    without negatives has loss 0. Logs `accuracy`, the fraction of rows whose positive scores higher than every negative
+    document, and a trained `temperature`.
     """
 
     def __init__(self, config: InfoNCEConfig, score: TiledScore | None = None) -> None:
@@ -121,6 +121,7 @@ class InfoNCE(EncodedLoss):
             excluded=ExcludedCandidates.of(self._exclusion(global_rows, dimension, dtype), batch_info),
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
+            focal=config.focal,
         )
         positives = documents.take(batch_info.positives, global_rows.local_positives)
         each = torch.arange(len(queries), device=scale.device), np.ones(len(queries), dtype=np.int64)
@@ -201,7 +202,8 @@ class InfoNCE(EncodedLoss):
         scores = scores.masked_fill(mask, -torch.inf)
         highest = group_max(scores.detach(), owners, len(queries))
         gap = group_logsumexp(scores, owners, len(queries)) - (positive - config.margin) * scale
-        terms = F.softplus(gap.masked_fill(highest == -torch.inf, -torch.inf))
+        gap = gap.masked_fill(highest == -torch.inf, -torch.inf)
+        terms = F.softplus(gap) * focal_weights(gap, config.focal)
         return SoftmaxSums(terms.sum(), (highest < thresholds).sum(), terms.detach())
 
 

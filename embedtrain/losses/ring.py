@@ -26,6 +26,7 @@ from embedtrain.losses.softmax import (
     TileBuffer,
     add_correct,
     differentiable,
+    focal_weights,
     row_max,
 )
 from embedtrain.losses.types import GlobalRows, rows_per_rank
@@ -75,10 +76,11 @@ class _Ring(GradientInForward):
         row_weights = []
         for softmax in softmaxes:
             gap = softmax.logsumexp() - positive
-            terms = F.softplus(gap)
+            weight = focal_weights(gap, rules.focal)
+            terms = F.softplus(gap) * weight
             loss += terms.sum() / len(partitions)
             row_losses += terms / len(partitions)
-            sigma = torch.sigmoid(gap) / len(partitions)
+            sigma = torch.sigmoid(gap) * weight / len(partitions)
             sigma_sum += sigma
             weights = (sigma / softmax.sum_exp).masked_fill_(softmax.sum_exp == 0, 0.0).mul_(scale)
             for direction, exp_grads in zip(softmax.directions, softmax.exp_grads, strict=True):

@@ -73,12 +73,13 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRules:
-    """How scores are computed before their softmax: options of InfoNCEConfig, and the batch's excluded candidates."""
+    """How scores become terms of the loss: options of InfoNCEConfig, and the batch's excluded candidates."""
 
     score: TiledScore
     excluded: ExcludedCandidates
     hardness: Hardness
     hardness_strength: float
+    focal: float
 
     def tile(self, direction: LossDirection, rows: Rows, candidates: Candidates) -> Tile:
         """The anchors of the rows and the candidates of a direction."""

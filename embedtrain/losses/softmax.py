@@ -10,7 +10,7 @@ scores and leaves the gradient to autograd. `tiled_softmax` computes the gradien
 scores at a time: a row's logsumexp is final at once, so its scores become its gradient in place and nothing is computed
 twice; the backward pass only scales the result. The gradient of the scale needs no scores: z is homogeneous of degree 1
 in the rows of the anchors, so it is sum_i <a_i, da_i> / scale (Euler). `ring` does the same with the candidates of one
-rank at a time.
+rank at a time. `focal_weights` multiplies loss_i and sigma_i.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,8 @@ def plain_softmax(
         no_negatives = torch.stack(maxima).amax(dim=0) == -torch.inf
         scores = scores.masked_fill_(no_negatives.unsqueeze(1), 0.0)
         lse = torch.logsumexp(scores, dim=1) if scores.shape[1] else torch.zeros_like(positive)
-        terms = F.softplus((lse - positive).masked_fill(no_negatives, -torch.inf))
+        gap = (lse - positive).masked_fill(no_negatives, -torch.inf)
+        terms = F.softplus(gap) * focal_weights(gap, rules.focal)
         loss = loss + terms.sum() / len(partitions)
         row_losses += terms.detach() / len(partitions)
     return SoftmaxSums(loss, num_correct, row_losses)
@@ -89,6 +90,11 @@ def differentiable(rows: Rows, candidates: Candidates, scale: Tensor, positive: 
         scale,
         positive,
     )
+
+
+def focal_weights(gap: Tensor, exponent: float) -> Tensor:
+    """(1 - p)^exponent of each row, where p = sigmoid(-gap) is its positive's probability; without gradient."""
+    return torch.sigmoid(gap.detach()) ** exponent
 
 
 def row_max(scores: Tensor) -> Tensor:
@@ -210,10 +216,11 @@ class _Tiled(GradientInForward):
                 for scores in cells:
                     sum_exp += scores.sub_(offset.unsqueeze(1)).exp_().sum(dim=1)
                 gap = offset + sum_exp.log() - tile_positive  # -inf in a row without negatives, whose loss is 0
-                terms = F.softplus(gap)
+                weight = focal_weights(gap, rules.focal)
+                terms = F.softplus(gap) * weight
                 loss += terms.sum() / len(partitions)
                 row_losses[start:end] += terms / len(partitions)
-                sigma = torch.sigmoid(gap) / len(partitions)
+                sigma = torch.sigmoid(gap) * weight / len(partitions)
                 sigma_sum[start:end] += sigma
                 weights = (sigma / sum_exp).masked_fill_(sum_exp == 0, 0.0).mul_(scale).unsqueeze(1)
                 for direction, tile, exp in zip(directions, tiles, cells, strict=True):

@@ -78,6 +78,7 @@ CASES: list[tuple[LossConfig, str]] = [
         r"loss\.hardness=in_batch: .*in_batch_negatives=false",
     ),
     (InfoNCEConfig(hardness_strength=-1.0, hardness=Hardness.all), r"loss\.hardness_strength=-1\.0: "),
+    (InfoNCEConfig(focal=-0.5), r"loss\.focal=-0\.5: "),
     (InfoNCEConfig(hardness=Hardness.all), r"loss\.hardness=all: .*hardness_strength=0\.0"),
     (InfoNCEConfig(hardness_strength=1.0), r"loss\.hardness=none: .*hardness_strength=1\.0"),
     (InfoNCEConfig(guide="x", guide_margin=float("nan")), r"loss\.guide_margin=nan: "),

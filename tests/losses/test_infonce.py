@@ -116,7 +116,8 @@ def textbook(options: InfoNCEConfig):
             if options.partition_mode is PartitionMode.joint:
                 scored = [[score for scores in scored for score in scores]]
             for part in scored:
-                total = total - torch.log_softmax(torch.stack([right, *part]), dim=0)[0] / len(scored)
+                log_p = torch.log_softmax(torch.stack([right, *part]), dim=0)[0]
+                total = total - (1 - log_p.detach().exp()) ** options.focal * log_p / len(scored)
         return total / len(answers)
 
     return loss
@@ -184,6 +185,11 @@ PROBLEMS = {
             "false_negative_margin": 0.2,
         },
     ),
+    "focal": (
+        SIZES,
+        {"focal": 0.5, "temperature": 1.0, "directions": ALL_DIRECTIONS[:2], "learn_temperature": True}
+        | {"partition_mode": PartitionMode.separate},
+    ),
     "trained temperature": (
         SIZES,
         {"learn_temperature": True, "margin": 0.1, "directions": ALL_DIRECTIONS, "hardness": Hardness.all}
@@ -226,7 +232,7 @@ def test_every_distribution_of_rows(ranks, implementation):
         {},
         {"margin": 0.2},
         {"false_negative_margin": 0.1},
-        {"hardness": Hardness.hard, "hardness_strength": 3.0},
+        {"hardness": Hardness.hard, "hardness_strength": 3.0, "focal": 2.0},
         {"guide": "big"},
     ],
 )

@@ -88,7 +88,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     for source in recipe.data.train:
         source_requirements(source, source_loss(source, recipe.loss), recipe)
     _check_tracking(recipe)
-    uses_batches_by_source(recipe.data.batches, [source_loss(source, recipe.loss) for source in recipe.data.train])
+    uses_batches_by_source(recipe.data, [source_loss(source, recipe.loss) for source in recipe.data.train])
     return recipe
 
 

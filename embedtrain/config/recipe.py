@@ -274,6 +274,7 @@ class DataConfig:
     train: list[Any] = field(default_factory=list)  # sources: options of TrainSource, or paths
     on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
     batches: BatchMode = BatchMode.auto
+    mixed_share: float = 0.0  # part of each batch by source that is drawn from all sources (KaLM-Embedding-V2)
     # Documents of other rows of the global batch that each row gets as further negatives, for model.kind=cross_encoder.
     batch_negatives: int = 0
     weight_mode: WeightMode = WeightMode.epochs

@@ -6,8 +6,9 @@ from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, LossConfig, M3LossConfig, SigLIPConfig, XTRConfig
-from embedtrain.config.recipe import BatchMode, ModelKind, Recipe, TrainSource
+from embedtrain.config.recipe import BatchMode, DataConfig, ModelKind, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
+from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
 
@@ -54,18 +55,30 @@ def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], lis
     return unique, [unique.index(loss) for loss in losses]
 
 
-def uses_batches_by_source(batches: BatchMode, losses: Sequence[LossConfig]) -> bool:
-    """Whether all rows of a global batch are of one source; `losses` has the loss of each source.
+def uses_batches_by_source(data: DataConfig, losses: Sequence[LossConfig]) -> bool:
+    """Whether all rows of a global batch are of one source, but for those of `data.mixed_share`.
 
-    Mixed batches of sources with different losses raise a ConfigError.
+    `losses` has the loss of each source. Mixed batches of sources with different losses raise a ConfigError.
     """
     differ = len(distinct_losses(losses)[0]) > 1
-    if differ and batches is BatchMode.mixed:
+    check = OptionChecks(data, "data.")
+    check.require(0 <= data.mixed_share < 1, "mixed_share", "must be at least 0 and below 1")
+    check.require(
+        not data.mixed_share or data.batches is BatchMode.by_source,
+        "mixed_share",
+        f"is a part of batches by source; write data.batches=by_source instead of {data.batches.value}",
+    )
+    check.require(
+        not data.mixed_share or not differ,
+        "mixed_share",
+        "sources set their own loss, temperature or in_batch_negatives, but a batch has only one loss; leave it out",
+    )
+    if differ and data.batches is BatchMode.mixed:
         raise ConfigError(
             "data.batches=mixed: sources set their own loss, temperature or in_batch_negatives, but a batch has "
             "only one loss; write data.batches=by_source"
         )
-    return differ or batches is BatchMode.by_source
+    return differ or data.batches is BatchMode.by_source
 
 
 def _with_option(loss: LossConfig, option: str, value: Any, path: str) -> LossConfig:

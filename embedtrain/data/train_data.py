@@ -45,6 +45,7 @@ class Mixing:
     """How sources are mixed, as the options of DataConfig."""
 
     by_source: bool = False
+    mixed_share: float = 0.0
     weights: WeightMode = WeightMode.epochs
     temperature: float = 1.0
     losses: Sequence[int] | None = None  # a number per source, equal for sources with the same loss; None: one loss
@@ -173,7 +174,7 @@ def load_train_data(
         mode=mixing.weights,
         temperature=mixing.temperature,
     )
-    plan = BatchPlan(sizes, rows, global_batch_size, seed, by_source=mixing.by_source)
+    plan = BatchPlan(sizes, rows, global_batch_size, seed, by_source=mixing.by_source, mixed_share=mixing.mixed_share)
     text_format = text_format or TextFormat()
     source_needs = [needs] * len(sources) if isinstance(needs, RowRequirements) else needs
     settings = [
@@ -217,6 +218,7 @@ def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mix
     note = f"an epoch: {format_count(total, 'row')} in {format_count(batches, 'batch', 'batches')} of "
     if mixing.by_source and len(stores) > 1:
         note += f"up to {format_count(size, 'row')}, each of one source"
+        note += f" but for up to {plan.mixed_rows:,} of all sources" * bool(plan.mixed_rows)
         is_divided = not any(count % size for count in rows)
     else:
         smallest, largest = total // batches, -(-total // batches)
@@ -273,7 +275,8 @@ def load_recipe_data(
         global_batch_size=recipe.train.global_batch_size,
         needs=[source_requirements(source, loss, recipe) for source, loss in zip(sources, losses, strict=True)],
         mixing=Mixing(
-            by_source=uses_batches_by_source(recipe.data.batches, losses),
+            by_source=uses_batches_by_source(recipe.data, losses),
+            mixed_share=recipe.data.mixed_share,
             weights=recipe.data.weight_mode,
             temperature=recipe.data.mixing_temperature,
             losses=distinct_losses(losses)[1],

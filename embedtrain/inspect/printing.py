@@ -169,13 +169,15 @@ def print_run(page: Page, plan: BatchPlan, train: TrainConfig) -> None:
     batches = plan.total_steps(train.steps, train.epochs)
     steps = batches if train.steps is not None else -(-batches // train.gradient_accumulation_steps)
     epochs = steps * train.gradient_accumulation_steps / plan.steps_per_epoch
-    mixing = "" if len(plan.sizes) == 1 else ", of one source each" if plan.by_source else ", of all sources mixed"
+    mixing = ", of one source each" if plan.by_source else ", of all sources mixed"
+    if plan.by_source and plan.mixed_rows:
+        mixing += f" but for up to {plan.mixed_rows:,} of all sources"
     of_step = format_count(train.gradient_accumulation_steps, "batch", "batches")
     page.subheading("the run")
     page.facts(
         [
             ("an epoch", f"{plan.rows_per_epoch:,} rows, {format_count(plan.steps_per_epoch, 'batch', 'batches')}"),
-            ("a batch", f"up to {format_count(plan.global_batch_size, 'row')}{mixing}"),
+            ("a batch", f"up to {format_count(plan.global_batch_size, 'row')}{mixing * (len(plan.sizes) > 1)}"),
             ("all of it", f"{format_count(steps, 'step')} of {of_step}, {_epochs(epochs)}"),
         ]
     )

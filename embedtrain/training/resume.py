@@ -29,7 +29,7 @@ from embedtrain.training.state import TrainState
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
 _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
-_BATCH_NEGATIVES = "data.batch_negatives"
+_BATCH_NEGATIVES, _MIXED_SHARE = "data.batch_negatives", "data.mixed_share"
 
 
 @dataclass
@@ -124,6 +124,7 @@ EFFECTS = {
     "model.attention": Effect.changes_rounding,
     "data.train": Effect.must_match,
     "data.batches": Effect.must_match,
+    "data.mixed_share": Effect.must_match,
     "data.batch_negatives": Effect.must_match,
     # Whether these change anything shows in the rows and their number per epoch, which are part of the identity.
     "data.on_error": Effect.no_effect,
@@ -197,6 +198,7 @@ def run_identity(
         _SOURCES: rows,
         _ROWS_PER_EPOCH: data.plan.rows_per_source.tolist(),
         "data.batches": "by_source" if data.plan.by_source else "mixed",
+        _MIXED_SHARE: recipe.data.mixed_share,
         **_model_identity(to_plain(recipe.model)),
     }
 
@@ -230,7 +232,7 @@ def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
 
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Reject a checkpoint of a run with another identity."""
-    defaults = {_BATCH_NEGATIVES: 0, **_model_identity(to_plain(ModelConfig()))}
+    defaults = {_BATCH_NEGATIVES: 0, _MIXED_SHARE: 0.0, **_model_identity(to_plain(ModelConfig()))}
     before = defaults | checkpoint.manifest.identity
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)

@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, LossConfig, SigLIPConfig
-from embedtrain.config.recipe import BatchMode, Recipe, TrainSource
+from embedtrain.config.recipe import BatchMode, DataConfig, Recipe, TrainSource
 from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.errors import ConfigError
 
@@ -61,6 +61,13 @@ def test_a_source_overrides_the_parts_of_a_combination():
         ("[{path: a,loss: cosine_mse,temperature: 1}]", (), "temperature=1.0: loss=cosine_mse has no such option"),
         ("[{path: a,loss: siglip,in_batch_negatives: false}]", (), "loss=siglip has no such option"),
         ("[{path: a,loss: cosent},b]", ("data.batches=mixed",), "data.batches=mixed: "),
+        ("[a,b]", ("data.mixed_share=0.1",), "data.mixed_share=0.1: is a part of batches by source"),
+        ("[a,b]", ("data.mixed_share=1", "data.batches=by_source"), "data.mixed_share=1.0: must be"),
+        (
+            "[{path: a,loss: cosent},b]",
+            ("data.mixed_share=0.1", "data.batches=by_source"),
+            "data.mixed_share=0.1: sources set their own loss",
+        ),
         (
             "[{path: a,in_batch_negatives: false}]",
             ("loss.directions=[query_document,query_query]",),
@@ -77,10 +84,10 @@ def test_a_rejected_option_is_named_with_its_source(train, arguments, message):
 
 def test_batches_by_source():
     same, other = [InfoNCEConfig(), InfoNCEConfig()], [InfoNCEConfig(), InfoNCEConfig(temperature=1.0)]
-    assert not uses_batches_by_source(BatchMode.auto, same)
-    assert not uses_batches_by_source(BatchMode.mixed, same)
-    assert uses_batches_by_source(BatchMode.by_source, same)
-    assert uses_batches_by_source(BatchMode.auto, other)
+    assert not uses_batches_by_source(DataConfig(batches=BatchMode.auto), same)
+    assert not uses_batches_by_source(DataConfig(batches=BatchMode.mixed), same)
+    assert uses_batches_by_source(DataConfig(batches=BatchMode.by_source), same)
+    assert uses_batches_by_source(DataConfig(batches=BatchMode.auto), other)
     assert distinct_losses([*other, *same]) == ([InfoNCEConfig(), InfoNCEConfig(temperature=1.0)], [0, 1, 0, 0])
 
 

@@ -73,6 +73,7 @@ class Interleaving:
 
 # Purposes of keys, so that no two uses of the seed share random numbers.
 _ROWS, _SOURCES, _BATCH = 1, 2, 3
+_MIXED = 5  # 4 is that of `draw`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class PlannedBatch:
     """The rows of one global batch."""
 
     step: int
-    source: int | None  # of all rows, if batches are by source
+    source: int | None  # of all rows, if batches are by source and no rows are mixed in
     sources: NDArray[np.int64]  # [B], the source of each row
     rows: NDArray[np.int64]  # [B], the index of each row within its source
     first_position: int  # position of the first row in the run, from 0
@@ -97,9 +98,10 @@ class BatchPlan:
     begins.
 
     Mixed batches have each source's proportion of the epoch, to within a row or two. Batches by source have rows of one
-    source each, and are interleaved as evenly. No row is dropped or carried over into the next epoch, and the sizes of
-    an epoch's batches (by source: of a source's) differ by at most one: a last batch of one row would have no in-batch
-    negatives.
+    source each, and are interleaved as evenly; with a mixed share of m, that part of every source's rows goes into a
+    mixed stream instead, of which each batch gets an even part. No row is dropped or carried over into the next epoch,
+    and the sizes of an epoch's batches (by source: of a source's) differ by at most one, by two with a mixed share: a
+    last batch of one row would have no in-batch negatives.
 
     Args:
         sizes: rows of each source, [S].
@@ -107,6 +109,7 @@ class BatchPlan:
         global_batch_size: maximal rows of a batch over all ranks.
         seed: the run's seed.
         by_source: whether a batch has rows of one source only.
+        mixed_share: with `by_source`, the part of each batch that is drawn from all sources, from 0 to below 1.
 
     Raises:
         ConfigError: a batch size below 1, or an epoch without rows or with more than 2^40.
@@ -120,6 +123,7 @@ class BatchPlan:
         seed: int,
         *,
         by_source: bool = False,
+        mixed_share: float = 0.0,
     ) -> None:
         if global_batch_size < 1:
             raise ConfigError(f"train.global_batch_size={global_batch_size} must be at least 1")
@@ -134,10 +138,16 @@ class BatchPlan:
             raise ConfigError(f"data.train: an epoch of {self.rows_per_epoch:,} rows is too long: lower the weights")
         self.sizes = np.array(sizes, dtype=np.int64)
         self.rows_per_source = np.array(rows_per_source, dtype=np.int64)
+        # Rounding down leaves every source rows of its own, and no batch more than global_batch_size rows.
+        mixed = min(round(mixed_share * global_batch_size), global_batch_size - 1) if by_source else global_batch_size
+        self.mixed_rows = mixed  # maximal rows of a batch that are drawn from all sources
+        self._mixed_per_source = self.rows_per_source * mixed // global_batch_size
+        self._own_per_source = self.rows_per_source - self._mixed_per_source
         if by_source:
-            self._batches = -(-self.rows_per_source // global_batch_size)
+            self._batches = -(-self._own_per_source // (global_batch_size - mixed))
             self.steps_per_epoch = int(self._batches.sum())
         else:
+            self._batches = np.zeros_like(self.rows_per_source)
             self.steps_per_epoch = -(-self.rows_per_epoch // global_batch_size)
 
     def total_steps(self, steps: int | None, epochs: float | None) -> int:
@@ -153,32 +163,42 @@ class BatchPlan:
     def batch(self, k: int) -> PlannedBatch:
         """Batch k, counted from 0."""
         epoch, step = divmod(k, self.steps_per_epoch)
-        return self._of_one_source(k, epoch, step) if self.by_source else self._of_all_sources(k, epoch, step)
+        source, num_before, sources, rows = self._of_one_source(epoch, step)
+        if not self.mixed_rows:
+            return PlannedBatch(k, source, sources, rows, epoch * self.rows_per_epoch + num_before)
+        mixed_before, mixed_sources, mixed_rows = self._of_all_sources(epoch, step)
+        sources, rows = np.concatenate([sources, mixed_sources]), np.concatenate([rows, mixed_rows])
+        # Without shuffling, rows would be sorted by source and each rank would get its own sources.
+        shuffled = np.argsort(random_bits(make_key(self.seed, _BATCH, k), np.arange(len(rows))), kind="stable")
+        first_position = epoch * self.rows_per_epoch + num_before + mixed_before
+        return PlannedBatch(k, None, sources[shuffled], rows[shuffled], first_position)
 
-    def _of_all_sources(self, k: int, epoch: int, step: int) -> PlannedBatch:
-        start, stop = (_even_start(self.rows_per_epoch, self.steps_per_epoch, i) for i in (step, step + 1))
-        order = Interleaving(self.rows_per_source, make_key(self.seed, _SOURCES, epoch))
+    def _of_all_sources(self, epoch: int, step: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """The number of mixed rows of the epoch before this batch; the sources and rows of those in this batch."""
+        total = int(self._mixed_per_source.sum())
+        start, stop = (_even_start(total, self.steps_per_epoch, i) for i in (step, step + 1))
+        key = make_key(self.seed, _MIXED if self.by_source else _SOURCES, epoch)
+        order = Interleaving(self._mixed_per_source, key)
         before = order.before(start)
         counts = order.before(stop) - before
         sources = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(stop - start) - np.repeat(np.cumsum(counts) - counts - before, counts)
-        rows = self._rows(sources, epoch * self.rows_per_source[sources] + positions)
-        # Without shuffling, rows would be sorted by source and each rank would get its own sources.
-        shuffled = np.argsort(random_bits(make_key(self.seed, _BATCH, k), np.arange(stop - start)), kind="stable")
-        return PlannedBatch(k, None, sources[shuffled], rows[shuffled], epoch * self.rows_per_epoch + start)
+        positions += epoch * self.rows_per_source[sources] + self._own_per_source[sources]
+        return start, sources, self._rows(sources, positions)
 
-    def _of_one_source(self, k: int, epoch: int, step: int) -> PlannedBatch:
+    def _of_one_source(self, epoch: int, step: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        """The source of this batch, the number of rows before it in batches by source, and its sources and rows."""
+        if not self.by_source:
+            return 0, 0, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         order = Interleaving(self._batches, make_key(self.seed, _SOURCES, epoch))
         before = order.before(step)
         source = int(np.argmax(order.before(step + 1) - before))
-        num_rows, batches, index = (int(values[source]) for values in (self.rows_per_source, self._batches, before))
+        num_rows, batches, index = (int(values[source]) for values in (self._own_per_source, self._batches, before))
         start, stop = _even_start(num_rows, batches, index), _even_start(num_rows, batches, index + 1)
         sources = np.full(stop - start, source, dtype=np.int64)
-        rows = self._rows(sources, epoch * num_rows + np.arange(start, stop))
-        first_position = epoch * self.rows_per_epoch + int(
-            _even_starts(self.rows_per_source, self._batches, before).sum()
-        )
-        return PlannedBatch(k, source, sources, rows, first_position)
+        rows = self._rows(sources, epoch * self.rows_per_source[source] + np.arange(start, stop))
+        num_before = int(_even_starts(self._own_per_source, self._batches, before).sum())
+        return source, num_before, sources, rows
 
     def _rows(self, sources: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows at these positions in the infinite streams of their sources."""

@@ -149,6 +149,27 @@ def test_batches_by_source_are_interleaved() -> None:
     assert [b.source for b in epoch(plan, 0)] != [b.source for b in epoch(plan, 1)]
 
 
+def test_batches_by_source_with_rows_of_all_sources() -> None:
+    sizes, share = [900, 301, 40, 7], 0.25
+    plan = BatchPlan(sizes, sizes, 64, seed=8, by_source=True, mixed_share=share)
+    everything = sorted((source, row) for source, size in enumerate(sizes) for row in range(size))
+    for number in range(2):
+        batches = epoch(plan, number)
+        assert sorted(pairs(batches)) == everything
+        first = number * sum(sizes)
+        for batch in batches:
+            assert batch.source is None
+            assert batch.first_position == first
+            first += len(batch.rows)
+            assert len(batch.rows) <= 64
+            assert np.bincount(batch.sources).max() >= len(batch.rows) - round(share * 64)
+        others = [int((batch.sources != 0).sum()) for batch in batches if (batch.sources == 0).sum() > 32]
+        assert min(others) >= 2
+        assert max(others) - min(others) <= 3
+    assert pairs(epoch(plan, 0)) != pairs(epoch(plan, 1))
+    assert same(plan.batch(5), BatchPlan(sizes, sizes, 64, seed=8, by_source=True, mixed_share=share).batch(5))
+
+
 def test_rows_of_a_source_meet_others_each_epoch() -> None:
     plan = BatchPlan([64], [64], 32, seed=9)
     batches = [set(plan.batch(2 * number).rows.tolist()) for number in range(20)]

@@ -17,7 +17,8 @@ from benchmarks.comparison import make_step_context
 from benchmarks.inputs import small_bert, train_data
 from benchmarks.measure import markdown, require
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.recipe import OptimConfig, ScheduleKind, Strategy
+from embedtrain.config.optim import OptimConfig, ScheduleKind
+from embedtrain.config.recipe import Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel

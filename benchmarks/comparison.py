@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from benchmarks.inputs import disable_dropout
 from benchmarks.measure import ROUNDS, Timed, ratio, require, speed
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import OptimConfig, Precision, ScheduleKind
+from embedtrain.config.optim import OptimConfig, ScheduleKind
+from embedtrain.config.recipe import Precision
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from benchmarks.measure import markdown
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.tokens import pack_texts
 from embedtrain.data.types import GlobalBatch, Row, TextInputs, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up

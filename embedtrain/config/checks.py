@@ -15,6 +15,7 @@ from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
+from embedtrain.config.optim import check_optim
 from embedtrain.config.recipe import (
     ADAPTER,
     EXPORT_FORMATS,
@@ -23,7 +24,6 @@ from embedtrain.config.recipe import (
     DataConfig,
     ExportConfig,
     ModelKind,
-    OptimConfig,
     ParallelConfig,
     Recipe,
     Strategy,
@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_model(recipe.model)
     _check_data(recipe.data)
     _check_train(recipe.train)
-    _check_optim(recipe.optim)
+    check_optim(recipe.optim)
     _check_parallel(recipe.parallel)
     _check_evaluation(recipe)
     _check_checkpoint(recipe)
@@ -172,21 +172,6 @@ def _check_train(train: TrainConfig) -> None:
     check.at_least(0, "pass_overhead_tokens", "null chooses by device and sharding")
     check.at_least(1, "gradient_accumulation_steps")
     check.at_least(1, "log_every")
-
-
-def _check_optim(optim: OptimConfig) -> None:
-    check = OptionChecks(optim, "optim.")
-    check.positive("lr")
-    check.positive("loss_lr", "null takes optim.lr")
-    check.require(
-        len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
-        "betas",
-        "must be two numbers from 0 to below 1, such as [0.9,0.999]",
-    )
-    check.positive("eps")
-    check.at_least(0, "warmup")
-    check.at_least(0, "weight_decay")
-    check.positive("max_grad_norm", "null switches clipping off")
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:

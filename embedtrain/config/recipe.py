@@ -12,6 +12,7 @@ from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.m3 import M3Config
+from embedtrain.config.optim import OptimConfig
 from embedtrain.config.sparse import SparseConfig, SparsityConfig
 
 ALL_LINEAR = "all-linear"
@@ -174,14 +175,6 @@ class OnError(str, Enum):
     skip = "skip"
 
 
-class ScheduleKind(str, Enum):
-    """The learning rate after warm-up."""
-
-    linear = "linear"
-    cosine = "cosine"
-    constant = "constant"
-
-
 class CheckpointLayout(str, Enum):
     """`sharded`: one file per shard. `full`: one safetensors file of whole tensors; each rank writes its rows to it."""
 
@@ -284,20 +277,6 @@ class DataConfig:
     instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
     cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
     workers: int = 1  # threads that prepare batches ahead; 0 prepares each batch when it is needed
-
-
-@dataclass(kw_only=True)
-class OptimConfig:
-    """AdamW, its schedule and gradient clipping."""
-
-    lr: float = 2e-5  # the peak learning rate, at the end of warm-up
-    weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay rates of the two moments
-    eps: float = 1e-8  # added to the root of the second moment
-    max_grad_norm: float | None = 1.0  # norm of the gradient of the whole model; null: no clipping
-    schedule: ScheduleKind = ScheduleKind.linear
-    warmup: float = 0.05  # below 1 a fraction of all steps, from 1 a number of steps
-    loss_lr: float | None = None  # learning rate of the loss's parameters (a temperature, a classifier); default: lr
 
 
 @dataclass(kw_only=True)

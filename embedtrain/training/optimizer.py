@@ -1,14 +1,13 @@
 """AdamW over sharded parameters, the learning rate schedule, and clipping by the global norm."""
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.recipe import OptimConfig, ScheduleKind
-from embedtrain.formatting import format_count
+from embedtrain.config.optim import OptimConfig
+from embedtrain.training.schedule import LearningRate
 
 # Marks parameter groups of the loss. A number, because checkpoints keep no other values of a group.
 OF_LOSS = "of_loss"
@@ -34,51 +33,19 @@ def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | No
     )
 
 
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """The number of steps of `optim.warmup`."""
-    return round(optim.warmup if optim.warmup >= 1 else optim.warmup * total_steps)
-
-
-def warmup_warning(optim: OptimConfig, total_steps: int) -> str | None:
-    """A warning if the warm-up takes half of the steps or more; a single step has the peak learning rate."""
-    warmup = warmup_steps(optim, total_steps)
-    if warmup <= 1 or 2 * warmup < total_steps:
-        return None
-    return (
-        f"the warm-up takes {warmup:,} steps and the run has {format_count(total_steps, 'step')}: the model may learn "
-        f"little; write optim.warmup=0.05 for 5% of the steps"
-    )
-
-
 class Schedule:
-    """The learning rate as a function of the step, so there is nothing to save or restore."""
+    """Sets the learning rates of all parameter groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
-        self.optimizer = optimizer
-        self.peak = optim.lr
-        self.loss_peak = optim.lr if optim.loss_lr is None else optim.loss_lr
-        self.kind = optim.schedule
-        self.total_steps = total_steps
-        self.warmup_steps = warmup_steps(optim, total_steps)
-
-    def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        left = (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps)
-        match self.kind:
-            case ScheduleKind.constant:
-                return self.peak
-            case ScheduleKind.linear:
-                return self.peak * max(0.0, left)
-            case ScheduleKind.cosine:
-                return self.peak * 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, left))))
+        self.optimizer, self.total_steps = optimizer, total_steps
+        self.rate = LearningRate(optim, total_steps)
+        self._of_loss = 1.0 if optim.loss_lr is None else optim.loss_lr / optim.lr
 
     def apply(self, step: int) -> float:
         """Set the learning rates of step `step`, counted from 0, and return the encoder's."""
         rate = self.rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * self.loss_peak / self.peak if group.get(OF_LOSS) else rate
+            group["lr"] = rate * self._of_loss if group.get(OF_LOSS) else rate
         return rate
 
 

@@ -102,7 +102,7 @@ def _score_of(source: ModelSource) -> Score | None:
 def _ramp_batches(recipe: Recipe, data: TrainData) -> float:
     """The global batches over which the weights of regularizers grow."""
     ramp = recipe.sparsity.ramp
-    return ramp * (_run_length(recipe, data)[1] if ramp < 1 else recipe.train.gradient_accumulation_steps)
+    return ramp * (run_length(recipe, data)[1] if ramp < 1 else recipe.train.gradient_accumulation_steps)
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:
@@ -163,7 +163,7 @@ def read_inputs(run: Run) -> RunInputs:
     with world.fail_together("reading training data"), run.console.progress() as progress:
         cache = Cache.of_world(directory, world, progress=progress)
         data, losses = load_recipe_data(recipe, source.prompts, cache)
-        total_steps, total_batches = _run_length(recipe, data)
+        total_steps, total_batches = run_length(recipe, data)
     require_same_data(data, world)
     run.console.warn(*instruction_warnings(source, data))
     evaluation, best = recipe.evaluation, recipe.checkpoint.best_metric
@@ -208,7 +208,7 @@ def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[L
     ]
 
 
-def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
+def run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
     """Optimizer steps and global batches."""
     batches_per_step = recipe.train.gradient_accumulation_steps
     if recipe.train.epochs is None:

@@ -9,7 +9,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from embedtrain.config.recipe import OptimConfig
+from embedtrain.config.optim import OptimConfig
 from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.sharding import remove_guards
 from embedtrain.distributed.signals import Notice

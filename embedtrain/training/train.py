@@ -23,10 +23,11 @@ from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
-from embedtrain.training.optimizer import Schedule, warmup_warning
+from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, measure_matmul_rate
 from embedtrain.training.report_sample import choose_sample
 from embedtrain.training.run_reporter import RunLength, RunReporter
+from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
     Run,
     RunInputs,
@@ -37,6 +38,7 @@ from embedtrain.training.setup import (
     open_checkpoints,
     open_tracker,
     read_inputs,
+    run_length,
 )
 from embedtrain.training.step import StepContext
 
@@ -82,14 +84,18 @@ def _run_length(recipe: Recipe, inputs: RunInputs) -> RunLength:
 
 def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedModel:
     recipe, world, run_dir = run.recipe, run.world, run.run_dir
-    warning = warmup_warning(recipe.optim, inputs.total_steps)
-    if warning is not None:
-        run.console.warn(warning)
+    require_rates(recipe.optim, inputs.total_steps)
+    run.console.warn(*schedule_warnings(recipe.optim, inputs.total_steps))
     checkpointer, start = open_checkpoints(run, inputs)
     matmul_rate = measure_matmul_rate(recipe, world, run.console)
     parts = build_parts(run, inputs, start)
     checkpointer.require_disk_space(parts.module, inputs.total_steps)
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
+    if start.checkpoint is not None and state.step:
+        saved = start.checkpoint.manifest.recipe
+        change = schedule_change(saved, recipe, state.step, lambda other: run_length(other, inputs.data)[0])
+        if change is not None:
+            run.console.warn(change)
     model = parts.model
     if not start.from_scratch:  # its weights have only now been read
         model = verify_packing(model, recipe.model, recipe.parallel, world, progress=run.console.note)

@@ -22,7 +22,8 @@ from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import init_optimizer_state
 from embedtrain.checkpoint.step_directory import Checkpoint, list_steps, open_checkpoint, step_path, verify_checksums
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import CheckpointConfig, OptimConfig, ParallelConfig
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import CheckpointConfig, ParallelConfig
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from embedtrain.config import checks, model_checks
+from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.losses import M3LossConfig
+from embedtrain.config.optim import DecayShape, ScheduleKind
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -198,6 +200,18 @@ CASES = [
     option("optim.betas", [0.9, 1.0]),
     option("optim.eps", -1e-8),
     option("optim.warmup", -0.1),
+    option("optim.warmup", 0.0, optim__schedule=ScheduleKind.inverse_sqrt),
+    option("optim.decay", 0.0, optim__schedule=ScheduleKind.wsd),
+    option("optim.decay", 0.2),
+    option("optim.decay_shape", DecayShape.cosine),
+    option("optim.power", 0.0, optim__schedule=ScheduleKind.polynomial),
+    option("optim.power", 2.0),
+    option("optim.min_lr", 3e-5),
+    option("optim.min_lr", -1e-7),
+    option("optim.min_lr_ratio", 1.5),
+    option("optim.min_lr_ratio", 0.1, optim__min_lr=1e-6),
+    option("optim.min_lr_ratio", 0.1, optim__schedule=ScheduleKind.constant),
+    option("optim.schedule_steps", 0),
     option("optim.weight_decay", NAN),
     option("optim.max_grad_norm", 0.0),
     option("parallel.shard_size", 2),
@@ -326,7 +340,7 @@ def test_a_rejected_option_of_a_set_is_named_with_its_index(options):
 
 
 def test_every_check_has_a_case(monkeypatch):
-    modules = (checks, model_checks)
+    modules = (checks, model_checks, optim_checks)
     recipes = [*map(recipe_with_source, SOURCES), *map(recipe_with_set, SETS)]
     for parameters in CASES:
         recipe = valid_recipe()

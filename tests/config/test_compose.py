@@ -13,7 +13,8 @@ from embedtrain.config.compose import choices, compose_recipes, load_recipe, to_
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
-from embedtrain.config.recipe import DataFormat, Pooling, Precision, ScheduleKind, Strategy, TrainSource
+from embedtrain.config.optim import ScheduleKind
+from embedtrain.config.recipe import DataFormat, Pooling, Precision, Strategy, TrainSource
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import compose_evaluate
 from embedtrain.export.options import compose_export

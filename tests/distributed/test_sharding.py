@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from embedtrain.config.recipe import ModelConfig, OptimConfig, Pooling, Precision, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import ModelConfig, Pooling, Precision, Strategy
 from embedtrain.distributed import sharding
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import reshard, shard_, unsharded_weights

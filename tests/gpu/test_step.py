@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, OptimConfig, Precision, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import OptimConfig, Precision, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-from embedtrain.config.recipe import OptimConfig, ParallelConfig, Precision, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.planning.memory import step_memory

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
-from embedtrain.config.recipe import Attention, ModelConfig, OptimConfig, Precision, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import Attention, ModelConfig, Precision, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model

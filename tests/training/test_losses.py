@@ -38,7 +38,8 @@ from embedtrain.config.losses import (
     TripletConfig,
     TripletMining,
 )
-from embedtrain.config.recipe import GradientReduction, ModelConfig, OptimConfig, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row

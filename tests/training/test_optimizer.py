@@ -8,57 +8,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import ModelConfig, Precision, Strategy
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
-from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm, warmup_warning
+from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer, tokenised
-
-
-def schedule(kind: str, warmup: float, total: int, peak: float = 1.0) -> Schedule:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=9.0)
-    return Schedule(optimizer, OptimConfig(lr=peak, schedule=ScheduleKind(kind), warmup=warmup), total)
-
-
-def test_schedules():
-    linear = schedule("linear", 0.2, 10)
-    assert [linear.rate(step) for step in range(11)] == pytest.approx([0.5, 1, *[1 - i / 8 for i in range(9)]])
-    cosine = [schedule("cosine", 2, 10, peak=4.0).rate(step) for step in range(11)]
-    assert cosine[:3] == pytest.approx([2, 4, 4])
-    assert cosine[6] == pytest.approx(2)
-    assert cosine[10] == pytest.approx(0)
-    assert cosine[2:] == sorted(cosine[2:], reverse=True)
-    assert [schedule("constant", 0, 5).rate(step) for step in range(5)] == [1.0] * 5
-    assert schedule("linear", 0.0, 4).rate(0) == 1.0
-    assert schedule("linear", 0.05, 10).rate(0) == 1.0  # half a step of warm-up counts as none
-    for kind in ("linear", "cosine"):
-        assert schedule(kind, 0.1, 10).rate(25) == 0.0  # zero after the end
-        assert all(schedule(kind, 8, 5).rate(step) > 0 for step in range(5))  # warm-up longer than the run
-
-
-@pytest.mark.parametrize(
-    ("warmup", "steps", "numbers"),
-    [(500, 3, "500 steps and the run has 3 steps"), (5, 10, "5 steps and the run has 10 steps"), (0.5, 10, "5 steps")],
-)
-def test_a_warmup_of_half_of_the_steps_causes_a_warning(warmup: float, steps: int, numbers: str):
-    warning = warmup_warning(OptimConfig(warmup=warmup), steps)
-    assert warning is not None and numbers in warning and "optim.warmup=0.05" in warning
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(500, 1001), (0.05, 3), (0, 1), (1, 2), (0.49, 100)])
-def test_a_shorter_warmup_causes_none(warmup: float, steps: int):
-    assert warmup_warning(OptimConfig(warmup=warmup), steps) is None
-
-
-def test_every_group_gets_the_learning_rate():
-    both = schedule("linear", 0, 4)
-    both.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 3.0})
-    assert both.apply(2) == pytest.approx(0.5)
-    assert [group["lr"] for group in both.optimizer.param_groups] == [0.5, 0.5]
 
 
 def load(world: World, model: ModelConfig, **options: object) -> LoadedModel:

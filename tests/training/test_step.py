@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.recipe import OptimConfig, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError

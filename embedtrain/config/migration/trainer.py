@@ -49,8 +49,11 @@ TRAINER = (
     Row("learning_rate", "`optim.lr`", same, also="lr"),
     Row(
         "lr_scheduler_type",
-        "`optim.schedule=linear`, `cosine` or `constant`",
-        one_of({"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}),
+        "`optim.schedule=linear`, `cosine`, `constant`, `polynomial`, `inverse_sqrt` or `wsd`",
+        one_of(
+            {name: name for name in ("linear", "cosine", "constant", "polynomial", "inverse_sqrt")}
+            | {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+        ),
         also="lr_scheduler scheduler",
     ),
     Row("warmup_ratio", "`optim.warmup`, below 1 a fraction of all steps", same),

@@ -62,10 +62,12 @@ class Comparison(ABC):
     Attributes:
         name: of this similarity in sentence-transformers.
         is_symmetric: whether two texts are compared without saying which one is the query.
+        max_chunks_per_block: chunks whose representations a rank holds on its device before they are stored.
     """
 
     name: str
     is_symmetric: bool
+    max_chunks_per_block: int = 16
 
     @property
     def views(self) -> Mapping[str, "Comparison"]:

@@ -250,8 +250,9 @@ class SentenceEncoder:
             launched: _Block | None = None
             num_done = len(plan) - len(remaining)
             # At least one pass even without texts: only a forward pass shows the number of dimensions.
-            for start in range(0, len(remaining) or 1, CHUNKS_PER_BLOCK * world.size):
-                block = remaining[start : start + CHUNKS_PER_BLOCK * world.size]
+            size = world.size * min(CHUNKS_PER_BLOCK, self.comparison.max_chunks_per_block)
+            for start in range(0, len(remaining) or 1, size):
+                block = remaining[start : start + size]
                 num_done += len(block)
                 chunks: list[Tokens] = []
                 with world.fail_together("preparing texts"):

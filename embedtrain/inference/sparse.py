@@ -6,6 +6,7 @@ document's words in their order in float64: a function of the two texts alone.
 Shapes: T queries, t documents of a tile, P pairs, V words.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,7 +29,9 @@ _TILE_DOCUMENTS = 1 << 14
 class WordComparison(Comparison):
     """Inner products of the weights of words."""
 
+    name = "dot"
     is_symmetric = True
+    max_chunks_per_block = 2  # a chunk of 16,384 tokens may have 1,000 texts, of 122 KB each before they are compressed
 
     def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """The weights as they are."""
@@ -101,9 +104,11 @@ class _WordTile(Tile):
         self._rows = rows
         parts = (torch.from_numpy(part) for part in (rows.starts, rows.words.astype(np.int64), rows.weights))
         starts, words, weights = (part.to(device) for part in parts)
-        self._matrix = torch.sparse_csr_tensor(
-            starts, words, weights, (len(rows), rows.num_words), check_invariants=False
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+            self._matrix = torch.sparse_csr_tensor(
+                starts, words, weights, (len(rows), rows.num_words), check_invariants=False
+            )
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -4,7 +4,8 @@
 
 The digest covers everything that the vectors depend on: model, texts, prompt, maximum length, precision. Files appear
 atomically, and each lists its chunks, so that any number of ranks can resume. Their names have the checksum of their
-content: what is damaged is removed, and encoded again.
+content: what is damaged is removed, and encoded again. Vectors that are mostly zero, as those of learned sparse models,
+are stored as compressed sparse rows.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import from_numpy
+from torch import Tensor, from_numpy
 
 from embedtrain.checksums import checksum, file_checksum
 from embedtrain.config.recipe import Precision
@@ -36,8 +37,13 @@ from embedtrain.models.source import ModelSource
 
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
 # their number; and parts of the digest.
+_VECTORS = "vectors"
 _DISTINCT_TEXTS = "kinds"
 _SIZES = "sizes"
+# Compressed rows: entries of row i are those from `_STARTS`[i] to `_STARTS`[i + 1].
+_STARTS, _COLUMNS, _ENTRIES, _WIDTH = "starts", "columns", "entries", "width"
+# An entry takes twice the bytes of a number of a dense row.
+_MAX_DENSITY = 1 / 4
 _CHUNK_TOKENS = "limit"
 _EXISTING_PROMPT = "prompt within"
 
@@ -127,7 +133,7 @@ class VectorCache:
         """Store this rank's vectors of `chunks`. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
-                tensors = {"vectors": vectors.values.cpu().contiguous(), _DISTINCT_TEXTS: from_numpy(distinct)}
+                tensors = {**_compressed(vectors.values.cpu()), _DISTINCT_TEXTS: from_numpy(distinct)}
                 if vectors.sizes is not None:
                     tensors[_SIZES] = from_numpy(vectors.sizes)
                 content = save(tensors, metadata={"chunks": json.dumps(list(chunks))})
@@ -155,12 +161,38 @@ def _read_chunk_numbers(path: Path) -> list[int]:
         raise DataError(f"{path}: not a file of stored vectors ({error}): delete {path.parent}") from error
 
 
+def _compressed(values: Tensor) -> dict[str, Tensor]:
+    """Rows [R, D] as the tensors of a file."""
+    if int(values.count_nonzero()) > _MAX_DENSITY * values.numel():
+        return {_VECTORS: values.contiguous()}
+    rows, columns = values.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(values))
+    return {
+        _STARTS: torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        _COLUMNS: columns.int(),
+        _ENTRIES: values[rows, columns],
+        _WIDTH: torch.tensor(values.shape[1]),
+    }
+
+
+def _read_values(file: Any) -> Tensor:
+    """What `_compressed` wrote. A RuntimeError or IndexError if it is something else."""
+    if _VECTORS in file.keys():  # noqa: SIM118 (not a dict)
+        vectors: Tensor = file.get_tensor(_VECTORS)
+        return vectors
+    starts, columns, entries, width = (file.get_tensor(name) for name in (_STARTS, _COLUMNS, _ENTRIES, _WIDTH))
+    rows = torch.repeat_interleave(starts.diff(), output_size=len(columns))
+    values: Tensor = entries.new_zeros((len(starts) - 1, int(width)))
+    values[rows, columns.long()] = entries
+    return values
+
+
 def _read(path: Path) -> tuple[Part, NDArray[np.int64]]:
     try:
         with safe_open(path, framework="pt") as file:
-            vectors, distinct = file.get_tensor("vectors"), file.get_tensor(_DISTINCT_TEXTS)
+            vectors, distinct = _read_values(file), file.get_tensor(_DISTINCT_TEXTS)
             sizes = file.get_tensor(_SIZES) if _SIZES in file.keys() else None  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, IndexError) as error:
         raise DataError(f"{path}: stored vectors cannot be read ({error}): delete {path.parent}") from error
     counted = torch.tensor([len(distinct)]) if sizes is None else sizes
     if (
@@ -196,6 +228,8 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
         options["truncate_dim"] = source.truncate_dim
     if source.token_vectors is not None:
         options["similarity"] = source.token_vectors.similarity.value  # a dense model may have the same files
+    if source.words is not None:
+        options["words"] = [source.words.pooling.value, source.words.activation.value]  # likewise
     return options | {
         "files": world.broadcast(files),
         "pooling": source.pooling.value,

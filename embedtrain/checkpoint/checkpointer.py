@@ -10,11 +10,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 from embedtrain import __version__
@@ -25,7 +20,7 @@ from embedtrain.checkpoint.snapshot import (
     Snapshot,
     Staging,
     checkpointed_weights,
-    init_optimizer_state,
+    optimizer_tensors,
     take_snapshot,
 )
 from embedtrain.checkpoint.step_directory import (
@@ -286,11 +281,7 @@ def read_tensors(checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.op
     _read_into(checkpointed_weights(trained), checkpoint, WEIGHTS)
     if optimizer is None:
         return
-    init_optimizer_state(optimizer)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state: dict[str, Any] = get_optimizer_state_dict(trained, optimizer, options=options)
-    _read_into({name: value for name, value in state.items() if isinstance(value, Tensor)}, checkpoint, OPTIMIZER)
-    set_optimizer_state_dict(trained, optimizer, state, options=options)
+    _read_into(optimizer_tensors(trained, optimizer), checkpoint, OPTIMIZER)
 
 
 def _read_into(tensors: Mapping[str, Tensor], checkpoint: Checkpoint, kind: str) -> None:

@@ -50,8 +50,7 @@ class Snapshot:
     """The tensors of a model and its optimizer at one step, as far as this rank holds them."""
 
     position: ShardPosition
-    # Kind (`weights`, and `optimizer` if it is saved) -> name -> shard. Learning rates and other hyperparameters are
-    # not included, because they follow from the recipe and the step.
+    # Kind (`weights`, and `optimizer` if it is saved) -> name -> shard.
     tensors: Mapping[str, Mapping[str, LocalShard]]
 
     @property
@@ -65,11 +64,7 @@ def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -
     model = checkpointed_weights(trained)
     tensors = {WEIGHTS: local_shards(model)}
     if optimizer is not None:
-        init_optimizer_state(optimizer)
-        state: dict[str, Any] = get_optimizer_state_dict(
-            trained, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-        tensors[OPTIMIZER] = local_shards({name: value for name, value in state.items() if isinstance(value, Tensor)})
+        tensors[OPTIMIZER] = local_shards(optimizer_tensors(trained, optimizer))
     return Snapshot(shard_position(model), tensors)
 
 
@@ -77,6 +72,17 @@ def checkpointed_weights(trained: nn.Module) -> dict[str, Tensor]:
     """State dict that a checkpoint holds of a model; without the frozen weights if it has adapters."""
     options = StateDictOptions(ignore_frozen_params=has_adapters(trained))
     return cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
+
+
+def optimizer_tensors(trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer state itself, not copies, by names of parameters: groups of a recipe do not change its names.
+
+    Learning rates and other hyperparameters are not included, because they follow from the recipe and the step.
+    """
+    init_optimizer_state(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = get_optimizer_state_dict(trained, optimizer, options=options)
+    return {name: value for name, value in state.items() if name.startswith("state.") and isinstance(value, Tensor)}
 
 
 def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:

@@ -1,5 +1,6 @@
 """Options of the optimizer and of the learning rate as a function of the step, with their checks."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +33,26 @@ class DecayShape(str, Enum):
 
 
 @dataclass(kw_only=True)
+class ParameterGroup:
+    """Parameters with settings of their own, an element of `optim.groups`."""
+
+    # Regular expression that is searched in a parameter's name, which `inspect` and a group without a match print:
+    # `backbone.` and the names of transformers, `dense.` of heads, `loss.` of the loss.
+    match: str
+    name: str | None = None  # in notes and metrics (`lr/NAME`); default: match
+    lr: float | None = None  # peak learning rate; 0: these parameters are not trained
+    lr_scale: float | None = None  # the same as a factor of optim.lr
+    weight_decay: float | None = None  # of all of the group's parameters; null: optim.weight_decay, of matrices only
+    # They stay unchanged, moments included, until this step: below 1 a fraction of all steps, from 1 a number of steps.
+    freeze_until: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in notes and metrics."""
+        return self.match if self.name is None else self.name
+
+
+@dataclass(kw_only=True)
 class OptimConfig:
     """AdamW, its schedule and gradient clipping."""
 
@@ -49,6 +70,10 @@ class OptimConfig:
     min_lr_ratio: float | None = None  # the same as a fraction of lr; null: 0
     schedule_steps: int | None = None  # all steps, as the schedule counts them; null: those of the run
     loss_lr: float | None = None  # learning rate of the loss's parameters (a temperature, a classifier); default: lr
+    head_lr: float | None = None  # learning rate of what follows the backbone: heads, projections; default: lr
+    # Of L blocks, counted from 0, block l has lr * layer_decay^(L - l), embeddings lr * layer_decay^(L + 1).
+    layer_decay: float | None = None
+    groups: list[ParameterGroup] = field(default_factory=list)  # of each parameter the first that matches
 
     @property
     def floor(self) -> float:
@@ -69,7 +94,34 @@ def check_optim(optim: OptimConfig) -> None:
     check.positive("eps")
     check.at_least(0, "weight_decay")
     check.positive("max_grad_norm", "null switches clipping off")
+    check.positive("head_lr", "null takes optim.lr")
+    check.within(0.01, 1, "layer_decay", "such as 0.9; null gives all layers the same learning rate")
     _check_schedule(optim, check)
+    _check_groups(optim.groups)
+
+
+def _check_groups(groups: list[ParameterGroup]) -> None:
+    labels = [group.label for group in groups]
+    for index, group in enumerate(groups):
+        check = OptionChecks(group, f"optim.groups[{index}].")
+        try:
+            is_pattern = bool(re.compile(group.match)) and bool(group.match)
+        except (re.error, RecursionError, OverflowError):
+            is_pattern = False
+        check.require(is_pattern, "match", "must be a regular expression, such as '^dense\\.' or 'embed'")
+        name = "match" if group.name is None else "name"
+        check.require(
+            labels.index(group.label) == index, name, f"is also that of optim.groups[{labels.index(group.label)}]"
+        )
+        check.at_least(0, "lr", "0 does not train these parameters")
+        check.at_least(0, "lr_scale", "0 does not train these parameters")
+        check.require(
+            group.lr is None or group.lr_scale is None, "lr_scale", f"is set beside lr={group.lr}; set one of them"
+        )
+        check.at_least(0, "weight_decay")
+        check.at_least(0, "freeze_until", "null trains them from the first step on")
+        options = (group.lr, group.lr_scale, group.weight_decay, group.freeze_until)
+        check.require(options != (None,) * 4, "match", "sets nothing; write lr, lr_scale, weight_decay or freeze_until")
 
 
 def _check_schedule(optim: OptimConfig, check: OptionChecks) -> None:

@@ -24,6 +24,7 @@ from embedtrain.planning.memory import fit_activation_tokens, step_memory
 from embedtrain.planning.model_costs import ModelSpec, model_spec
 from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_candidates
 from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
+from embedtrain.training.groups import describe_groups, trained_parameters
 
 _MAX_RANKS = 4096
 # Length of texts if neither the recipe nor the model directory sets one.
@@ -43,6 +44,7 @@ class TrainingPlan:
     activation_tokens: int  # with cached graphs: the recipe's value, or what fits with `best`
     largest_chunk: int | None  # largest `train.chunk_tokens` with which `best` fits; None: not even one text
     changes: list[str]  # options to change if it does not fit
+    parameter_groups: dict[str, str]  # settings of each group, if the recipe has several
 
     @property
     def local(self) -> RankWorkload:
@@ -72,6 +74,7 @@ class TrainingPlan:
                 "dimension": model.dimension,
                 "vectors": {"query": model.vectors[0], "document": model.vectors[1]},
                 "precision": model.precision.value,
+                "parameter_groups": self.parameter_groups,
             },
             "cluster": {**asdict(self.cluster), "usable": self.cluster.usable},
             "work": {
@@ -143,6 +146,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         ),
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
         changes=changes(parallel, cluster, model, work, choice.best),
+        parameter_groups=describe_groups(trained_parameters(encoder, recipe.optim), recipe.optim),
     )
 
 

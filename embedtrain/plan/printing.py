@@ -26,7 +26,7 @@ def print_plan(page: Page, plan: TrainingPlan) -> None:
     candidates = [plan.best] if plan.next_best is None else [plan.best, plan.next_best]
     header = ["", "chosen", "next best"][: 1 + len(candidates)]
     page.heading(f"plan of {plan.name}")
-    page.facts(_model(plan))
+    page.facts([*_model(plan), *((f"group {label}", text) for label, text in plan.parameter_groups.items())])
     page.subheading("strategy")
     layouts = [("chosen", f"{plan.best.name}: {plan.best.layout.reason}")]
     if plan.next_best is not None:

@@ -296,6 +296,7 @@ class _Throughput:
             "loss": means["loss"],
             "grad_norm": report.grad_norm,
             "lr": report.lr,
+            **report.group_lrs,
             **means,
             "samples_per_s": sum(r.num_rows for r in self.reports) / seconds,
             "tokens_per_s": real_tokens / seconds,

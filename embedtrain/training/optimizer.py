@@ -1,36 +1,26 @@
-"""AdamW over sharded parameters, the learning rate schedule, and clipping by the global norm."""
+"""AdamW over sharded parameters, the learning rates of its groups, and clipping by the global norm."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.optim import OptimConfig
-from embedtrain.training.schedule import LearningRate
-
-# Marks parameter groups of the loss. A number, because checkpoints keep no other values of a group.
-OF_LOSS = "of_loss"
+from embedtrain.training.groups import FREEZE_UNTIL, LR_FACTOR, optimizer_groups, trained_parameters
+from embedtrain.training.schedule import LearningRate, num_steps
 
 
 def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | None = None) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `encoder` and `loss`; weight decay applies to matrices only.
+    """AdamW over the trainable parameters of `encoder` and `loss`; by default weight decay applies to matrices only.
 
     Call it after sharding and before any forward pass that leaves weights unsharded; otherwise the optimizer holds
     tensors that are not the trained ones.
     """
-    groups = []
-    # Parameters of the loss are plain tensors, which the fused optimizer cannot update in one group with shards.
-    for module, of_loss in ((encoder, 0.0), (loss, 1.0)):
-        trained = [] if module is None else [p for p in module.parameters() if p.requires_grad]
-        groups += [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay, OF_LOSS: of_loss},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, OF_LOSS: of_loss},
-        ]
+    groups = list(optimizer_groups(trained_parameters(encoder, optim, loss)))
     beta1, beta2 = optim.betas
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True
-    )
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
 
 
 class Schedule:
@@ -39,14 +29,27 @@ class Schedule:
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
         self.optimizer, self.total_steps = optimizer, total_steps
         self.rate = LearningRate(optim, total_steps)
-        self._of_loss = 1.0 if optim.loss_lr is None else optim.loss_lr / optim.lr
 
     def apply(self, step: int) -> float:
         """Set the learning rates of step `step`, counted from 0, and return the encoder's."""
         rate = self.rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * self._of_loss if group.get(OF_LOSS) else rate
+            group["lr"] = 0.0 if self._is_frozen(group, step) else rate * group.get(LR_FACTOR, 1.0)
         return rate
+
+    def drop_frozen_gradients(self, step: int) -> None:
+        """Leave parameters that are frozen at step `step`, and their moments, as they are: they have no gradient.
+
+        Gradients are still reduced, so that the units of FSDP never change, but they count in no norm.
+        """
+        for group in self.optimizer.param_groups:
+            if self._is_frozen(group, step):
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _is_frozen(self, group: Mapping[str, Any], step: int) -> bool:
+        until = group.get(FREEZE_UNTIL, 0.0)
+        return bool(step < num_steps(until, self.rate.total_steps))
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -17,16 +17,17 @@ _COMPARED_STEPS = 1000
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     """The number of steps of `optim.warmup`."""
-    return _num_steps(optim.warmup, optim.schedule_steps or total_steps)
+    return num_steps(optim.warmup, optim.schedule_steps or total_steps)
 
 
 def decay_steps(optim: OptimConfig, total_steps: int) -> int:
     """The number of steps of `optim.decay`: at least one, and at most those after warm-up."""
     total = optim.schedule_steps or total_steps
-    return max(1, min(_num_steps(optim.decay, total), total - warmup_steps(optim, total_steps)))
+    return max(1, min(num_steps(optim.decay, total), total - warmup_steps(optim, total_steps)))
 
 
-def _num_steps(length: float, total_steps: int) -> int:
+def num_steps(length: float, total_steps: int) -> int:
+    """A length in steps: below 1 a fraction of all steps, from 1 a number of steps."""
     return round(length if length >= 1 else length * total_steps)
 
 
@@ -86,7 +87,7 @@ def schedule_warnings(optim: OptimConfig, total_steps: int) -> list[str]:
             f"the warm-up takes {warmup:,} steps and the run has {format_count(total_steps, 'step')}: the model may "
             "learn little; write optim.warmup=0.05 for 5% of the steps"
         )
-    if optim.schedule is ScheduleKind.wsd and _num_steps(optim.decay, length) > length - warmup:
+    if optim.schedule is ScheduleKind.wsd and num_steps(optim.decay, length) > length - warmup:
         warnings.append(
             f"optim.decay={optim.decay:g} does not fit into the {format_count(max(0, length - warmup), 'step')} after "
             f"warm-up: the learning rate decays from the end of warm-up on"

@@ -20,6 +20,7 @@ from embedtrain.losses.types import LossOutput
 from embedtrain.planning.flops import NO_FLOPS, ModelFlops
 from embedtrain.training import timing
 from embedtrain.training.backward import Backward
+from embedtrain.training.groups import logged_rates
 from embedtrain.training.optimizer import Schedule, clip_grad_norm, step_if
 from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.state import EncoderWithLoss, TrainState
@@ -34,6 +35,7 @@ class StepReport:
     measures: dict[str, float]  # other metrics of the loss, such as `accuracy`
     grad_norm: float  # before clipping
     lr: float  # learning rate of the encoder
+    group_lrs: dict[str, float]  # `lr/GROUP` of groups with another one
     num_rows: int  # rows of the global batches
     real_tokens: int
     computed_tokens: int
@@ -68,6 +70,7 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     context.module.train()
     context.optimizer.zero_grad(set_to_none=True)
     output, finite = context.backward(*(batch.to(context.world.device) for batch in batches), measured=measured)
+    context.schedule.drop_frozen_gradients(context.state.step)
     with span(timing.NORM):
         grad_norm = clip_grad_norm(context.module.parameters(), context.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
@@ -95,6 +98,7 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
         measures=dict(zip(output.metrics, measures, strict=True)),
         grad_norm=norm,
         lr=lr,
+        group_lrs=logged_rates(context.optimizer),
         num_rows=num_rows,
         real_tokens=int(real),
         computed_tokens=int(computed),

@@ -22,6 +22,7 @@ from embedtrain.tracking.metrics import metrics_at
 from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.final_export import export_run, exported_step
+from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, measure_matmul_rate
@@ -89,6 +90,8 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     checkpointer, start = open_checkpoints(run, inputs)
     matmul_rate = measure_matmul_rate(recipe, world, run.console)
     parts = build_parts(run, inputs, start)
+    groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
+    run.note(f"parameter group {label}: {text}" for label, text in groups.items())
     checkpointer.require_disk_space(parts.module, inputs.total_steps)
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
     if start.checkpoint is not None and state.step:

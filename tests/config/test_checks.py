@@ -14,7 +14,7 @@ from embedtrain.config.evaluation import EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.losses import M3LossConfig
-from embedtrain.config.optim import DecayShape, ScheduleKind
+from embedtrain.config.optim import DecayShape, ParameterGroup, ScheduleKind
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -78,6 +78,13 @@ def option(name: str, value: object, **others: object) -> object:
 
 def case(pattern: str, **options: object) -> object:
     return pytest.param(setting(**options), pattern, id=pattern)
+
+
+def in_group(name: str, value: object, first: ParameterGroup | None = None, **others: object) -> object:
+    """A case in which an option of a parameter group is rejected."""
+    groups = [*([] if first is None else [first]), ParameterGroup(**({"match": "b"} | others | {name: value}))]
+    pattern = re.escape(f"optim.groups[{len(groups) - 1}].{name}={written(value)}: ")
+    return pytest.param(setting(optim__groups=groups), pattern, id=f"groups.{name}={value}-{len(others)}")
 
 
 DEV = [EvaluationSet(path="dev")]
@@ -212,6 +219,16 @@ CASES = [
     option("optim.min_lr_ratio", 0.1, optim__min_lr=1e-6),
     option("optim.min_lr_ratio", 0.1, optim__schedule=ScheduleKind.constant),
     option("optim.schedule_steps", 0),
+    option("optim.head_lr", 0.0),
+    option("optim.layer_decay", 1.5),
+    in_group("match", "(", lr=0.1),
+    in_group("match", "a"),
+    in_group("name", "x", lr=0.1, first=ParameterGroup(match="a", name="x", lr=0.1)),
+    in_group("lr", -0.1),
+    in_group("lr_scale", -0.1),
+    in_group("lr_scale", 0.1, lr=0.1),
+    in_group("weight_decay", -0.1),
+    in_group("freeze_until", NAN),
     option("optim.weight_decay", NAN),
     option("optim.max_grad_norm", 0.0),
     option("parallel.shard_size", 2),

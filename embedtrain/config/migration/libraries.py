@@ -83,7 +83,7 @@ SENTENCE_TRANSFORMERS = (
         "done at the end; [`embedtrain export`](export.md) exports any checkpoint",
         shown="`model.save_pretrained(dir)`",
     ),
-    Row("router_mapping learning_rate_mapping", "not available: one encoder has one learning rate, `optim.lr`"),
+    Row("router_mapping learning_rate_mapping", "`optim.groups=[{match: PATTERN, lr: 1e-4}]`, by names of parameters"),
 )
 
 FLAGEMBEDDING = (

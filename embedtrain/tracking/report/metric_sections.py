@@ -104,6 +104,11 @@ def metric_info(key: str) -> MetricInfo:
     info = METRICS.get(key)
     if info is not None:
         return info
+    if key.startswith("lr/"):
+        group = key.removeprefix("lr/")
+        return MetricInfo(
+            f"Learning rate of {group}", "of this parameter group", _TRAINING, NumberFormat.small, is_noisy=False
+        )
     if key.startswith(_SOURCE_LOSS):
         return MetricInfo(
             f"Loss of {key.removeprefix(_SOURCE_LOSS)}", "mean over this source's rows", Group.training, unit="loss"

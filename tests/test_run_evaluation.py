@@ -121,11 +121,21 @@ def test_the_best_by_the_mean_of_several_sets(ranks, run_inputs, tmp_path):
 
 
 def test_a_model_with_matryoshka_dims_is_evaluated_and_exported_at_them(ranks, run_inputs, tmp_path):
-    """At those of its loss by default, and in another run at none."""
+    """At those of its loss by default, and in another run at none; the run also measures compressed vectors."""
+    form = "evaluation.vectors=[{dims: 8, documents: binary, rescore: {times: 2}}]"
     common = ("train.steps=1", "loss.matryoshka_dims=[12,4]", "checkpoint.best_metric=dev@4/ndcg@10")
-    ranks(2, run, *options(run_inputs, tmp_path / "run", *common, "export.truncate_dim=4", "export.check=true"))
+    export = ("export.truncate_dim=4", "export.check=true")
+    output, _ = ranks(2, run, *options(run_inputs, tmp_path / "run", *common, form, *export))
     rows = {row["set"]: row for row in metric_rows(tmp_path / "run") if "set" in row}
-    assert list(rows) == ["dev", "dev@12", "dev@4"]
+    assert list(rows) == ["dev", "dev@12", "dev@4", "dev@8-binary-x2"]
+    assert rows["dev@8-binary-x2"]["dataset"]["vectors"] == {
+        "label": "8-binary-x2", "bytes": 1, "rescore_bytes": 32,
+    }  # fmt: skip
+    value = f"{rows['dev@8-binary-x2']['ndcg@10']:.4f}"
+    assert re.search(rf"dev +8-binary-x2 +1 +128x +32 +{value}", output)
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"| dev | 8-binary-x2 | 1 | 128x | 32 | ndcg@10 {value} |" in card
+    assert f"8-binary-x2: 1 bytes, {value}" in (tmp_path / "run" / "report.html").read_text()
     assert rows["dev@4"]["dataset"]["dimension"] == 4
     texts = ["alpha beta", "gamma"]
     model = SentenceTransformer(str(tmp_path / "run" / "model"))

@@ -1,9 +1,9 @@
 """Writes tables of options into docs/reference/ and docs/from-*.md: `python docs/hooks/reference.py`.
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
-of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `RerankerConfig`, `losses` or `commands`. The
-meaning of an option is its comment in the source, read with tokenize. For `migration_LIBRARY` it is a table of
-`config/migration/`.
+of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `RerankerConfig`,
+`losses` or `commands`. The meaning of an option is its comment in the source, read with tokenize. For
+`migration_LIBRARY` it is a table of `config/migration/`.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import embedtrain
 from embedtrain.config import migration
+from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.conversions import Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
@@ -73,6 +74,7 @@ def section(name: str) -> str:
                 "Recipe": (Recipe, ""),
                 "TrainSource": (TrainSource, "data.train."),
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
+                "VectorFormat": (VectorFormat, "evaluation.vectors."),
                 "RerankerConfig": (RerankerConfig, "reranker."),
             }[name]
             return tree(kind, "", anchor)

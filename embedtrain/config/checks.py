@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from embedtrain.config.code import is_code_path
+from embedtrain.config.compressed import check_evaluated_vectors
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.late_interaction import NO_PROJECTION
@@ -209,22 +210,13 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
         check.require(evaluation.every > 0, "patience", "counts evaluations during training; set evaluation.every")
     check.require(evaluation.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
-    check_truncate_dims(evaluation.truncate_dims, "evaluation.truncate_dims")
+    check_evaluated_vectors(recipe)
     check_sets(evaluation.sets, "evaluation.sets")
     check.require(
         evaluation.function is None or is_code_path(evaluation.function),
         "function",
         "must be module:function, such as my_metrics:measure",
     )
-
-
-def check_truncate_dims(dims: Sequence[int] | None, option: str) -> None:
-    """Raise a ConfigError for dimensions that no vector can be truncated to."""
-    if dims is not None and (min(dims, default=1) < 1 or len(set(dims)) < len(dims)):
-        raise ConfigError(
-            f"{option}={written(dims)}: must be different numbers of dimensions above 0, such as [256,64], or [] for "
-            "none"
-        )
 
 
 def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:

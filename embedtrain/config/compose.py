@@ -29,7 +29,7 @@ from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import require_named_code
 from embedtrain.config.command_line import parse_command_line
-from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.compressed import parse_evaluation
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.limits import (
     check_num_jobs,
@@ -47,7 +47,6 @@ from embedtrain.config.parsing import (
     escape_interpolations,
     explain_composition,
     explain_hydra_error,
-    parse_items,
     parse_losses,
     parse_sources,
 )
@@ -121,7 +120,7 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
 def to_recipe(config: DictConfig) -> Recipe:
     """A composed configuration as a Recipe, with dataclasses in its lists of sources, sets and losses as well."""
     recipe = _to_dataclass(config, Recipe)
-    recipe.evaluation.sets = parse_items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
+    parse_evaluation(recipe.evaluation)
     if isinstance(recipe.loss, CombinedConfig):
         recipe.loss.losses = parse_losses(recipe.loss.losses, "loss.losses")
     recipe.data.train = parse_sources(recipe.data.train, "data.train", recipe.loss)

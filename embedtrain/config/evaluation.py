@@ -98,6 +98,9 @@ class EvaluationConfig:
     metrics: list[str] | None = None
     # Also measure the first so many dimensions of the vectors, as SET@256. Default: those of loss.matryoshka_dims.
     truncate_dims: list[int] | None = None
+    # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
+    vectors: list[Any] = field(default_factory=list)
+    calibration: int = 10000  # documents of a set whose vectors give the ranges of int8 and uint8
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import LossConfig
@@ -29,6 +30,8 @@ _ITEMS: dict[str, type] = {
     "data": TrainSource,
     "evaluation.sets": EvaluationSet,
     "sets": EvaluationSet,
+    "evaluation.vectors": VectorFormat,
+    "vectors": VectorFormat,
     "reranker": RerankerConfig,
 }
 

@@ -137,11 +137,13 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 def type_of(option: Option) -> str:
     """The type in the terms of YAML; for an enum its values."""
-    text = option.annotation
+    names = {"None": "null", "str": "text", "bool": "true | false", "int": "integer", "float": "number", "Any": "any"}
+    pattern = r"\b(None|str|bool|int|float|Any)\b"
+    # Before the values of an enum, which may have the name of a type.
+    text = re.sub(pattern, lambda match: names[match[1]], option.annotation)
     for kind in option.classes:
         if issubclass(kind, Enum):
             text = text.replace(kind.__name__, " | ".join(str(member.value) for member in kind))
         elif dataclasses.is_dataclass(kind):
             text = text.replace(kind.__name__, "options")
-    names = {"None": "null", "str": "text", "bool": "true | false", "int": "integer", "float": "number", "Any": "any"}
-    return re.sub(r"\b(None|str|bool|int|float|Any)\b", lambda match: names[match[1]], text)
+    return text

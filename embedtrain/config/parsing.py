@@ -60,7 +60,7 @@ def parse_items(value: Any, kind: type[Item], option: str) -> list[Item]:
             raise ConfigError(f"{option}[{index}]={element!r} is neither a path nor a mapping with `path`")
         if "path" not in mapping:
             raise ConfigError(f"{option}[{index}] has no `path`")
-        items.append(_merge(kind, mapping, f"{option}[{index}]"))
+        items.append(merge_options(kind, mapping, f"{option}[{index}]"))
     return items
 
 
@@ -80,7 +80,7 @@ def parse_losses(elements: list[Any], option: str) -> list[LossConfig]:
         if not isinstance(element, dict) or "name" not in element:
             raise ConfigError(f"{option}[{index}]={element!r} is not a mapping with the `name` of a loss")
         kind = LOSSES[check_loss_name(element["name"], f"{option}[{index}].name")]
-        losses.append(_merge(kind, element, f"{option}[{index}]"))
+        losses.append(merge_options(kind, element, f"{option}[{index}]"))
     return losses
 
 
@@ -90,13 +90,13 @@ def _parse_source_loss(value: Any, loss: LossConfig, option: str) -> LossConfig:
     if not isinstance(options, dict):
         raise ConfigError(f"{option}={value!r} is neither the name of a loss nor a mapping of its options")
     name = check_loss_name(options.get("name", loss.name), f"{option}.name")
-    merged: LossConfig = _merge(loss if name == loss.name else LOSSES[name](), options, option)
+    merged: LossConfig = merge_options(loss if name == loss.name else LOSSES[name](), options, option)
     if isinstance(merged, CombinedConfig) and "losses" in options:
         merged.losses = parse_losses(options["losses"], f"{option}.losses")
     return merged
 
 
-def _merge(base: Any, options: Mapping[str, Any], option: str) -> Any:
+def merge_options(base: Any, options: Mapping[str, Any], option: str) -> Any:
     """An instance of the dataclass `base`, or a copy of its instance `base`, with `options` set and types checked."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(base), escape_interpolations(options))

@@ -13,6 +13,7 @@ from embedtrain.loading.command_model import command_model_config
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
+    from embedtrain.evaluation.compressed import CompressedVectors
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.score import PairScorer
@@ -83,7 +84,7 @@ def main(options: EvaluateOptions) -> Metrics:
             if options.vectors_dir:
                 vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity)
 
-        models = Models(encoder, scorer, vector_cache, inputs.function)
+        models = Models(encoder, scorer, vector_cache, inputs.function, _compressed(options, model))
         metrics: Metrics = {}
         of_queries: dict[str, QueryMetrics] = {}  # of sets that a reranker orders
         task_results = TaskResults()
@@ -138,14 +139,27 @@ def _open_metrics(output_dir: Path) -> "MetricsFile":
 
 
 def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
+    from embedtrain.config.compressed import check_kind_of_vectors, dims_of
     from embedtrain.loading.encoder_model import load_encoder_model
 
     with console.phase("loading the model"):
         model = load_encoder_model(command_model_config(options), options.precision, world)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
+    if options.vectors:
+        check_kind_of_vectors(model.source.kind, "vectors")
+        model.source.require_dimensions(dims_of(options.vectors), "vectors", truncated=True)
     for note in model.notes:
         console.note(note)
     return model
+
+
+def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":
+    """The forms of vectors to measure, with the ranges in the model's directory if it has any."""
+    from embedtrain.evaluation.compressed import CompressedVectors
+    from embedtrain.inference.quantisation_file import read_ranges
+
+    ranges = read_ranges(model.source.directory) if model is not None and options.vectors else {}
+    return CompressedVectors(options.vectors, options.calibration, ranges)
 
 
 def _load_scorer(

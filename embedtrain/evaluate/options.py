@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.checks import check_sets, check_truncate_dims
+from embedtrain.config.checks import check_sets
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compose import compose_command
+from embedtrain.config.compressed import check_truncate_dims, parse_vectors
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.parsing import parse_items
@@ -17,7 +18,7 @@ BM25, MODEL = "bm25", "model"  # of `first_stage`
 # Options of the bi-encoder, without effect if there is only a reranker.
 OF_MODELS = (
     "adapter", "pooling", "normalize", "max_length", "query_prompt", "document_prompt", "revision", "truncate_dims",
-    "vectors_dir", "function",
+    "vectors", "vectors_dir", "function",
 )  # fmt: skip
 
 HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
@@ -31,8 +32,8 @@ PATH: a BEIR folder, a table (scored or labelled pairs, ...), the id of a Hub
 data set, or a mapping: sets='[{{path: DIR, kind: reranking, metrics: [map]}}]'.
 TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
 
-{{options: model! sets mteb reranker subset metrics truncate_dims query_prompt
-  max_length precision output_dir save_runs vectors_dir}}
+{{options: model! sets mteb reranker subset metrics truncate_dims vectors
+  query_prompt max_length precision output_dir save_runs vectors_dir}}
 
 {LAUNCH_HELP}
 
@@ -60,6 +61,9 @@ class EvaluateOptions:
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = None
     truncate_dims: list[int] = field(default_factory=list)  # also measure the first so many dimensions, as SET@256
+    # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
+    vectors: list[Any] = field(default_factory=list)
+    calibration: int = 10000  # documents of a set whose vectors give the ranges of int8 and uint8
     output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
@@ -90,6 +94,7 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check.require(options.function is None or is_code_path(options.function), "function", "must be module:function")
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")
+    check.at_least(1, "calibration")
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "chunk_tokens")
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
@@ -136,5 +141,6 @@ def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
     """The options, checked."""
     options = compose_command("evaluate", EvaluateOptions, arguments, HELP)
     options.sets = parse_items(options.sets, EvaluationSet, "sets")
+    options.vectors = parse_vectors(options.vectors, "vectors")
     options.reranker = parse_reranker(options.reranker, "reranker")
     return check_evaluate(options)

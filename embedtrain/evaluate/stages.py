@@ -15,6 +15,7 @@ from typing import Any
 
 from embedtrain.distributed.world import World
 from embedtrain.evaluate.options import BM25, MODEL, EvaluateOptions, first_stages
+from embedtrain.evaluation.compressed import CompressedVectors
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import has_scores, limit_candidates, with_bm25_candidates, with_rankings
 from embedtrain.evaluation.function import EvaluationFunction
@@ -35,6 +36,7 @@ class Models:
     scorer: PairScorer | SentenceEncoder | None  # of the reranker, a late-interaction model encodes texts
     vector_cache: VectorCache | None = None  # of the encoder
     function: EvaluationFunction | None = None  # measures the encoder after the sets
+    compressed: CompressedVectors | None = None  # forms of the encoder's vectors to measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, 
             sets,
             models.encoder,
             truncate_dims=options.truncate_dims,
+            compressed=models.compressed,
             vector_cache=models.vector_cache,
             function=models.function,
             keep_rankings=depth if MODEL in stage_names else 0,

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import EvaluationInterrupted
+from embedtrain.evaluation.compressed import CompressedVectors, Row, has_row, vector_size
 from embedtrain.evaluation.function import EvaluationFunction, call_function, function_name
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.set_kinds import dataset_info, metric_names_of_set, name_at, shared_metrics
@@ -43,7 +45,7 @@ from embedtrain.formatting import format_duration
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.tracking.metrics import DatasetInfo
+from embedtrain.tracking.metrics import DatasetInfo, VectorSize
 from embedtrain.tracking.query_metrics import QueryMetrics
 
 # Called with the name of a set, its metrics, and what was measured.
@@ -63,6 +65,7 @@ class Evaluator:
             None measures the order in which the candidates of reranking sets are.
         truncate_dims: the sets are also measured with the first so many dimensions of the vectors, which are encoded
             once; the name of a set is then followed by `@` and the number.
+        compressed: forms of the vectors with which retrieval sets are also measured, without encoding again.
         run_depth: documents per query in run files; does not affect metrics. None: as many as the metrics need, at
             least 1000.
         vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.
@@ -78,6 +81,7 @@ class Evaluator:
         world: World,
         *,
         truncate_dims: Sequence[int] = (),
+        compressed: CompressedVectors | None = None,
         run_depth: int | None = None,
         index: IndexConfig | None = None,
         vector_cache: VectorCache | None = None,
@@ -91,11 +95,13 @@ class Evaluator:
         self.rankings: dict[str, dict[str, list[int]]] = {}
         self.seconds: dict[str, float] = {}  # that each set took in the last evaluation
         views = tuple(encoder.comparison.views) if isinstance(encoder, SentenceEncoder) else ()
-        self.rows: tuple[int | str, ...] = (*truncate_dims, *views)  # of each set, besides the set itself
-        self.datasets = _datasets(self.sets, self.rows, self.mean)  # by set, with `mean` if it is reported
+        self.compressed = compressed or CompressedVectors()
+        # Of each set, besides the set itself.
+        self.rows: tuple[Row, ...] = (*truncate_dims, *views, *self.compressed.besides(truncate_dims))
+        self.encoder = encoder
+        self.datasets = self._datasets()  # by set, with `mean` if it is reported
         if function is not None:
             self.datasets[function_name(function)] = DatasetInfo("function", {}, subset=False)
-        self.encoder = encoder
         self.world = world
         self.run_depth = run_depth
         self.index = index or IndexConfig()
@@ -136,7 +142,7 @@ class Evaluator:
             encoded = EncodedSet()
             measured: dict[str, dict[str, float]] = {}
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
-                for dimension in (None, *self.rows):
+                for dimension in (row for row in (None, *self.rows) if has_row(loaded, row)):
                     row = _named_at(loaded, dimension)
                     measured[row.data.name] = self._measure(row, dimension, encoded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
@@ -145,9 +151,11 @@ class Evaluator:
             results |= measured
             for row_name, metrics in measured.items():
                 self._report_result(row_name, metrics, on_result)
-        shared = shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets}, self.mean)
-        for dimension in (None, *self.rows) if shared else ():
-            of_sets = [results[name_at(loaded.data.name, dimension)] for loaded in self.sets]
+        for dimension in (None, *self.rows):
+            measured_sets, shared = self._means_at(dimension)
+            if not shared:
+                continue
+            of_sets = [results[name_at(loaded.data.name, dimension)] for loaded in measured_sets]
             mean = name_at(self.mean, dimension)
             results[mean] = {}
             for metric in shared:
@@ -170,6 +178,32 @@ class Evaluator:
             unit, counts["pairs"] = "pairs", sum(map(len, (data.candidates or {}).values()))
         return f"{format_duration(seconds)} ({counts[unit] / max(seconds, 1e-9):,.0f} {unit}/s)"
 
+    def _means_at(self, row: Row) -> tuple[list[LoadedSet], tuple[str, ...]]:
+        """The sets that are measured in this form, and the metrics whose means over them are reported."""
+        sets = [loaded for loaded in self.sets if has_row(loaded, row)]
+        return sets, shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in sets}, self.mean)
+
+    def _datasets(self) -> dict[str, DatasetInfo]:
+        infos: dict[str, DatasetInfo] = {}
+        for row in (None, *self.rows):
+            sets, shared = self._means_at(row)
+            by_set = {loaded.data.name: dataset_info(loaded) for loaded in sets}
+            of_mean = [by_set[loaded.data.name] for loaded in sets if set(shared) & set(metric_names_of_set(loaded))]
+            by_set |= {self.mean: DatasetInfo.of_mean(of_mean)} if of_mean else {}
+            size = self._vector_size(row)
+            dimension = row.dims if isinstance(row, VectorFormat) else row if isinstance(row, int) else None
+            infos |= {
+                name_at(name, row): replace(info, dimension=dimension, vectors=size) for name, info in by_set.items()
+            }
+        return infos
+
+    def _vector_size(self, row: Row) -> VectorSize | None:
+        """What a document takes, if several forms of vectors are compared."""
+        if not self.compressed.formats or not isinstance(self.encoder, SentenceEncoder):
+            return None
+        dimension = int(self.encoder.encoder.dimension)  # type: ignore[arg-type]  # of every encoder of vectors
+        return vector_size(row, min(dimension, self.encoder.truncate_dim or dimension))
+
     def _report_result(self, name: str, metrics: Mapping[str, float], on_result: ResultCallback | None) -> None:
         if on_result is not None:
             with self.world.fail_together(f"writing the metrics of {name}"):
@@ -183,7 +217,7 @@ class Evaluator:
     def _measure(
         self,
         loaded: LoadedSet,
-        dimension: int | str | None,
+        dimension: Row,
         encoded: EncodedSet,
         save_runs: Path | None,
         on_queries: QueryCallback | None,
@@ -202,6 +236,7 @@ class Evaluator:
                 index=self.index,
                 vector_cache=self.vector_cache,
                 dimension=dimension,
+                compressed=self.compressed,
                 encoded=encoded,
                 keep_ranking=self.keep_rankings if dimension is None else 0,
                 **common,
@@ -245,18 +280,6 @@ def _measure_scores(context: ScorerContext) -> dict[str, float]:
             raise AssertionError(f"{data.name} has no pairs to score")
 
 
-def _named_at(loaded: LoadedSet, dimension: int | str | None) -> LoadedSet:
+def _named_at(loaded: LoadedSet, dimension: Row) -> LoadedSet:
     """The set with the name that its row has, which is also that of its files."""
     return replace(loaded, data=replace(loaded.data, name=name_at(loaded.data.name, dimension)))
-
-
-def _datasets(sets: Sequence[LoadedSet], rows: Sequence[int | str], mean: str) -> dict[str, DatasetInfo]:
-    infos = {loaded.data.name: dataset_info(loaded) for loaded in sets}
-    shared = set(shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in sets}, mean))
-    of_mean = [infos[loaded.data.name] for loaded in sets if shared & set(metric_names_of_set(loaded))]
-    infos |= {mean: DatasetInfo.of_mean(of_mean)} if of_mean else {}
-    return {
-        name_at(name, dimension): replace(info, dimension=dimension if isinstance(dimension, int) else None)
-        for name, info in infos.items()
-        for dimension in (None, *rows)
-    }

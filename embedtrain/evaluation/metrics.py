@@ -10,6 +10,7 @@ import pytrec_eval
 from numpy.typing import NDArray
 from scipy import stats
 
+from embedtrain.config.compressed import is_label
 from embedtrain.config.m3 import HybridWeights
 from embedtrain.errors import ConfigError
 
@@ -132,10 +133,10 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
 
 
 def set_of_metric(best: str) -> str:
-    """The set of `checkpoint.best_metric`, without the dimension or representation: `dev` of `dev@256/ndcg@10`."""
+    """The set of `checkpoint.best_metric`, without the form of its vectors: `dev` of `dev@256/ndcg@10`."""
     name = best.rpartition("/")[0]
     base, _, dimension = name.rpartition("@")
-    return base if base and (dimension.isdigit() or dimension in HybridWeights._fields) else name
+    return base if base and (is_label(dimension) or dimension in HybridWeights._fields) else name
 
 
 def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:

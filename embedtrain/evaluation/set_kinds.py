@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import SetKind
 from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
+from embedtrain.evaluation.compressed import Row, has_row
 from embedtrain.evaluation.metrics import MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
 from embedtrain.evaluation.tasks.labels import CLUSTERING_METRICS, classification_metrics
 from embedtrain.evaluation.tasks.pairs import BITEXT_METRICS, PAIR_CLASSIFICATION_METRICS, STS_METRICS
@@ -80,20 +82,24 @@ def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
     return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
 
 
-def metric_names(sets: Sequence[LoadedSet], truncate_dims: Sequence[int | str] = ()) -> dict[str, tuple[str, ...]]:
+def metric_names(sets: Sequence[LoadedSet], rows: Sequence[Row] = ()) -> dict[str, tuple[str, ...]]:
     """The metrics of an evaluation by the name of the set; `mean` has those that several sets have.
 
-    With `truncate_dims` also those of truncated vectors, such as `SET@256`.
+    `rows` are also measured, such as `SET@256` with truncated vectors.
     """
-    by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
-    shared = shared_metrics(by_set, MEAN)
-    names = by_set | {MEAN: shared} if shared else by_set
-    return {name_at(name, dimension): of_set for name, of_set in names.items() for dimension in (None, *truncate_dims)}
+    names: dict[str, tuple[str, ...]] = {}
+    for row in (None, *rows):
+        measured = [loaded for loaded in sets if has_row(loaded, row)]
+        by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in measured}
+        shared = shared_metrics(by_set, MEAN)
+        by_set |= {MEAN: shared} if shared else {}
+        names |= {name_at(name, row): of_set for name, of_set in by_set.items()}
+    return names
 
 
-def name_at(name: str, dimension: int | str | None) -> str:
-    """The name of a set whose vectors have so many dimensions, or that is measured by a view of the comparison."""
-    return name if dimension is None else f"{name}@{dimension}"
+def name_at(name: str, row: Row) -> str:
+    """The name of a row of a set."""
+    return name if row is None else f"{name}@{row.label if isinstance(row, VectorFormat) else row}"
 
 
 def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:

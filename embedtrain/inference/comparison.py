@@ -20,12 +20,18 @@ class Tile(Protocol):
     def __len__(self) -> int: ...
 
     def scores(self, queries: Part) -> Tensor:
-        """Approximate scores, float32 [T, t]; `rounding_error` bounds their error."""
+        """Approximate scores, float32 [T, t], whose error `rounding_error` bounds; of an exact store, int32."""
         ...
 
 
 class DocumentStore(ABC):
-    """The documents of a rank, numbered from 0 in the order in which they were added."""
+    """The documents of a rank, numbered from 0 in the order in which they were added.
+
+    Attributes:
+        is_exact: whether all scores are integers, int32, and those of tiles are exact.
+    """
+
+    is_exact: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -50,6 +56,11 @@ class DocumentStore(ABC):
     @abstractmethod
     def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
         """Scores of pairs (query, document), int64 [P] each: float32 [P], a function of the two texts alone."""
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """The type of exact scores."""
+        return torch.int32 if self.is_exact else torch.float32
 
     @abstractmethod
     def rounding_error(self, queries: Part) -> Tensor:

@@ -62,16 +62,20 @@ def sum_of_halves(terms: Tensor) -> Tensor:
 
 
 def pack_keys(scores: Tensor, priorities: Tensor) -> Tensor:
-    """Combine float32 scores and tie priorities into integers of the same order, so that one topk resolves ties."""
+    """Combine float32 or int32 scores and tie priorities into integers of the same order: one topk resolves ties."""
+    if scores.dtype == torch.int32:
+        return (scores.long() << 32) + priorities
     # Adding 0 turns -0.0 into 0.0. The bits of negative floats sort in reverse.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (ordered << 32) + priorities
 
 
-def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores and the priorities of keys."""
+def unpack_keys(keys: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The scores, of the type that was packed, and the priorities of keys."""
     ordered = (keys >> 32).int()
+    if dtype == torch.int32:
+        return ordered, keys & 0xFFFFFFFF
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), keys & 0xFFFFFFFF
 

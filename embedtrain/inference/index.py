@@ -10,7 +10,7 @@ document beyond the candidates could still belong to the top K, all documents th
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,7 @@ _EXTRA_CANDIDATES = 32
 class Ranking:
     """The best documents of each query, best first, on the CPU; K' = min(K, N)."""
 
-    scores: Tensor  # float32 [Q, K']
+    scores: Tensor  # float32 [Q, K']; int32 if the scores of the comparison are integers
     documents: Tensor  # int64 [Q, K'], document numbers
 
 
@@ -71,13 +71,12 @@ class ShardedIndex:
         self.comparison = comparison or Cosine()
         self.config = config or IndexConfig()
         self.num_documents = len(priorities)
-        self._priorities = priorities
+        self.priorities = priorities
         self._document_of_priority = torch.empty_like(priorities)
         self._document_of_priority[priorities] = torch.arange(len(priorities))
         self._documents = self.comparison.store(self.config, world.device, -(-len(priorities) // world.size))
         self._rows: list[Tensor] = []
-        # Priorities of this rank's documents, int64 [n] on the device, once they are searched.
-        self._local_priorities: Tensor | None = None
+        self._local_priorities: Tensor | None = None  # set by the first search
 
     def add(self, shard: EncodedShard) -> None:
         """Add documents of this rank; `shard.rows` are their numbers. Each document is added on one rank, once."""
@@ -87,11 +86,20 @@ class ShardedIndex:
 
     def truncated(self, dimension: int) -> "ShardedIndex":
         """An index of the first dimensions of the same vectors, normalised again."""
-        index = ShardedIndex(self._priorities, self.world, self.config, self.comparison)
+        return self.converted(self.comparison, lambda vectors: self.comparison.prepare(vectors, dimension))
+
+    def converted(self, comparison: Comparison, transform: Callable[[Tensor], Tensor]) -> "ShardedIndex":
+        """An index of the same documents with transformed vectors, which it compares by `comparison`."""
+        index = ShardedIndex(self.priorities, self.world, self.config, comparison)
+        for shard in self.shards():
+            index.add(EncodedShard(transform(shard.vectors), shard.rows, shard.sizes))
+        return index
+
+    def shards(self) -> Iterator[EncodedShard]:
+        """This rank's documents, a block at a time, as float32 on the device."""
         rows = self._document_numbers()
         for numbers, part in self._documents.parts():
-            index.add(EncodedShard(self.comparison.prepare(part.values, dimension), rows[numbers], part.sizes))
-        return index
+            yield EncodedShard(part.values, rows[numbers], part.sizes)
 
     def viewed(self, name: str) -> "ShardedIndex":
         """An index of the same documents that are compared by one of the views of the comparison."""
@@ -137,21 +145,23 @@ class ShardedIndex:
         for start in range(0, len(queries), QUERIES_PER_SCAN):
             scan = queries.slice(start, min(start + QUERIES_PER_SCAN, len(queries)))
             keys.append(gather_rows(self._local_results(scan, k), self._query_counts(len(scan))).cpu())
-        scores, priorities = unpack_keys(torch.cat(keys))
+        scores, priorities = unpack_keys(torch.cat(keys), self._documents.score_dtype)
         return Ranking(scores, self._document_of_priority[priorities])
 
     @torch.no_grad()
     def scores_of(self, queries: Part | Tensor, documents: Tensor) -> Tensor:
-        """Scores of `documents`, float32 [Q, M] on the CPU, bit-identical to those of `search`. A collective.
+        """Scores of `documents`, [Q, M] on the CPU, bit-identical to those of `search`. A collective.
 
         `queries` are those of `search`; `documents`, int64 [Q, M] numbers on the CPU, are the same on every rank, and
-        the score of -1 is minus infinity.
+        the score of -1 is minus infinity, or the smallest integer.
         """
         rows, numbers = self._document_numbers().sort()
         at = torch.searchsorted(rows, documents.flatten()).clamp(max=max(0, len(rows) - 1))
         is_local = rows[at] == documents.flatten() if len(rows) else torch.empty(0, dtype=torch.bool)
         local = is_local.nonzero().flatten()
-        scores = torch.full((documents.numel(),), -torch.inf, device=self.world.device)
+        dtype = self._documents.score_dtype
+        lowest = torch.iinfo(dtype).min if self._documents.is_exact else -torch.inf
+        scores = torch.full((documents.numel(),), lowest, dtype=dtype, device=self.world.device)
         if len(local):
             device, query_rows = self.world.device, local // documents.shape[1]
             local_scores = self._documents.exact_scores(
@@ -185,6 +195,8 @@ class ShardedIndex:
         results = torch.full((len(queries), k), NO_DOCUMENT, dtype=torch.int64, device=device)
         if not num:
             return results
+        if self._documents.is_exact:
+            return self._search_exact(queries, k, results)
         num_results, start = min(k, num), 0
         for batch, approximate, candidates in self._candidates(
             list(_query_batches(queries)), min(k + _EXTRA_CANDIDATES, num)
@@ -201,6 +213,18 @@ class ShardedIndex:
                     keys[unsure] = self._rescan(rescanned, num_results, (last - error)[unsure])
             results[start : start + len(batch), :num_results] = keys
             start += len(batch)
+        return results
+
+    def _search_exact(self, queries: Part, k: int, results: Tensor) -> Tensor:
+        """`_search_shard` for scores that are exact at once; ties are many, and all of them are compared."""
+        priorities = self._device_priorities()
+        for start, tile in self._documents.tiles():
+            first = 0
+            for batch in _query_batches(queries):
+                keys = pack_keys(tile.scores(batch), priorities[start : start + len(tile)])
+                end = first + len(batch)
+                results[first:end] = top_keys(torch.cat([results[first:end], keys], dim=1), k)
+                first = end
         return results
 
     def _candidates(self, queries: Sequence[Part], count: int) -> list[tuple[Part, Tensor, Tensor]]:
@@ -232,10 +256,14 @@ class ShardedIndex:
 
     def _keys(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
         """Keys of pairs (row of `queries`, row of this shard), [P]."""
-        if self._local_priorities is None:
-            self._local_priorities = self._priorities[self._document_numbers()].to(self.world.device)
         scores = self._documents.exact_scores(queries, rows, documents)
-        return pack_keys(scores, self._local_priorities[documents])
+        return pack_keys(scores, self._device_priorities()[documents])
+
+    def _device_priorities(self) -> Tensor:
+        """Priorities of this rank's documents, int64 [n] on the device."""
+        if self._local_priorities is None:
+            self._local_priorities = self.priorities[self._document_numbers()].to(self.world.device)
+        return self._local_priorities
 
     def _document_numbers(self) -> Tensor:
         """The numbers of this rank's documents, int64 [n] on the CPU."""

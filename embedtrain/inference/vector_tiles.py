@@ -1,6 +1,6 @@
 """The document vectors of a rank, in tiles, on the device or on the host."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,12 +19,22 @@ _DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16}
 class VectorTiles:
     """Vectors that are added block by block and read tile by tile on `device`, in the order in which they were added.
 
-    `place=auto` decides by `expected`, the final number of vectors.
+    `place=auto` decides by `expected`, the final number of vectors. They are kept as `dtype`, by default that of
+    `config`, and read as what `decode` returns of [m, D] on the device.
     """
 
-    def __init__(self, config: IndexConfig, device: torch.device, expected: int) -> None:
+    def __init__(
+        self,
+        config: IndexConfig,
+        device: torch.device,
+        expected: int,
+        *,
+        dtype: torch.dtype | None = None,
+        decode: Callable[[Tensor], Tensor] = Tensor.float,
+    ) -> None:
         self._config, self._device, self._expected = config, device, expected
-        self._dtype = dtype_of(config)
+        self._dtype = dtype or dtype_of(config)
+        self._decode = decode
         self._tiles: list[Tensor] = []
         self._pending: list[Tensor] = []
         self._on_host: bool | None = None
@@ -54,7 +64,7 @@ class VectorTiles:
         self._seal()
         start = 0
         for tile in self._tiles:
-            yield start, tile.to(self._device, non_blocking=True).float()
+            yield start, self._decode(tile.to(self._device, non_blocking=True))
             start += len(tile)
 
     def pick(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,7 +78,7 @@ class VectorTiles:
         for tile, edge, start, stop in zip(self._tiles, edges.tolist(), cuts, cuts[1:], strict=False):
             for positions in torch.split(order[start:stop], batch_size) if stop > start else ():
                 tile_rows = (rows[positions] - edge).to(tile.device)
-                yield positions, tile[tile_rows].to(self._device).float()
+                yield positions, self._decode(tile[tile_rows].to(self._device))
 
     def _seal(self) -> None:
         """Cut pending vectors into whole tiles; a smaller last tile is reopened when more vectors are added."""

@@ -28,6 +28,7 @@ from embedtrain.tracking.step_line import (
     step_metrics,
     styled_line,
 )
+from embedtrain.tracking.vector_table import VectorTable, vector_rows, without_forms
 
 LONG_PHASE = 1.0  # seconds; the end of a shorter phase gets no line
 PROGRESS_INTERVAL = 10.0  # seconds between a log's lines about progress
@@ -172,7 +173,7 @@ class Console:
         if self._previous_step is not None and any(name in self._previous for name in results):
             title += f" (changes since step {self._previous_step})"
         lines: list[RenderableType] = [Text(printable(title), style="bold")]
-        for table in EvaluationTable.of(results, self._previous, datasets or {}):
+        for table in EvaluationTable.of(without_forms(results, datasets or {}), self._previous, datasets or {}):
             if self._is_live:
                 grid, omitted = table.for_terminal(self._rich.width - 1)
                 lines.append(grid)
@@ -180,6 +181,10 @@ class Console:
                     lines.append(Text(printable(f"also in metrics.jsonl: {', '.join(omitted)}"), style="dim"))
             else:
                 lines += [Text(f"  {line}") for line in table.plain_lines()]
+        if rows := vector_rows(results, datasets or {}):
+            forms = VectorTable(rows)
+            lines.append(Text("vectors, by the bytes of a document:", style="dim" if self._is_live else ""))
+            lines += [forms.for_terminal()] if self._is_live else [Text(f"  {line}") for line in forms.plain_lines()]
         if footer:
             lines.append(Text(printable(f"  {footer}"), style="dim"))
         for line in lines:

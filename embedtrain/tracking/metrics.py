@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ METRICS_FILE = "metrics.jsonl"
 DATASET = "dataset"  # key of an evaluation's row
 _DIMENSION = "dimension"
 _FIRST_STAGE = "first_stage"
+_VECTORS = "vectors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,23 @@ class FirstStage:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorSize:
+    """The form of the vectors of a row, and what a document takes in it."""
+
+    label: str  # as in the name of the row; the number of dimensions for whole float vectors
+    bytes: int  # that every search reads
+    rescore_bytes: int  # of the copy with which the best documents are scored again; 0: none
+
+    @classmethod
+    def of_row(cls, values: Any) -> "VectorSize | None":
+        """From the object of a row; None if it is not valid."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("label"), str):
+            return None
+        size, rescore_size = values.get("bytes"), values.get("rescore_bytes")
+        return cls(values["label"], size, rescore_size) if is_count(size) and size and is_count(rescore_size) else None
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetInfo:
     """The object `dataset` in the row of a set: `{"kind": "retrieval", "queries": 300, ..., "subset": false}`."""
 
@@ -47,13 +65,15 @@ class DatasetInfo:
     subset: bool  # whether a part of the set was measured, so that its metrics are not those of the whole set
     dimension: int | None = None  # of truncated vectors
     first_stage: FirstStage | None = None  # of a set that a reranker orders during training
+    vectors: VectorSize | None = None  # if several forms of vectors are compared
 
     def as_row(self) -> dict[str, Any]:
         """The object in the row."""
         dimension = {} if self.dimension is None else {_DIMENSION: self.dimension}
         first = self.first_stage
         before = {} if first is None else {_FIRST_STAGE: {"name": first.name, first.metric: first.value}}
-        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension, **before}
+        vectors = {} if self.vectors is None else {_VECTORS: asdict(self.vectors)}
+        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension, **before, **vectors}
 
     @property
     def label(self) -> str:
@@ -81,7 +101,8 @@ class DatasetInfo:
         dimension = values.get(_DIMENSION)
         first_stage = FirstStage.of_row(values.get(_FIRST_STAGE))
         dimension = dimension if is_count(dimension) else None
-        return cls(values["kind"], counts, values.get("subset") is True, dimension, first_stage)
+        vectors = VectorSize.of_row(values.get(_VECTORS))
+        return cls(values["kind"], counts, values.get("subset") is True, dimension, first_stage, vectors)
 
 
 class MetricsFile:

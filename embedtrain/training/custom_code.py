@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from embedtrain.config.code import code_paths
 from embedtrain.config.recipe import Recipe
+from embedtrain.evaluation.compressed import Row
 from embedtrain.evaluation.function import EvaluationFunction, check_function_name, function_name, load_function
 from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.set_kinds import metric_names
@@ -23,7 +24,7 @@ def import_code(recipe: Recipe) -> EvaluationFunction | None:
 
 
 def parse_recipe_metric(
-    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, rows: Sequence[int | str]
+    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, rows: Sequence[Row]
 ) -> tuple[str, str] | None:
     """Set and metric of `checkpoint.best_metric`. The metrics of a function are known when it has been called."""
     best, name = recipe.checkpoint.best_metric, None if function is None else function_name(function)

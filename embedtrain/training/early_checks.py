@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from embedtrain.config.compressed import dims_of
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig, matryoshka_dims_of
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION
@@ -77,6 +78,7 @@ def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSou
     """Dimensions of truncated vectors that are evaluated, the largest first; ConfigError if the model has fewer."""
     dims = recipe.evaluation.truncate_dims
     source.require_dimensions(dims or (), "evaluation.truncate_dims")
+    source.require_dimensions(dims_of(recipe.evaluation.vectors), "evaluation.vectors")
     source.require_dimensions([recipe.export.truncate_dim], "export.truncate_dim")
     if dims is None:
         dims = list(set().union(*map(matryoshka_dims_of, losses)))

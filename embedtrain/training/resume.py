@@ -160,6 +160,7 @@ EFFECTS = {
 _CHOOSES_BEST = (
     *("evaluation.every", "evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
     *("evaluation.index", "evaluation.rerank_depth", "evaluation.document_windows"),
+    *("evaluation.vectors", "evaluation.calibration"),
 )
 
 

@@ -182,7 +182,7 @@ def read_inputs(run: Run) -> RunInputs:
     with world.fail_together("reading evaluation sets"):
         check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
     views = HybridWeights._fields if source.m3 is not None else ()
-    best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views))
+    best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views, *evaluation.vectors))
     with world.fail_together("opening the model"):
         if described is not recipe.model:
             source = open_model_source(recipe.model)

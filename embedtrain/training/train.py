@@ -11,6 +11,7 @@ from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import Notice, StopSignals
 from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.world import World, joined_world
+from embedtrain.evaluation.compressed import CompressedVectors
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.inference.encode import SentenceEncoder
@@ -146,6 +147,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
                     PairScorer(encoder, windows=recipe.evaluation.document_windows) if scores_pairs else encoder,
                     world,
                     truncate_dims=truncate_dims(recipe, inputs.losses, inputs.source),
+                    compressed=CompressedVectors(recipe.evaluation.vectors, recipe.evaluation.calibration),
                     index=recipe.evaluation.index,
                     function=inputs.function,
                 ),

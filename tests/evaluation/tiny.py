@@ -35,6 +35,7 @@ class TinyEncoder(nn.Module):
         )  # fmt: skip
         self.backbone = BertModel(config, add_pooling_layer=False)
         self.forwards = 0
+        self.dimension = config.hidden_size
 
     def forward(self, ids: Tensor, mask: Tensor | None, pooled: Tensor | None = None) -> Tensor:
         self.forwards += 1

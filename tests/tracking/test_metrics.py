@@ -16,12 +16,14 @@ from embedtrain.tracking.metrics import (
     DatasetInfo,
     FirstStage,
     MetricsFile,
+    VectorSize,
     datasets_at,
     evaluation_row,
     main_changes,
     metrics_at,
     read_metrics,
 )
+from embedtrain.tracking.vector_table import vector_rows
 
 
 def test_every_row_is_in_the_file_immediately(tmp_path):
@@ -137,6 +139,24 @@ def test_a_reranked_set_says_what_its_first_stage_reached(tmp_path):
     assert dataset.size == "3 queries, ndcg@10 0.7500 in the order of BM25"
     (change,) = main_changes(tmp_path, 4)
     assert str(change).endswith(", 0.5000 at step 4 (ndcg@10 0.7500 in the order of BM25)")
+
+
+def test_rows_of_compressed_vectors_have_their_bytes(tmp_path):
+    infos = {
+        "dev": DatasetInfo("retrieval", {"queries": 3}, subset=False, vectors=VectorSize("16", 64, 0)),
+        "dev@binary-x2": DatasetInfo("retrieval", {"queries": 3}, subset=False, vectors=VectorSize("binary-x2", 2, 16)),
+    }
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    results = {"dev": {"ndcg@10": 0.8}, "dev@binary-x2": {"ndcg@10": 0.6}}
+    for name, values in results.items():
+        metrics.append(evaluation_row(4, name, values, infos[name]))
+    assert datasets_at(tmp_path, 4) == infos
+    whole, form = vector_rows(results, infos)
+    assert (whole.label, whole.bytes, whole.kept, whole.rescoring) == ("16 (float)", 64, "100.0%", "")
+    assert (form.set_name, form.label, form.smaller, form.rescoring, form.kept) == (
+        "dev", "binary-x2", 32, "16", "75.0%",
+    )  # fmt: skip
+    assert vector_rows({"dev": {"ndcg@10": 0.8}}, infos) == [], "nothing to compare"
 
 
 def test_a_row_says_what_was_measured(tmp_path):

@@ -18,6 +18,7 @@ from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.report.bootstrap import CONFIDENCE
 from embedtrain.tracking.report.changes import Change
 from embedtrain.tracking.report.outcome import changes_since_start
+from embedtrain.tracking.vector_table import vector_lines, without_forms
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -111,7 +112,8 @@ def model_card(
             *usage.get(kind, _usage)(shown, prompts, run_dir),
             *_graph_usage(scores_pairs=kind is ModelKind.cross_encoder) * (ONNX in formats),
             *_LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
-            *_evaluation(metrics, datasets, before, changes),
+            *_evaluation(without_forms(metrics, datasets), datasets, before, changes),
+            *vector_lines(metrics, datasets),
             "## Recipe",
             "",
             "Options that are not set, and the folders of local files, are left out.",
@@ -138,12 +140,7 @@ def _origin(path: str | None, base: str | None) -> str:
 
 
 def _metadata(
-    recipe: Mapping[str, Any],
-    base: str | None,
-    metrics: Metrics,
-    datasets: Mapping[str, DatasetInfo],
-    *,
-    onnx: bool,
+    recipe: Mapping[str, Any], base: str | None, metrics: Metrics, datasets: Mapping[str, DatasetInfo], *, onnx: bool
 ) -> str:
     """The YAML header, whose keys the Hub defines."""
     from huggingface_hub import EvalResult, ModelCardData

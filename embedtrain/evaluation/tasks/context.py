@@ -10,14 +10,17 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
+from embedtrain.evaluation.compressed import CompressedVectors, Row
 from embedtrain.evaluation.types import Corpus, LoadedSet
 from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
-from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
+from embedtrain.inference.index import Ranking, ShardedIndex, first_added_order, trec_order
+from embedtrain.inference.quantised import CompressedIndex, Ranges, sample_ranges
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
@@ -36,6 +39,7 @@ class EncodedSet:
     texts: dict[str, Part] = field(default_factory=dict)  # by label, on every rank
     documents: ShardedIndex | None = None
     ranking: dict[str, list[int]] | None = None  # indices of the best documents by query id, best first
+    ranges: dict[int, Ranges] = field(default_factory=dict)  # of values, by the number of dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,9 @@ class EncoderContext(EvaluationContext):
     encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
-    # Of the vectors that are measured, the first of all; or the view of the comparison; None: all.
-    dimension: int | str | None
+    # Of the vectors that are measured, the first of all; or the view of the comparison, or their form; None: all.
+    dimension: Row
+    compressed: CompressedVectors
     encoded: EncodedSet  # filled by the first measurement
     keep_ranking: int = 0  # documents per query of a search that `encoded.ranking` has afterwards
 
@@ -71,6 +76,22 @@ class EncoderContext(EvaluationContext):
     def encode_queries(self, texts: Sequence[str]) -> Part:
         """Queries as an index compares them, on every rank. A collective."""
         return self.comparison.prepared(self._encode(texts, "queries"))
+
+    def search(self, queries: Sequence[str], documents: Corpus, depth: int) -> Ranking:
+        """The best documents of each query among all. A collective."""
+        if not isinstance(self.dimension, VectorFormat):
+            encoded = self.encode_queries(queries)
+            return self.index_documents(documents.texts, documents.ids).search(encoded, depth)
+        vectors = self._encode(queries, "queries").values
+        whole = self.index_documents(documents.texts, documents.ids)
+        given, sampled = self.compressed.ranges, self.encoded.ranges
+
+        def ranges_of(dimension: int) -> Ranges:
+            if dimension not in given and dimension not in sampled:
+                sampled[dimension] = sample_ranges(whole, dimension, self.compressed.calibration)
+            return given.get(dimension) or sampled[dimension]
+
+        return CompressedIndex(whole, self.dimension, vectors.shape[1], ranges_of).search(vectors, depth)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts that are neither queries nor documents, not normalized: float32 [n, D], on every rank.
@@ -137,7 +158,7 @@ class EncoderContext(EvaluationContext):
                 given, default, max_length = loaded.document_prompt, encoder.document_prompt, loaded.document_max_length
             prompt = default if given is None else given
             encoded[label] = encoder.encode(texts, prompt, role=role, max_length=max_length, label=f"encoding {label}")
-        if isinstance(self.dimension, str):
+        if not isinstance(self.dimension, int):
             return encoded[label]
         return encoded[label].with_values(encoded[label].values[:, : self.dimension])
 
@@ -157,7 +178,7 @@ class EncoderContext(EvaluationContext):
             )
         if isinstance(self.dimension, str):
             return index.viewed(self.dimension)
-        return index if self.dimension is None else index.truncated(self.dimension)
+        return index.truncated(self.dimension) if isinstance(self.dimension, int) else index
 
 
 @dataclass(frozen=True, kw_only=True)

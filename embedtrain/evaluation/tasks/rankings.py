@@ -26,12 +26,11 @@ QUERY_BATCH_SIZE = 512
 def measure_retrieval(data: RetrievalSet, context: EncoderContext) -> dict[str, float]:
     """Metrics of each query's best documents among all, identical on every rank. A collective."""
     judged, ids = data.judged_queries, data.documents.ids
-    vectors = context.encode_queries([data.queries[query] for query in judged])
-    index = context.index_documents(data.documents.texts, ids)
     depth = required_depth(context.metrics)
     max_depth = max(_run_file_depth(context) if context.save_runs else 0, depth, context.keep_ranking)
     # One more: the query itself may be among them.
-    ranking = index.search(vectors, max_depth + data.ignore_identical_ids)
+    queries = [data.queries[query] for query in judged]
+    ranking = context.search(queries, data.documents, max_depth + data.ignore_identical_ids)
 
     def ranked(number: int) -> dict[str, float]:
         documents, scores = ranking.documents[number].tolist(), ranking.scores[number].tolist()

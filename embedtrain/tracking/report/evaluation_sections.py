@@ -9,6 +9,7 @@ from embedtrain.tracking.report.axes import format_value
 from embedtrain.tracking.report.changes import Change, Comparisons, Evaluated, value_at
 from embedtrain.tracking.report.chart import Chart, Labels, Line, is_flat, line_chart
 from embedtrain.tracking.report.runs import MEAN, Run, Series, common_steps_per_epoch
+from embedtrain.tracking.vector_table import is_form
 
 _POINTS = 60  # of a line in a plot
 
@@ -48,8 +49,8 @@ class MainMetric:
 
 
 def evaluation_sections(runs: Sequence[Run], comparisons: Comparisons) -> list[EvaluationSection]:
-    """All evaluation sets of all runs, the mean first."""
-    names = list(dict.fromkeys(name for run in runs for name in run.evaluations))
+    """All evaluation sets of all runs, the mean first; forms of vectors have a section of their own."""
+    names = list(dict.fromkeys(name for run in runs for name in run.evaluations if not is_form(name, run.datasets)))
     names.sort(key=lambda name: name != MEAN)
     sections = []
     for name in names:

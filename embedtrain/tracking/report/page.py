@@ -29,6 +29,7 @@ from embedtrain.tracking.report.evaluation_sections import MainMetric, evaluatio
 from embedtrain.tracking.report.metric_sections import metric_sections
 from embedtrain.tracking.report.runs import Run, Series, Status, common_steps_per_epoch, read_runs
 from embedtrain.tracking.report.sample_section import sample_section, shorten
+from embedtrain.tracking.report.vector_section import vector_sections
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
 # The sections of one sample are a third of the page.
@@ -102,6 +103,7 @@ def render(runs: Sequence[Run]) -> str:
         summaries=[_summarize(run, comparisons) for run in runs],
         sessions=[(run.label, _sessions(run)) for run in runs],
         sets=evaluation_sections(runs, comparisons),
+        forms=vector_sections(runs),
         resamples=f"{RESAMPLES:,}",
         confidence=f"{CONFIDENCE:.0%}",
         has_epochs=common_steps_per_epoch(runs) is not None,

@@ -1,0 +1,39 @@
+"""The forms of vectors that an evaluation measures besides the whole float vectors, and what documents take in them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from embedtrain.config.compressed import VectorFormat, VectorPrecision, stored_bytes
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.inference.quantised import Ranges
+from embedtrain.tracking.metrics import VectorSize
+
+# A row of a set: its first dimensions, a view of its comparison, a form of its vectors, or None for all of it.
+Row = int | str | VectorFormat | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedVectors:
+    """Forms to measure, and where the ranges of int8 and uint8 are from."""
+
+    formats: Sequence[VectorFormat] = ()
+    calibration: int = 10000  # documents of a set whose vectors give the ranges
+    ranges: Mapping[int, Ranges] = field(default_factory=dict)  # of the model's files instead, by dimension
+
+    def besides(self, truncate_dims: Sequence[int]) -> list[VectorFormat]:
+        """The forms that are not just vectors of these dimensions."""
+        return [each for each in self.formats if each.label not in map(str, truncate_dims)]
+
+
+def has_row(loaded: LoadedSet, row: Row) -> bool:
+    """Whether a set is measured in this form; compressed vectors are for searches of all documents."""
+    is_search = isinstance(loaded.data, RetrievalSet) and loaded.data.candidates is None
+    return is_search or not isinstance(row, VectorFormat)
+
+
+def vector_size(row: Row, dimension: int) -> VectorSize:
+    """Bytes of a document of vectors that have so many dimensions."""
+    if isinstance(row, VectorFormat):
+        return VectorSize(row.label, row.bytes_per_document(dimension), row.rescore_bytes(dimension))
+    dims = row if isinstance(row, int) else dimension
+    return VectorSize(str(dims), stored_bytes(dims, VectorPrecision.float), 0)

@@ -1,0 +1,56 @@
+"""quantisation.json in a model directory: the ranges with which its vectors become int8 or uint8.
+
+    {"version": 1, "documents": 10000, "ranges": {"384": {"min": [-0.13, ...], "max": [0.12, ...]}, "128": ...}}
+
+They are those of unit vectors of so many first dimensions, normalised again. `min` and `max` are the two rows of the
+argument `ranges` of sentence-transformers' `quantize_embeddings`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from embedtrain.errors import ModelError
+from embedtrain.inference.quantised import Ranges
+from embedtrain.records import is_number
+
+QUANTISATION_FILE = "quantisation.json"
+_VERSION = 1
+_KEYS = ("min", "max")
+
+
+def read_ranges(directory: Path | None) -> dict[int, Ranges]:
+    """Ranges by the number of dimensions; none without the file. ModelError if it is not as described."""
+    path = None if directory is None else directory / QUANTISATION_FILE
+    if path is None or not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        if content["version"] != _VERSION:
+            raise ModelError(f"{path}: version {content['version']!r} is not {_VERSION}, the only one that is read")
+        return {int(dimension): _ranges(int(dimension), values) for dimension, values in content["ranges"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} has no ranges of vectors ({error}): remove it, or calibrate again") from None
+
+
+def write_ranges(path: Path, ranges: Mapping[int, Ranges], documents: int) -> None:
+    """Write the file; `documents` is the number of documents that were sampled."""
+    of_dimension = {
+        str(dimension): dict(zip(_KEYS, (each.low.tolist(), each.high.tolist()), strict=True))
+        for dimension, each in ranges.items()
+    }
+    content = {"version": _VERSION, "documents": documents, "ranges": of_dimension}
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _ranges(dimension: int, values: Mapping[str, list[float]]) -> Ranges:
+    low, high = (values[key] for key in _KEYS)
+    for numbers in (low, high):
+        if len(numbers) != dimension or not all(is_number(number) and math.isfinite(number) for number in numbers):
+            raise ValueError(f"{dimension} dimensions need as many numbers")
+    if any(first > last for first, last in zip(low, high, strict=True)):
+        raise ValueError("a min is larger than its max")
+    return Ranges(torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32))

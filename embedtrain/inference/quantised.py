@@ -1,0 +1,221 @@
+"""Vectors of one or eight bits per dimension, and their comparison: codes with codes, or float queries with codes.
+
+Codes are those of `quantize_embeddings` of sentence-transformers. The score of two codes is their inner product as
+integers; that of a binary pair, whose bits count as -1 and 1, is the dimension less twice the Hamming distance. Float
+queries are multiplied by what codes stand for: the middle of a step, -1 or 1.
+
+Shapes: n vectors, D dimensions, T queries, P pairs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embedtrain.config.compressed import VectorFormat, VectorPrecision
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.inference.comparison import Tile
+from embedtrain.inference.cosine import Cosine, VectorStore
+from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
+from embedtrain.inference.index import Ranking, ShardedIndex
+from embedtrain.inference.vector_tiles import VectorTiles
+from embedtrain.losses.encoded import Part
+
+_STEPS = 255
+# The largest whole number up to which float32 has all others.
+_EXACT = 1 << 24
+_LARGEST = {VectorPrecision.int8: 128, VectorPrecision.uint8: 255, VectorPrecision.binary: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """The smallest and the largest value of each dimension, float32 [D]."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def steps(self) -> Tensor:
+        """The width of a step of each dimension; 1 where all values are equal."""
+        steps = (self.high - self.low) / _STEPS
+        return torch.where(steps == 0, 1, steps)
+
+    def to(self, device: torch.device) -> "Ranges":
+        """The same on a device."""
+        return Ranges(self.low.to(device), self.high.to(device))
+
+
+def sampled_rows(count: int, size: int) -> Tensor:
+    """At most `size` of `count` numbers, spread pseudo-randomly and the same in every run: bool [count]."""
+    if count <= size:
+        return torch.ones(count, dtype=torch.bool)
+    # splitmix64: a permutation of the 64-bit integers.
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[torch.from_numpy(np.argpartition(mixed ^ (mixed >> np.uint64(31)), size - 1)[:size])] = True
+    return chosen
+
+
+def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
+    """Ranges of the first dimensions of at most `size` documents, normalised again. A collective."""
+    chosen, device = sampled_rows(index.num_documents, size), index.world.device
+    low, high = (torch.full((dimension,), value, device=device) for value in (torch.inf, -torch.inf))
+    for shard in index.shards():
+        vectors = index.comparison.prepare(shard.vectors, dimension)[chosen[shard.rows].to(device)]
+        if len(vectors):
+            low, high = torch.minimum(low, vectors.amin(dim=0)), torch.maximum(high, vectors.amax(dim=0))
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    return Ranges(low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """What turns vectors into codes; `ranges` are for int8 and uint8."""
+
+    precision: VectorPrecision
+    ranges: Ranges | None = None
+
+    def encode(self, vectors: Tensor) -> Tensor:
+        """Codes of [n, D]: uint8 or int8; -1 and 1 as int8 for `binary`, whose packed bits they stand for."""
+        if self.precision is VectorPrecision.binary:
+            return torch.where(vectors > 0, 1, -1).to(torch.int8)
+        ranges = self._ranges(vectors.device)
+        codes = ((vectors.float() - ranges.low) / ranges.steps).floor().clamp(0, _STEPS)
+        return codes.to(torch.uint8) if self.precision is VectorPrecision.uint8 else (codes - 128).to(torch.int8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """What codes [n, D] stand for, float32."""
+        if self.precision is VectorPrecision.binary:
+            return codes.float()
+        ranges = self._ranges(codes.device)
+        first = 0 if self.precision is VectorPrecision.uint8 else -128
+        return ranges.low + (codes.float() - first + 0.5) * ranges.steps
+
+    def _ranges(self, device: torch.device) -> Ranges:
+        assert self.ranges is not None, f"{self.precision.value} needs ranges"
+        return self.ranges.to(device)
+
+
+class QuantisedCosine(Cosine):
+    """Compares documents' codes with queries' codes, or with float queries."""
+
+    def __init__(self, quantiser: Quantiser, *, float_queries: bool) -> None:
+        self.quantiser, self.float_queries = quantiser, float_queries
+
+    def queries(self, values: Tensor) -> Tensor:
+        """Unit vectors of queries as they are compared: float32, codes as well."""
+        return values if self.float_queries else self.quantiser.encode(values).float()
+
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
+        """A store of codes."""
+        if self.float_queries:
+            return _DecodedStore(self.quantiser, config, device, expected)
+        return _CodeStore(self.quantiser, config, device, expected)
+
+
+class _DecodedStore(VectorStore):
+    """Codes that are compared as the vectors that they stand for."""
+
+    def __init__(self, quantiser: Quantiser, config: IndexConfig, device: torch.device, expected: int) -> None:
+        super().__init__(config, device, expected)
+        self._quantiser = quantiser
+        dtype = torch.uint8 if quantiser.precision is VectorPrecision.uint8 else torch.int8
+        self._vectors = VectorTiles(config, device, expected, dtype=dtype, decode=self._decode)
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        return self._quantiser.decode(codes)
+
+    def add(self, documents: Part) -> None:
+        """Add the codes of a vector per document."""
+        codes = self._vectors.add(self._quantiser.encode(documents.values))
+        if len(codes):
+            self._max_norm = torch.maximum(self._max_norm, norms(self._decode(codes)).max())
+
+
+class _CodeStore(_DecodedStore):
+    """Codes that are compared as integers."""
+
+    is_exact = True
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        return codes.float()
+
+    def tiles(self) -> Iterator[tuple[int, Tile]]:
+        """All codes, in the order in which they were added."""
+        for start, codes in self._vectors.tiles():
+            yield start, _CodeTile(codes, _EXACT // _LARGEST[self._quantiser.precision] ** 2)
+
+    def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
+        """Inner products of integers, int32."""
+        scores = torch.empty(len(rows), dtype=torch.int32, device=queries.values.device)
+        for positions, codes in self._vectors.pick(documents, pair_batch_size(queries.values)):
+            scores[positions] = pairwise_dot(queries.values[rows[positions]], codes).int()
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class _CodeTile(Tile):
+    codes: Tensor  # float32 [t, D], whole numbers
+    width: int  # of so many dimensions the inner product is exact in float32
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def scores(self, queries: Part) -> Tensor:
+        pairs = zip(queries.values.split(self.width, 1), self.codes.split(self.width, 1), strict=True)
+        total = torch.zeros((len(queries), len(self.codes)), dtype=torch.int32, device=self.codes.device)
+        for left, right in pairs:
+            total += (left @ right.T).int()
+        return total
+
+
+class CompressedIndex:
+    """The documents of an index of unit vectors in another form, with a second copy if that form rescores.
+
+    `dimension` is that of the vectors of `index`; `ranges_of` returns the ranges of the first dimensions. A collective
+    if it is.
+    """
+
+    def __init__(
+        self, index: ShardedIndex, vectors: VectorFormat, dimension: int, ranges_of: Callable[[int], Ranges]
+    ) -> None:
+        self._whole, self._dimension, self._ranges_of = index, dimension, ranges_of
+        self._first = self._converted(vectors.dims, vectors.documents, float_queries=vectors.has_float_queries)
+        self._rescore = vectors.rescore
+        if vectors.rescore is not None:
+            self._second = self._converted(vectors.rescore.dims, vectors.rescore.documents, float_queries=True)
+        self._dims = vectors.dims
+
+    def search(self, queries: Tensor, k: int) -> Ranking:
+        """The best K documents for vectors of queries, [Q, D]; scores only give the order. A collective."""
+        num_first = 0 if self._rescore is None else self._rescore.times * self._rescore.top_k
+        first = self._first.search(self._queries(self._first, queries, self._dims), max(k, num_first))
+        documents = first.documents
+        if self._rescore is not None:
+            head, rest = documents[:, :num_first], documents[:, num_first:]
+            scores = self._second.scores_of(self._queries(self._second, queries, self._rescore.dims), head)
+            order = pack_keys(scores, self._whole.priorities[head]).argsort(dim=1, descending=True)
+            documents = torch.cat([head.gather(1, order), rest], dim=1)
+        documents = documents[:, :k]
+        # Not the scores themselves: those of the rest are on another scale.
+        scores = torch.arange(documents.shape[1], 0, -1).float().expand(documents.shape)
+        return Ranking(scores, documents)
+
+    def _converted(self, dims: int | None, precision: VectorPrecision, *, float_queries: bool) -> ShardedIndex:
+        if precision is VectorPrecision.float:
+            return self._whole if dims is None else self._whole.truncated(dims)
+        needs_ranges = precision is not VectorPrecision.binary
+        ranges = self._ranges_of(dims or self._dimension) if needs_ranges else None
+        comparison = QuantisedCosine(Quantiser(precision, ranges), float_queries=float_queries)
+        return self._whole.converted(comparison, lambda vectors: comparison.prepare(vectors, dims))
+
+    def _queries(self, index: ShardedIndex, queries: Tensor, dims: int | None) -> Tensor:
+        unit = self._whole.comparison.prepare(queries, dims)
+        comparison = index.comparison
+        return comparison.queries(unit) if isinstance(comparison, QuantisedCosine) else unit

@@ -73,6 +73,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "adr_mse": ("teacher", ["loss.temperature=0.1"]),
     "mse": ("teacher", []),
     "distill_embeddings": ("vectors", ["loss.distance=mse"]),
+    "distill_similarities": ("triplets", ["loss.teacher={guide}", "loss.directions=[query_document,document_query]"]),
+    "similarity_mse": ("triplets", ["loss.teacher={guide}"]),
     "orthogonal": ("triplets", []),
     "combined": (
         "teacher",
@@ -97,7 +99,7 @@ def test_every_loss_has_a_run():
 def test_every_loss_trains_from_files_to_a_model(ranks, inputs, tmp_path, names):
     """26 rows in batches of 10, the last of 6 rows; the same on one rank and on three."""
     for name in names:
-        file, more = RUNS[name]
+        file, more = RUNS[name][0], _with_guide(RUNS[name][1], inputs)
         results = {}
         for size in (1, 3):
             out = tmp_path / f"{name}-{size}"
@@ -183,6 +185,10 @@ def test_a_step_over_several_global_batches(ranks, inputs, tmp_path):
         ranks(1, run, *options(inputs, "triplets", tmp_path / "3", *more, "train.gradient_accumulation_steps=1"))
 
 
+def _with_guide(arguments: list[str], inputs: Path) -> list[str]:
+    return [argument.replace("{guide}", str(inputs / "guide")) for argument in arguments]
+
+
 BAD_OPTIONS = [
     ("triplets", ["loss=infonce", "loss.temperature=0"], r"loss\.temperature=0\.0: must be above 0"),
     ("triplets", ["loss.matryoshka_dims=[64,16]"], r"loss\.matryoshka_dims=\[64, 16\]: .* 32"),
@@ -196,7 +202,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("file", "more", "message"), BAD_OPTIONS)
 def test_bad_options_fail_before_training(ranks, inputs, tmp_path, file, more, message):
-    more = [argument.replace("{guide}", str(inputs / "guide")) for argument in more]
+    more = _with_guide(more, inputs)
     with pytest.raises(AssertionError, match=rf"(Config|Data)Error: .*({message})"):
         ranks(2, run, *options(inputs, file, tmp_path / "run", *more))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -29,6 +29,11 @@ from embedtrain.config.losses import (
 from embedtrain.config.names import unknown_loss
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
+from embedtrain.config.similarity_losses import (
+    DistillSimilaritiesConfig,
+    SimilarityMSEConfig,
+    check_similarity_loss,
+)
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -51,7 +56,13 @@ def guide_paths(loss: LossConfig) -> list[str]:
     match loss:
         case CombinedConfig(losses=parts):
             return list(dict.fromkeys(path for part in parts for path in guide_paths(part)))
-        case InfoNCEConfig(guide=path) | SentenceTransformersConfig(guide=path) | DistillEmbeddingsConfig(teacher=path):
+        case InfoNCEConfig(guide=path) | SentenceTransformersConfig(guide=path):
+            return [] if path is None else [path]
+        case (
+            DistillEmbeddingsConfig(teacher=path)
+            | DistillSimilaritiesConfig(teacher=path)
+            | SimilarityMSEConfig(teacher=path)
+        ):
             return [] if path is None else [path]
         case _:
             return []
@@ -111,6 +122,8 @@ def _check(loss: LossConfig, option: str) -> None:
                 "project",
                 "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
             )
+        case DistillSimilaritiesConfig():
+            check_similarity_loss(loss, check)
         case BCEConfig():
             check.positive("pos_weight", "1 weighs positives and negatives alike")
         case SoftmaxConfig():

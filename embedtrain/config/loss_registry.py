@@ -31,6 +31,7 @@ from embedtrain.config.losses import (
     TripletConfig,
     XTRConfig,
 )
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 
 LOSSES: dict[str, type[LossConfig]] = {
     kind.name: kind
@@ -57,6 +58,8 @@ LOSSES: dict[str, type[LossConfig]] = {
         ADRMSEConfig,
         MSEConfig,
         DistillEmbeddingsConfig,
+        DistillSimilaritiesConfig,
+        SimilarityMSEConfig,
         OrthogonalConfig,
         CombinedConfig,
         SentenceTransformersConfig,

@@ -12,6 +12,7 @@ from embedtrain.config.losses import (
     LossConfig,
     SentenceTransformersConfig,
 )
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.errors import ConfigError
 
 
@@ -177,7 +178,9 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             return RowRequirements(
                 negatives=True, scores=ScoreRequirement.pairs, lists=True, positive_above=threshold, loss=loss.name
             )
-        case DistillEmbeddingsConfig(teacher=teacher):
+        case DistillSimilaritiesConfig(teacher=teacher):
+            return RowRequirements(vectors=teacher is None, loss=loss.name)
+        case DistillEmbeddingsConfig(teacher=teacher) | SimilarityMSEConfig(teacher=teacher):
             return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)
         case _:
             return replace(_LOSSES.get(loss.name, RowRequirements()), loss=loss.name)

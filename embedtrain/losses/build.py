@@ -16,6 +16,7 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
@@ -30,6 +31,7 @@ from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, Onlin
 from embedtrain.losses.ranking import ADRMSE, LambdaLoss, RankNet
 from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
+from embedtrain.losses.similarities import DistillSimilarities, SimilarityMSE
 from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.losses.xtr import XTR
@@ -46,6 +48,7 @@ _BY_NAME: dict[str, Callable[[Any], Loss]] = {
     "triplet": Triplet,
     "batch_triplet": BatchTriplet,
     "orthogonal": Orthogonal,
+    "similarity_mse": SimilarityMSE,
 }
 # The losses that are functions of scores, of any kind of model.
 _OF_SCORES: dict[str, Callable[[Any, Any], Loss]] = {
@@ -133,6 +136,8 @@ def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[st
     match config:
         case DistillEmbeddingsConfig():
             return DistillEmbeddings(config, dimension, guide_dimensions)
+        case DistillSimilaritiesConfig():
+            return DistillSimilarities(config, guide_dimensions)
         case SentenceTransformersConfig():
             # Importing sentence-transformers takes seconds.
             from embedtrain.losses.sentence_transformers import SentenceTransformersLoss

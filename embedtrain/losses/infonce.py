@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, PartitionMode
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError
@@ -208,7 +209,11 @@ class InfoNCE(EncodedLoss):
 
 
 def choose_implementation(
-    config: InfoNCEConfig, counts: Counts, dimension: int, dtype: torch.dtype, sizes: Sizes = _ONE_ROW_EACH
+    config: InfoNCEConfig | DistillSimilaritiesConfig,
+    counts: Counts,
+    dimension: int,
+    dtype: torch.dtype,
+    sizes: Sizes = _ONE_ROW_EACH,
 ) -> Implementation:
     """The implementation for a batch of this size unless the recipe names one; the same on every rank."""
     if config.implementation is not Implementation.auto:

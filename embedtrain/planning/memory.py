@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.losses.infonce import MAX_GATHERED_BYTES, MAX_PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
@@ -25,6 +26,9 @@ _UNREDUCED_GRADIENTS_FRACTION = 0.1
 # Fraction of memory that cached graphs may fill. Less than for a layout: a layout that does not fit fails at once, too
 # many cached graphs only fail on the batch with the longest texts.
 _CACHED_GRAPHS_FRACTION = 0.8
+
+# The losses whose implementation is an option.
+_OF_BATCH = InfoNCEConfig | DistillSimilaritiesConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,15 +238,20 @@ def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int
     """Embeddings of this rank and of all, their gradients, and scores. Other losses are treated as InfoNCE.
 
     MaxSim has as many scores as the query has tokens before it adds them: the document's token that is closest to each.
+    A teacher's vectors count as having the dimension of the model.
     """
     candidates = work.rows * max(1, work.texts_per_row - 1)
     rows = -(-work.rows // cluster.ranks)
-    directions = len(work.loss.directions) if isinstance(work.loss, InfoNCEConfig) else 1
+    directions = len(work.loss.directions) if isinstance(work.loss, _OF_BATCH) else 1
     # Embeddings, their copies on the row's rank, normalised ones, and the gradients of each.
     local = 6.0 * _FP32 * model.num_vectors(texts, work.texts_per_row) * model.dimension
     gathered = 2.0 * _FP32 * candidates * model.vectors[1] * model.dimension
+    if isinstance(work.loss, SimilarityMSEConfig):
+        return local + 2.0 * 5.0 * _FP32 * model.dimension**2  # in float64: three sums, and the gradients of two
+    if isinstance(work.loss, DistillSimilaritiesConfig):
+        gathered *= 1.5  # the teacher's vectors have no gradient
     scores = _FP32 * rows * model.vectors[0] * candidates * directions
-    implementation = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
+    implementation = work.loss.implementation if isinstance(work.loss, _OF_BATCH) else Implementation.auto
     auto = implementation is Implementation.auto
     if implementation is Implementation.plain or (auto and scores <= MAX_PLAIN_BYTES):
         return local + gathered + 4.0 * scores

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.model_costs import ModelSpec
@@ -158,4 +159,9 @@ def _embeddings(model: ModelSpec, everyone: _Ring, work: StepWorkload) -> float:
     """Bytes of embeddings to the ranks of their rows, of documents to all ranks, and of their gradients."""
     local = model.num_vectors(work.rows * work.texts_per_row / everyone.ranks, work.texts_per_row)
     candidates = work.rows * max(1, work.texts_per_row - 1) * model.vectors[1]
-    return _FP32 * model.dimension * everyone.fraction * (2.0 * local + 2.0 * candidates)
+    sent = 2.0 * local + 2.0 * candidates
+    if isinstance(work.loss, SimilarityMSEConfig):  # sums in float64: three forward, two backward
+        sent = 2.0 * local + 2.0 * 2.0 * 5.0 * model.dimension
+    elif isinstance(work.loss, DistillSimilaritiesConfig):  # a teacher's vectors have no gradient
+        sent += candidates
+    return _FP32 * model.dimension * everyone.fraction * sent

@@ -15,6 +15,7 @@ from embedtrain.config.losses import (
     DistillEmbeddingsConfig,
     DistillScoresConfig,
     Hardness,
+    Implementation,
     InfoNCEConfig,
     LossConfig,
     LossDirection,
@@ -28,6 +29,7 @@ from embedtrain.config.losses import (
     XTRConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.similarity_losses import CandidateSet, DistillSimilaritiesConfig, Divergence
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
 
@@ -58,6 +60,20 @@ CASES: list[tuple[LossConfig, str]] = [
     (CustomConfig(path="my_losses"), r"loss\.path=my_losses"),
     (CustomConfig(path="a:B", kwargs=[1]), r"loss\.kwargs=\[1\]"),
     (CustomConfig(path="a:B", label=True, scores=True), r"loss\.label=true"),
+    (DistillSimilaritiesConfig(directions=[]), r"loss\.directions=\[\]"),
+    (DistillSimilaritiesConfig(teacher_temperature=0.0), r"loss\.teacher_temperature=0\.0"),
+    (
+        DistillSimilaritiesConfig(candidates=CandidateSet.row, directions=[LossDirection.query_query]),
+        r"loss\.directions=\[query_query\]: .*candidates=row",
+    ),
+    (
+        DistillSimilaritiesConfig(candidates=CandidateSet.row, implementation=Implementation.ring),
+        r"loss\.implementation=ring: .*candidates=row",
+    ),
+    (
+        DistillSimilaritiesConfig(divergence=Divergence.mse, temperature=0.1),
+        r"loss\.temperature=0\.1: .*divergence=mse",
+    ),
     (SigLIPConfig(bias=float("inf")), r"loss\.bias=inf"),
     (InfoNCEConfig(directions=[]), r"loss\.directions=\[\]: .*query_document"),
     (InfoNCEConfig(directions=[LossDirection.query_query]), r"loss\.directions=\[query_query\]"),

@@ -41,6 +41,7 @@ from embedtrain.config.losses import (
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, Divergence, SimilarityMSEConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.mesh import ParallelLayout
@@ -100,6 +101,10 @@ LOSSES: dict[str, LossConfig] = {
     "adr_mse": ADRMSEConfig(temperature=0.2),
     "distill_embeddings": DistillEmbeddingsConfig(matryoshka_dims=[32, 8]),
     "distill_embeddings, projected": DistillEmbeddingsConfig(project=True),
+    "distill_similarities, ring": DistillSimilaritiesConfig(
+        temperature=0.2, divergence=Divergence.js, matryoshka_dims=[32, 8], implementation=WAYS.ring
+    ),
+    "similarity_mse": SimilarityMSEConfig(),
     "combined": CombinedConfig(
         losses=[
             InfoNCEConfig(temperature=0.2),

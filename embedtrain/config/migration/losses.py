@@ -90,6 +90,7 @@ LOSSES = (
     ),
     *_LISTWISE,
     Row("GlobalOrthogonalRegularizationLoss", "`loss=orthogonal`, in `loss=combined`", also="GOR"),
+    Row("", "`loss=distill_similarities`", also="InfoNCEDistillLoss distill_infonce"),
     Row("", "`loss=siglip`", also="SigmoidLoss SigLIPLoss"),
     Row(
         "",

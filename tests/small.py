@@ -126,7 +126,8 @@ class TextTokens:
     def __init__(self, batch: GlobalBatch, tokenizer: TextTokenizer) -> None:
         queries, documents = [row.query for row in batch.rows], [text for row in batch.rows for text in row.documents]
         texts = queries + documents
-        self._ids = tokenizer.stored_ids(queries, tokenizer.limit(TextRole.query), "")
+        role = TextRole.query if tokenizer.roles_differ else TextRole.document
+        self._ids = tokenizer.stored_ids(queries, tokenizer.limit(TextRole.query), "", role)
         self._ids += tokenizer.stored_ids(documents, tokenizer.limit(TextRole.document), "")
         self.num_documents = np.array([len(row.documents) for row in batch.rows], dtype=np.int64)
         self.lengths = np.array([len(ids) for ids in self._ids], dtype=np.int64)

@@ -35,7 +35,7 @@ RERANKERS = {
 }  # fmt: skip
 LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta"}
 M3 = {"bge_m3": "xlm-roberta"}
-SPARSE = {"splade": "bert"}
+SPARSE = {"splade": "bert", "splade_doc": "distilbert"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -75,6 +75,10 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
     "splade": (
         {"model_type": "bert", "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12,
          "num_attention_heads": 12, "intermediate_size": 3072}, 0.1095,
+    ),
+    "splade_doc": (
+        {"model_type": "distilbert", "vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072},
+        0.067,
     ),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.

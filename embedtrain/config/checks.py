@@ -6,7 +6,6 @@ Types and unknown names are rejected earlier, when the recipe is composed.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compressed import check_evaluated_vectors
@@ -32,7 +31,7 @@ from embedtrain.config.recipe import (
     TrainSource,
 )
 from embedtrain.config.source_losses import source_loss, source_requirements, uses_batches_by_source
-from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
+from embedtrain.config.sparse_checks import check_sparsity
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -62,7 +61,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_kind_loss(recipe.loss, recipe.model.kind)
     for index, source in enumerate(recipe.data.train):
         check_kind_loss(source_loss(source, recipe.loss), recipe.model.kind, f"data.train[{index}].loss")
-    _check_sparsity(recipe)
+    check_sparsity(recipe)
     OptionChecks(recipe.export, "export.").require(
         recipe.model.kind is ModelKind.cross_encoder or LOGIT_SCORE not in recipe.export.formats,
         "formats",
@@ -91,38 +90,6 @@ def check_recipe(recipe: Recipe) -> Recipe:
     _check_tracking(recipe)
     uses_batches_by_source(recipe.data, [source_loss(source, recipe.loss) for source in recipe.data.train])
     return recipe
-
-
-def _check_sparsity(recipe: Recipe) -> None:
-    """Regularizers of a model that has weights of words, and what such a model cannot do."""
-    check, is_sparse = OptionChecks(recipe.sparsity, "sparsity."), recipe.model.kind is ModelKind.sparse
-    if not is_sparse:
-        defaults = SparsityConfig()
-        for name in (field.name for field in fields(defaults)):
-            check.require(
-                getattr(recipe.sparsity, name) == getattr(defaults, name),
-                name,
-                f"is for model.kind=sparse, not {recipe.model.kind.value}; leave it out",
-            )
-        return
-    for name in ("query_weight", "document_weight"):
-        check.at_least(0, name, "0 leaves the regularizer out")
-    for name in ("query_threshold", "document_threshold"):
-        check.at_least(0, name, "null regularizes all texts")
-        kind = getattr(recipe.sparsity, name.replace("threshold", "regularizer"))
-        check.require(
-            getattr(recipe.sparsity, name) is None or kind is SparseRegularizer.flops,
-            name,
-            f"has no effect on {name.replace('threshold', 'regularizer')}={kind.value}; leave it out",
-        )
-    check.at_least(0, "ramp", "0 applies the full weights from the first step on")
-    for name in recipe.export.formats:
-        OptionChecks(recipe.export, "export.").require(
-            name == "sentence_transformers", "formats", f"{name} is not for model.kind=sparse; leave it out"
-        )
-    OptionChecks(recipe.export, "export.").require(
-        recipe.export.truncate_dim is None, "truncate_dim", "is not for model.kind=sparse, whose dimensions are words"
-    )
 
 
 def _check_data(data: DataConfig) -> None:

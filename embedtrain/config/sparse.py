@@ -1,7 +1,9 @@
 """Options of learned sparse models: how a text's words get their weights, and what keeps most of them at zero."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+_QUERY_WEIGHT = 5e-5
 
 
 class SparsePooling(str, Enum):
@@ -33,19 +35,38 @@ class SparseRegularizer(str, Enum):
     l1 = "l1"
 
 
+class SparseQueries(str, Enum):
+    """How queries become weights of words.
+
+    `encoded`: by the model, as documents. `static`: each distinct token of a query has a weight of its own, the same in
+    every query, so that queries need no inference; special tokens are left out (Geng et al., 2024).
+    """
+
+    encoded = "encoded"
+    static = "static"
+
+
 @dataclass(kw_only=True)
 class SparseConfig:
     """How a learned sparse model computes the weights of words (SPLADE)."""
 
     pooling: SparsePooling | None = None  # default: that of the directory, else max
     activation: SparseActivation | None = None  # default: that of the directory, else relu
+    queries: SparseQueries | None = None  # default: that of the directory, else encoded
+    # Weights of the tokens of static queries: a JSON file of tokens and weights, such as idf.json of OpenSearch's
+    # models, or `idf`, which computes them from the documents of data.train. Default: those of the directory, else idf.
+    query_weights: str | None = None
+    # Whether they are trained, with the learning rate 1e-3 unless optim.groups has one for `query_weights`; default: as
+    # the directory says, else false.
+    train_query_weights: bool | None = None
 
 
 @dataclass(kw_only=True)
 class SparsityConfig:
     """The regularization of learned sparse models, which is added to the loss."""
 
-    query_weight: float = 5e-5  # factor of the queries' regularizer; 0: none
+    # Factor of the queries' regularizer; 0: none. Default: 5e-5, or 0 for static queries, which are sparse already.
+    query_weight: float | None = None
     document_weight: float = 3e-5  # factor of the documents' regularizer; 0: none
     query_regularizer: SparseRegularizer = SparseRegularizer.flops
     document_regularizer: SparseRegularizer = SparseRegularizer.flops
@@ -54,3 +75,8 @@ class SparsityConfig:
     document_threshold: int | None = None  # the same for documents
     # The weights grow quadratically from 0 over these first steps: below 1 a fraction of all steps, from 1 a number.
     ramp: float = 0.33
+
+    def resolved(self, queries: SparseQueries) -> "SparsityConfig":
+        """The same with the default of `query_weight`."""
+        default = 0.0 if queries is SparseQueries.static else _QUERY_WEIGHT
+        return self if self.query_weight is not None else replace(self, query_weight=default)

@@ -349,6 +349,7 @@ class PairInputs:
         self._documents = num_rows + np.arange(len(self.rows))
         kept = self._format.fit(tokens.lengths[self.rows], tokens.lengths[self._documents], self._max_length)
         self.lengths: NDArray[np.int64] = kept[0] + kept[1] + self._format.num_special
+        self.costs = self.lengths
 
     def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
         """The marked ids of these pairs, one after the other."""

@@ -87,7 +87,9 @@ class TokenRowTokenizer(TextTokenizer):
         ends = np.cumsum(self.expanded_lengths(lengths, are_queries)).tolist()
         return [marked[start:end].tolist() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def stored_ids(self, texts: Sequence[str], limit: int, prompts: str) -> list[list[int]]:
+    def stored_ids(
+        self, texts: Sequence[str], limit: int, prompts: str, role: TextRole = TextRole.document
+    ) -> list[list[int]]:
         """The ids of each text without marks and expansion tokens."""
         return super().ids(texts, limit)
 
@@ -217,6 +219,7 @@ class TokenRowInputs:
         self.rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
         self._are_queries = np.arange(len(self.rows)) < self.num_queries
         self.lengths: NDArray[np.int64] = tokenizer.expanded_lengths(tokens.lengths, self._are_queries)
+        self.costs = self.lengths
         self.sizes: tuple[NDArray[np.int64] | None, ...] = (self._num_vectors(),)
 
     def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:

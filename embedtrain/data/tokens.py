@@ -77,11 +77,16 @@ def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequenc
 class TextTokenizer:
     """A Hugging Face tokenizer bound to the maximal length of a model. Threads may share it.
 
+    Attributes:
+        roles_differ: whether the tokens of a query differ from those of the same document.
+
     Args:
         tokenizer: a fast or slow Hugging Face tokenizer with a padding token. It must not change afterwards.
         include_prompt: whether the tokens of prompts are pooled.
         packed: whether the texts of a chunk are concatenated; else they are padded to the longest.
     """
+
+    roles_differ = False
 
     def __init__(
         self,
@@ -129,8 +134,13 @@ class TextTokenizer:
         """The maximal number of tokens of a text, where the caller allows `max_length`."""
         return self.max_length if max_length is None else min(max_length, self.max_length)
 
-    def stored_ids(self, texts: Sequence[str], limit: int, prompts: str) -> list[list[int]]:
-        """What is cached of each text, from which `encoder_inputs` makes inputs; `limit` is that of the texts' role."""
+    def stored_ids(
+        self, texts: Sequence[str], limit: int, prompts: str, role: TextRole = TextRole.document
+    ) -> list[list[int]]:
+        """What is cached of each text, from which `encoder_inputs` makes inputs; `limit` is that of the texts' role.
+
+        The role of queries is only passed if `roles_differ`.
+        """
         return self.ids(texts, limit, prompts)
 
     def _prompt_lengths(self, prompts: Sequence[str], limit: int) -> dict[str, int]:

@@ -79,12 +79,14 @@ class EncoderInputs(Protocol):
         num_queries: how many of the first inputs are queries; the others are documents, or pairs with a document.
         rows: int64 [n], the row of each input.
         lengths: int64 [n], tokens of each input.
+        costs: int64 [n], those that the encoder computes, at least 1.
         sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one.
     """
 
     num_queries: int
     rows: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    costs: NDArray[np.int64]
     sizes: tuple[NDArray[np.int64] | None, ...]
 
     def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -98,6 +100,7 @@ class TextInputs:
     def __init__(self, tokens: BatchTokens) -> None:
         rows = np.arange(len(tokens.num_documents))
         self.num_queries, self.lengths, self.ids = len(rows), tokens.lengths, tokens.ids
+        self.costs = self.lengths
         self.rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
         self.sizes: tuple[NDArray[np.int64] | None, ...] = (None,)
 
@@ -204,6 +207,27 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryWords:
+    """The Q queries of a chunk whose weights are looked up, because the model does not encode queries.
+
+    Attributes:
+        words: int64 [K], the distinct tokens of each query, query by query.
+        queries: int64 [K], the number of the query of each.
+        count: Q.
+        order: int64 [N], the index of each text of the chunk among the encoded texts, followed by the queries.
+    """
+
+    words: Tensor
+    queries: Tensor
+    count: int
+    order: Tensor
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "QueryWords":
+        """The same with `change` applied to all tensors."""
+        return QueryWords(change(self.words), change(self.queries), self.count, change(self.order))
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """The input of the encoder: N texts padded to L tokens, or packed into one row of T tokens.
 
@@ -218,6 +242,8 @@ class Tokens:
         token_rows: int64 [R], the tokens that have a vector, as flat indices in ids, text by text; None: a text has
             one vector.
         sizes: int64 [N], vectors of each text, with `token_rows`.
+        query_words: texts that are not encoded; then only the others are in ids, and `rows` are those of all. None:
+            there are none.
     """
 
     ids: Tensor
@@ -229,13 +255,16 @@ class Tokens:
     types: Tensor | None = None
     token_rows: Tensor | None = None
     sizes: NDArray[np.int64] | None = None
+    query_words: QueryWords | None = None
 
     @property
-    def inputs(self) -> tuple[Tensor | Packing | None, ...]:
+    def inputs(self) -> tuple[Tensor | Packing | QueryWords | None, ...]:
         """The arguments of the encoder: ids, mask (None without padding), pooled, and further ones if needed."""
         padded = (self.ids, self.mask if self.has_padding else None, self.pooled)
         if self.token_rows is not None:
             return (*padded, self.packing, self.types, self.token_rows)
+        if self.query_words is not None:
+            return (*padded, self.packing, self.types, self.query_words)
         if self.types is not None:
             return (*padded, self.packing, self.types)
         return padded if self.packing is None else (*padded, self.packing)
@@ -258,6 +287,7 @@ class Tokens:
             packing=None if self.packing is None else self.packing.map_tensors(change),
             types=changed(self.types),
             token_rows=changed(self.token_rows),
+            query_words=None if self.query_words is None else self.query_words.map_tensors(change),
         )
 
     @property

@@ -25,7 +25,7 @@ from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ModelCo
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
-from embedtrain.loading.load import bound_tokenizer
+from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ def comparison_of(source: ModelSource) -> Comparison:
     if source.m3 is not None:
         return M3Comparison(source.m3)
     if source.words is not None:
-        return WordComparison()
+        return WordComparison(is_symmetric=source.words.queries is None)
     if source.token_vectors is None:
         return Cosine()
     return MaxSimComparison(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)

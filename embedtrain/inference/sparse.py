@@ -27,11 +27,17 @@ _TILE_DOCUMENTS = 1 << 14
 
 
 class WordComparison(Comparison):
-    """Inner products of the weights of words."""
+    """Inner products of the weights of words.
+
+    Args:
+        is_symmetric: whether queries are encoded as documents.
+    """
 
     name = "dot"
-    is_symmetric = True
     max_chunks_per_block = 2  # a chunk of 16,384 tokens may have 1,000 texts, of 122 KB each before they are compressed
+
+    def __init__(self, *, is_symmetric: bool = True) -> None:
+        self.is_symmetric = is_symmetric
 
     def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """The weights as they are."""

@@ -74,7 +74,7 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
     from dataclasses import replace
 
     from embedtrain.inspect.texts import UntruncatedTokenizer
-    from embedtrain.loading.load import bound_tokenizer
+    from embedtrain.loading.bound_tokenizer import bound_tokenizer
     from embedtrain.models.source import open_model_source
     from embedtrain.models.tokenizer import load_tokenizer
 

@@ -40,7 +40,7 @@ def batch_cost(
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        lengths = inputs(tokens).lengths
+        lengths = inputs(tokens).costs
         plan = plan_chunks(lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
         real, chunks = real + int(lengths.sum()), chunks + plan.num_chunks
         computed.append(

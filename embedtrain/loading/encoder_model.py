@@ -14,6 +14,7 @@ from embedtrain.models.late_interaction_files import late_interaction_format
 from embedtrain.models.m3_files import is_m3
 from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.static_queries import IDF_FILE
 
 
 def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
@@ -54,7 +55,7 @@ def _is_sparse(model: ModelConfig) -> bool:
     if not model.path or model.pooling is not None:
         return False
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
-    return stored_kind(directory) is ModelKind.sparse
+    return stored_kind(directory) is ModelKind.sparse or (directory / IDF_FILE).is_file()
 
 
 def load_encoder_model(

@@ -12,9 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Strategy
-from embedtrain.data.m3 import M3Tokenizer
-from embedtrain.data.pairs import PairTokenizer
-from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
@@ -28,7 +25,7 @@ from embedtrain.distributed.weights import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.loading.pair_format import read_pair_format
+from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.loading.verify import (
     packing_notes,
     prepare_packing,
@@ -60,7 +57,8 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_model_source
-from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
+from embedtrain.models.static_queries import describe_static_queries
+from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.planning.memory import fit_activation_tokens
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout
@@ -196,19 +194,6 @@ def load_model(
     return verify_packing(loaded, model, parallel, world) if read_weights else loaded
 
 
-def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
-    """The tokenizer of texts, or of pairs for a cross-encoder, with the maximal lengths of the model."""
-    check_vocabulary(source, tokenizer)
-    max_length = resolve_max_length(source, tokenizer)
-    if source.token_vectors is not None:
-        return TokenRowTokenizer(tokenizer, max_length, source.token_vectors)
-    if source.m3 is not None:
-        return M3Tokenizer(tokenizer, max_length)
-    if source.head is None:
-        return TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt)
-    return PairTokenizer(tokenizer, max_length, read_pair_format(source, tokenizer))
-
-
 def verify_packing(
     loaded: LoadedModel,
     model: ModelConfig,
@@ -251,7 +236,8 @@ def quiet_libraries() -> None:
 
 def _describe_outputs(source: ModelSource) -> str:
     if source.words is not None:
-        return f"weights of {source.dimension:,} words, {source.words.pooling.value} over tokens"
+        static = f", {describe_static_queries(source.words.queries)}" if source.words.queries is not None else ""
+        return f"weights of {source.dimension:,} words, {source.words.pooling.value} over tokens{static}"
     if source.token_vectors is not None:
         new = "new " * source.token_vectors.is_new
         return f"a {new}projection of tokens to {source.dimension} dimensions, {source.token_vectors.similarity.value}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS, Similarity
-from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
+from embedtrain.config.sparse import SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.score import VectorScore
@@ -50,7 +50,7 @@ class SparsityRegularized(EncodedLoss):
 
     def __init__(self, inner: Loss, config: SparsityConfig, ramp: float) -> None:
         super().__init__()
-        self.inner, self.config, self.ramp = inner, config, ramp
+        self.inner, self.config, self.ramp = inner, config.resolved(SparseQueries.encoded), ramp
 
     def for_source(self, source: int) -> Loss:
         """The loss of this training source's rows."""

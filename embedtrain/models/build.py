@@ -22,8 +22,8 @@ from embedtrain.models.m3_files import LAYERS, read_m3_layers
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.security import weight_files
 from embedtrain.models.source import ModelSource
-from embedtrain.models.sparse_encoder import SparseEncoder, language_model_class, split_language_model
-from embedtrain.models.word_weights import WordWeights
+from embedtrain.models.sparse_encoder import language_model_class, sparse_encoder_of
+from embedtrain.models.static_queries import QUERY_WEIGHTS, read_query_weights
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
@@ -67,13 +67,8 @@ def assemble_encoder(source: ModelSource) -> Encoder:
     if source.m3 is not None:
         return M3Encoder(prepare_backbone(model), source.m3)
     if source.words is not None:
-        return _sparse_encoder(model, source.words)
+        return sparse_encoder_of(model, source.words)
     return Encoder(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
-
-
-def _sparse_encoder(model: Any, words: WordWeights) -> SparseEncoder:
-    backbone, head, tied = split_language_model(model)
-    return SparseEncoder(backbone, head, tied=tied, pooling=words.pooling, activation=words.activation)
 
 
 def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
@@ -108,7 +103,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         for name, location in _dense_locations(index, dense).items():
             with safe_open(location.path, framework="pt") as file:
                 encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
-    for name, weight in _m3_weights(source).items():  # new layers keep their random weights
+    for name, weight in (_m3_weights(source) | _query_weights(source)).items():  # new layers keep random weights
         encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())
 
@@ -133,7 +128,7 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
         weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model).state_dict().items()}
         return weights, {f"backbone.{name}" for name in report["missing_keys"]}
     if source.words is not None:
-        encoder: Encoder = _sparse_encoder(model, source.words)
+        encoder: Encoder = sparse_encoder_of(model, source.words)
     else:
         encoder = CrossEncoder(*split_classifier(model), source.pooling)
     weights = encoder.state_dict()
@@ -187,15 +182,21 @@ def vocabulary_head(source: ModelSource) -> Tensor:
 def head_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weights of heads that are not in safetensors files under their names, by the encoder's names.
 
-    They are the weight [1, H] of the score that starts from tokens, or the layers of BGE-M3.
+    They are the weight [1, H] of the score that starts from tokens, the layers of BGE-M3, or the weights of queries.
     """
-    return _score_weights(source) | _m3_weights(source)
+    return _score_weights(source) | _m3_weights(source) | _query_weights(source)
 
 
 def _m3_weights(source: ModelSource) -> dict[str, Tensor]:
     if source.m3 is None or source.m3.is_new or source.directory is None:
         return {}
     return read_m3_layers(source.directory, hidden_size(source.config))
+
+
+def _query_weights(source: ModelSource) -> dict[str, Tensor]:
+    if source.words is None or source.words.queries is None:
+        return {}
+    return {QUERY_WEIGHTS: read_query_weights(source.words.queries, source.directory, source.dimension)}
 
 
 def _score_weights(source: ModelSource) -> dict[str, Tensor]:
@@ -270,6 +271,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     if source.head is not None and source.head.linear is not None:
         locations[_SCORE] = _linear_location(source.head.linear)
     computed = {_SCORE} if source.head is not None and source.head.tokens else set()
+    computed |= {QUERY_WEIGHTS} & set(shapes)
     if source.m3 is not None and not source.m3.is_new:
         computed = {name for name in shapes if name.startswith(LAYERS)}
     if set(locations) != set(shapes) - computed or not _shapes_match(locations, shapes):

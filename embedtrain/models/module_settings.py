@@ -67,15 +67,20 @@ def read_modules(directory: Path) -> list[Module]:
     for module in read_json(directory / "modules.json", list):
         if not isinstance(module, dict) or "type" not in module:
             raise ModelError(f"{directory / 'modules.json'} holds {module!r}, not a mapping with `type`")
-        kind = str(module["type"])
-        part = (directory / str(module.get("path") or "")).resolve()
-        if not part.is_relative_to(directory.resolve()):
-            raise ModelError(f"{directory / 'modules.json'} names {part}, outside its own directory")
-        if part.is_dir():
-            require_own_files(part, directory)
-        name = kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind
-        modules.append(Module(name, part, kind))
+        path = directory / str(module.get("path") or "")
+        modules.append(module_at(directory, str(module["type"]), path, directory / "modules.json"))
     return modules
+
+
+def module_at(directory: Path, kind: str, path: Path, settings: Path) -> Module:
+    """The module with this class and folder, which the file `settings` names; ModelError if it is outside."""
+    part = path.resolve()
+    if not part.is_relative_to(directory.resolve()):
+        raise ModelError(f"{settings} names {part}, outside its own directory")
+    if part.is_dir():
+        require_own_files(part, directory)
+    name = kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind
+    return Module(name, part, kind)
 
 
 def read_transformer_settings(directory: Path) -> dict[str, Any]:

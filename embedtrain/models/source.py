@@ -31,7 +31,6 @@ from embedtrain.models.module_settings import (
     SETTINGS,
     DenseSource,
     read_dense,
-    read_modules,
     read_pooling,
     read_prompts,
     read_transformer_settings,
@@ -39,6 +38,7 @@ from embedtrain.models.module_settings import (
 )
 from embedtrain.models.projection import token_projection
 from embedtrain.models.rope import scale_rope
+from embedtrain.models.router import routed_modules
 from embedtrain.models.score_head import (
     LOGIT_SCORE,
     SCORE_MODULES,
@@ -50,11 +50,12 @@ from embedtrain.models.score_head import (
     score_pooling,
 )
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
+from embedtrain.models.static_queries import read_static_embedding
 from embedtrain.models.word_weights import (
     SPLADE_POOLING,
-    TRANSFORMERS,
     WordWeights,
     read_word_weights,
+    require_sparse_modules,
     word_weights_of,
 )
 
@@ -148,7 +149,9 @@ def open_model_source(model: ModelConfig) -> ModelSource:
         settings = m3_settings(source.directory, config, model.m3)
         return replace(source, config=config, m3=settings, pooling=Pooling.cls, include_prompt=True, normalize=True)
     if model.kind is ModelKind.sparse:
-        return replace(source, config=config, words=word_weights_of(source.words, config, model), normalize=False)
+        return replace(
+            source, config=config, words=word_weights_of(source.words, source.directory, config, model), normalize=False
+        )
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
@@ -248,7 +251,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     kinds: list[str] = []
     logit_score: dict[str, Any] = {}
     words: WordWeights | None = None
-    for kind, part, full_name in read_modules(directory):
+    for kind, part, full_name in routed_modules(directory):
         kinds.append(kind)
         match kind:
             case "Transformer" | "MLMTransformer":
@@ -263,6 +266,8 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
                 logit_score = read_json(part / "config.json")
             case "SpladePooling":
                 words = read_word_weights(part / "config.json")
+            case "SparseStaticEmbedding":
+                words = replace(words or WordWeights(), queries=read_static_embedding(part))
             case _:
                 raise ModelError(
                     f"{directory / 'modules.json'} has the unknown module type {full_name}; supported are Transformer, "
@@ -272,7 +277,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     pools = ["Pooling"] * (pooling is not None)
     is_scorer = kinds == ["Transformer", LOGIT_SCORE]
     if words is not None:
-        _require_sparse(directory, kinds, model)
+        require_sparse_modules(directory, kinds, model)
     elif not is_scorer and kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
         raise ModelError(
             f"{directory / 'modules.json'} has the modules {', '.join(kinds) or 'none'}; supported are Transformer, "
@@ -351,20 +356,6 @@ def _require_own_transformer(transformer: Path, directory: Path, model: ModelCon
     if (transformer / "modules.json").is_file():
         raise ModelError(f"{transformer / 'modules.json'} is a second one inside {directory}: remove one of them")
     require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
-
-
-def _require_sparse(directory: Path, kinds: Sequence[str], model: ModelConfig) -> None:
-    """A ModelError unless these are the modules of a sparse model, a ConfigError unless the recipe trains one."""
-    if list(kinds[1:]) != [SPLADE_POOLING] or kinds[0] not in TRANSFORMERS:
-        raise ModelError(
-            f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; supported with {SPLADE_POOLING} is a "
-            "Transformer before it, and nothing else"
-        )
-    if model.kind is not ModelKind.sparse and model.pooling is None:
-        raise ConfigError(
-            f"{directory} is a learned sparse model ({SPLADE_POOLING}): set model.kind=sparse, or model.pooling to "
-            "train another model from its backbone"
-        )
 
 
 def _is_stored(template: PairTemplate | None, model: ModelConfig) -> bool:

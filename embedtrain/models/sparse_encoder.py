@@ -23,12 +23,14 @@ from transformers import (
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.sparse import SparseActivation, SparsePooling
-from embedtrain.data.types import Packing
+from embedtrain.data.types import Packing, QueryWords
 from embedtrain.errors import ModelError
 from embedtrain.models.attention_mask import known_padding
 from embedtrain.models.cross_encoder import PooledVectors, backbone_of, classifier_name
 from embedtrain.models.encoder import Encoder, prepare_backbone
 from embedtrain.models.sparse_head import TokenSpans, activate, word_weights
+from embedtrain.models.static_queries import QueryWeights
+from embedtrain.models.word_weights import WordWeights
 
 # The largest difference between a word's weight and that of the whole class.
 _TOLERANCE = 1e-3
@@ -45,6 +47,7 @@ class SparseEncoder(Encoder):
     Args:
         head: the class of the architecture's language model, from `split_language_model`.
         tied: whether the weight of the head is the table of token embeddings.
+        query_weights: those of the tokens of queries, which are then not encoded; None: they are, as documents.
     """
 
     def __init__(
@@ -55,16 +58,22 @@ class SparseEncoder(Encoder):
         tied: bool,
         pooling: SparsePooling,
         activation: SparseActivation,
+        query_weights: QueryWeights | None = None,
     ) -> None:
         super().__init__(backbone, Pooling.cls, normalize=False)
-        self.head, self.tied = head, tied
+        self.head, self.tied, self.query_weights = head, tied, query_weights
         self.word_pooling, self.activation = pooling, activation
         self._calls_whole_class = False
 
     @property
     def dimension(self) -> int:
         """V, the words of the vocabulary."""
-        return int(self.backbone.config.get_text_config().vocab_size)
+        return _num_words(self.backbone)
+
+    @property
+    def float32_head(self) -> QueryWeights | None:
+        """The module that computes in float32."""
+        return self.query_weights
 
     def stored_name(self, name: str) -> str:
         """The name of a weight or module in transformers' class."""
@@ -77,16 +86,27 @@ class SparseEncoder(Encoder):
         pooled: Tensor | None = None,
         packing: Packing | None = None,
         types: Tensor | None = None,
+        query_words: QueryWords | None = None,
     ) -> Tensor:
-        """Tokens as in `Encoder.forward` to the weights of all words, float32 [N, V]; `pooled` has no effect."""
+        """Tokens as in `Encoder.forward` to the weights of all words, float32 [N, V]; `pooled` has no effect.
+
+        With `query_words`, the tokens are those of the texts that are encoded.
+        """
         if self._calls_whole_class:
             return self._whole_class_weights(ids, mask)
         hidden = self.hidden_states(ids, mask, packing, types)
+        looked_up: Tensor | None = None
+        if self.query_weights is not None:
+            looked_up, zero = self.query_weights(query_words)
+            hidden = hidden + zero.to(hidden.dtype)
         if packing is not None:
             spans = TokenSpans.of_packed(packing)
         else:
             spans = TokenSpans.of_padded(torch.ones_like(ids) if mask is None else mask, has_padding=mask is not None)
-        return self._word_weights(hidden, spans)
+        weights = self._word_weights(hidden, spans)
+        if query_words is None or looked_up is None:
+            return weights
+        return torch.cat([weights, looked_up.to(weights.dtype)]).index_select(0, query_words.order)
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """The weights of words from token vectors [N, L, H] with the mask [N, L]: [N, V]."""
@@ -195,6 +215,19 @@ def split_language_model(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTr
     setattr(parent, path.rpartition(".")[2], decoder)
     setattr(model, name, PooledVectors(None))
     return prepare_backbone(backbone), model, tied
+
+
+def sparse_encoder_of(model: PreTrainedModel, words: WordWeights) -> SparseEncoder:
+    """The encoder of a language model, with the weights of queries 0."""
+    backbone, head, tied = split_language_model(model)
+    queries = None if words.queries is None else QueryWeights(_num_words(backbone), trained=words.queries.trained)
+    return SparseEncoder(
+        backbone, head, tied=tied, pooling=words.pooling, activation=words.activation, query_weights=queries
+    )
+
+
+def _num_words(backbone: nn.Module) -> int:
+    return int(backbone.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
 
 
 def language_model_mismatch(encoder: SparseEncoder, device: torch.device) -> str | None:

@@ -1,15 +1,17 @@
 """Settings of learned sparse models: how the logits of a text's tokens become weights of words."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PretrainedConfig
 
-from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.sparse import SparseActivation, SparsePooling
-from embedtrain.errors import ModelError
+from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.sparse import SparseActivation, SparsePooling, SparseQueries
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.file_references import read_json
+from embedtrain.models.static_queries import STATIC_EMBEDDING, StaticQueries, static_queries_of
 
 SPLADE_POOLING = "SpladePooling"
 # The module before it: of sentence-transformers 6, and of version 5.
@@ -29,6 +31,12 @@ class WordWeights:
 
     pooling: SparsePooling = SparsePooling.max
     activation: SparseActivation = SparseActivation.relu
+    queries: StaticQueries | None = None  # of queries that are not encoded
+
+    @property
+    def query_mode(self) -> SparseQueries:
+        """How queries become weights of words."""
+        return SparseQueries.encoded if self.queries is None else SparseQueries.static
 
 
 def read_word_weights(path: Path) -> WordWeights:
@@ -43,7 +51,9 @@ def read_word_weights(path: Path) -> WordWeights:
         raise ModelError(f"{path}: {error}; supported are max and sum, relu and log1p_relu") from None
 
 
-def word_weights_of(stored: WordWeights | None, config: PretrainedConfig, model: ModelConfig) -> WordWeights:
+def word_weights_of(
+    stored: WordWeights | None, directory: Path | None, config: PretrainedConfig, model: ModelConfig
+) -> WordWeights:
     """The settings of a model whose files have `stored`; a ModelError if it has no vocabulary head that we compute."""
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -56,5 +66,21 @@ def word_weights_of(stored: WordWeights | None, config: PretrainedConfig, model:
             raise ModelError(f"model.kind=sparse: {config.model_type} has {setting}={value}, which is not supported")
     stored = stored or WordWeights()
     return WordWeights(
-        pooling=model.sparse.pooling or stored.pooling, activation=model.sparse.activation or stored.activation
+        pooling=model.sparse.pooling or stored.pooling,
+        activation=model.sparse.activation or stored.activation,
+        queries=static_queries_of(stored.queries, directory, model),
     )
+
+
+def require_sparse_modules(directory: Path, kinds: Sequence[str], model: ModelConfig) -> None:
+    """A ModelError unless these are the modules of a sparse model, a ConfigError unless the recipe trains one."""
+    if list(kinds[1:]) not in ([SPLADE_POOLING], [SPLADE_POOLING, STATIC_EMBEDDING]) or kinds[0] not in TRANSFORMERS:
+        raise ModelError(
+            f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; supported with {SPLADE_POOLING} is a "
+            "Transformer before it, and nothing else"
+        )
+    if model.kind is not ModelKind.sparse and model.pooling is None:
+        raise ConfigError(
+            f"{directory} is a learned sparse model ({SPLADE_POOLING}): set model.kind=sparse, or model.pooling to "
+            "train another model from its backbone"
+        )

@@ -9,6 +9,7 @@ from embedtrain.config.losses import LossConfig, matryoshka_dims_of
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
+from embedtrain.config.sparse_checks import check_query_regularizer
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
 from embedtrain.data.sources.urls import is_url
@@ -69,7 +70,12 @@ def check_local_inputs(recipe: Recipe) -> None:
 
 
 def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
-    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have."""
+    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have.
+
+    Queries of a sparse model may be static because of its files, which the recipe's own checks do not see.
+    """
+    if source.words is not None:
+        check_query_regularizer(recipe.sparsity, source.words.query_mode)
     for loss in (recipe.loss, *(source_loss(each, recipe.loss) for each in recipe.data.train)):
         require_dimensions(loss, source.dimension)
 

@@ -14,6 +14,7 @@ from embedtrain.checkpoint.export.m3 import probe_m3
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
 from embedtrain.checkpoint.export.replacement import export_lock
+from embedtrain.checkpoint.export.sparse import probe_words
 from embedtrain.checkpoint.export.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
@@ -21,6 +22,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
@@ -121,12 +123,14 @@ def export_run(
 def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
     """What an export has to reproduce, see `probe_vectors`. A collective."""
     tokenizer, prompts, device = model.tokenizer, model.source.prompts, encoder.world.device
-    if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer | M3Tokenizer):
+    if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer | M3Tokenizer | StaticQueryTokenizer):
         return encoder.encode_all(PROBES)
     training = model.encoder.training
     model.encoder.eval()
     if isinstance(tokenizer, PairTokenizer):
         outputs = probe_scores(model.encoder, tokenizer, PROBES, prompts, device)
+    elif isinstance(tokenizer, StaticQueryTokenizer):
+        outputs = probe_words(model.encoder, tokenizer, PROBES, device)
     elif isinstance(tokenizer, M3Tokenizer):
         outputs = probe_m3(model.encoder, tokenizer, PROBES, device)
     else:

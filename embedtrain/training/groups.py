@@ -11,8 +11,10 @@ from embedtrain.config.optim import OptimConfig, ParameterGroup
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import format_count
 from embedtrain.models.blocks import find_blocks
+from embedtrain.models.static_queries import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
 
 ENCODER, LOSS, HEAD, EMBEDDINGS, LAYERS = "encoder", "loss", "head", "embeddings", "layers"
+QUERIES = "query_weights"
 _BACKBONE, _OF_LOSS = "backbone.", "loss."
 _MAX_NAMES = 5  # in a message
 # Entries of a group of the optimizer besides torch's. They follow from the recipe, and are not read from checkpoints.
@@ -58,6 +60,8 @@ def trained_parameters(encoder: nn.Module, optim: OptimConfig, loss: nn.Module |
         label, factor = decays.get(name, (ENCODER, 1.0))
         if optim.head_lr is not None and not name.startswith(_BACKBONE):
             label, factor = HEAD, optim.head_lr / optim.lr
+        if name == QUERY_WEIGHTS:
+            label, factor = QUERIES, QUERY_WEIGHTS_LR / optim.lr
         trained.append(TrainedParameter(name, parameter, _settings(groups.get(name), optim, parameter, label, factor)))
     loss_factor = 1.0 if optim.loss_lr is None else optim.loss_lr / optim.lr
     for name, parameter in of_loss:

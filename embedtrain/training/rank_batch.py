@@ -222,7 +222,7 @@ def make_rank_batch(
         ),
         num_rows=len(batch.rows),
         num_cached_graphs=chunk_options.num_cached_graphs(
-            plan.max_tokens_per_chunk(inputs.lengths, packed=tokenizer.packed)
+            plan.max_tokens_per_chunk(inputs.costs, packed=tokenizer.packed)
         ),
         num_passes=plan.num_chunks,
         max_documents=int(tokens.num_documents.max(initial=0)),
@@ -319,7 +319,7 @@ def _encode_plan(
 ) -> tuple[list[Tokens], tuple[Exchange, ...], ChunkPlan]:
     """This rank's chunks, the exchange of each part of the embeddings, and which rank encodes which texts."""
     plan = plan_chunks(
-        inputs.lengths,
+        inputs.costs,
         size,
         chunk_options.chunk_tokens,
         chunk_options.pass_overhead_tokens,

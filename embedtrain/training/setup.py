@@ -80,7 +80,8 @@ def build_loss(
             score=_score_of(model.source),
         )
         if model.source.words is not None:
-            loss = SparsityRegularized(loss, recipe.sparsity, _ramp_batches(recipe, data))
+            sparsity = recipe.sparsity.resolved(model.source.words.query_mode)
+            loss = SparsityRegularized(loss, sparsity, _ramp_batches(recipe, data))
         loss = loss.to(world.device)
     use_tf32_products(loss, recipe.parallel.precision)
     for note in loss_notes(losses, data.names, loss, dimension):
@@ -277,7 +278,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
             work=StepWorkload.of(recipe),
         )
     _advise_when_exhausted(run, model)
-    tokenize_data(data, model, inputs.cache, world, run.console)
+    tokenize_data(data, model, inputs.cache, world, run.console, from_scratch=start.from_scratch)
     guides, guide_notes = load_guides(
         list(dict.fromkeys(path for loss in inputs.losses for path in guide_paths(loss))),
         recipe.parallel,

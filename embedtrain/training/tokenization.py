@@ -8,11 +8,14 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checksums import CHECKSUMS, damaged_files, write_checksums
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
+from embedtrain.data.idf import inverse_document_frequencies
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
+from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
 from embedtrain.files import remove_tree
 from embedtrain.loading.load import LoadedModel
+from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.tracking.console import Console
 from embedtrain.training.resume import require_same_tokenizer
@@ -49,10 +52,21 @@ def load_or_train_vocabulary(
     return tokenizer
 
 
-def tokenize_data(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
-    """Tokenise all texts that are not in the cache, and print notes."""
+def tokenize_data(
+    data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console, *, from_scratch: bool
+) -> None:
+    """Tokenise all texts that are not in the cache, and print notes.
+
+    A run from scratch computes the weights of static queries, if the model has none, from the documents.
+    """
     require_same_tokenizer(model.tokenizer, world)
     with world.fail_together("tokenising"), console.progress() as progress:
         notes = data.prepare(model.tokenizer, replace(cache, progress=progress))
     for note in notes:
         console.note(note)
+    queries = None if model.source.words is None else model.source.words.queries
+    if from_scratch and queries is not None and queries.path is None:
+        assert data.tokens is not None
+        with console.phase("computing the weights of queries from the documents"):
+            weights = inverse_document_frequencies(data.tokens, model.source.dimension, world)
+        copy_local_rows(model.encoder.state_dict()[QUERY_WEIGHTS], weights)

@@ -12,7 +12,7 @@ from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
-from embedtrain.loading.load import bound_tokenizer
+from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

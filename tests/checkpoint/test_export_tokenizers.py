@@ -14,7 +14,7 @@ from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ModelError
-from embedtrain.loading.load import bound_tokenizer
+from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from tests.small import save_small, small_model

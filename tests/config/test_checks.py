@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config import checks, model_checks
+from embedtrain.config import checks, model_checks, sparse_checks
 from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
@@ -27,7 +27,7 @@ from embedtrain.config.recipe import (
     TrainSource,
     WandbMode,
 )
-from embedtrain.config.sparse import SparseConfig, SparsePooling, SparseRegularizer
+from embedtrain.config.sparse import SparseConfig, SparsePooling, SparseQueries, SparseRegularizer
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import EvaluateOptions, check_evaluate
@@ -113,6 +113,9 @@ CASES = [
     option("export.formats", ["onnx"], **SPARSE),
     option("export.truncate_dim", 8, **SPARSE),
     option("model.sparse", SparseConfig(pooling=SparsePooling.sum)),
+    option("model.sparse.query_weights", "idf", model__sparse__queries=SparseQueries.encoded, **SPARSE),
+    option("model.sparse.query_weights", "weights.txt", **SPARSE),
+    option("sparsity.query_weight", 0.5, model__sparse__queries=SparseQueries.static, **SPARSE),
     option("model.late_interaction.dim", 8),
     option("model.late_interaction.skiplist_words", ["."], **CROSS_ENCODER),
     *[option(f"model.{name}", value, **LATE_INTERACTION) for name, value in OF_DENSE_MODELS.items()],
@@ -357,7 +360,7 @@ def test_a_rejected_option_of_a_set_is_named_with_its_index(options):
 
 
 def test_every_check_has_a_case(monkeypatch):
-    modules = (checks, model_checks, optim_checks)
+    modules = (checks, model_checks, optim_checks, sparse_checks)
     recipes = [*map(recipe_with_source, SOURCES), *map(recipe_with_set, SETS)]
     for parameters in CASES:
         recipe = valid_recipe()

@@ -10,6 +10,7 @@ import yaml
 from embedtrain import __version__
 from embedtrain.checkpoint.export.cross_encoder import renders_pairs
 from embedtrain.checkpoint.export.late_interaction import pylate_usage
+from embedtrain.checkpoint.export.sparse import usage_of_words
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
@@ -92,7 +93,7 @@ def model_card(
         ModelKind.cross_encoder: _usage_of_scores,
         ModelKind.late_interaction: _usage_of_token_vectors,
         ModelKind.m3: _usage_of_m3,
-        ModelKind.sparse: _usage_of_words,
+        ModelKind.sparse: usage_of_words,
     }
     base, shown = _hub_id(path), name or "path/of/this/directory"
     metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
@@ -250,21 +251,6 @@ def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], run_dir: Path
         f'queries = model.encode(["a question"], is_query=True{query})',
         f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
         'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, documents_embeddings=documents))',
-        "```",
-        "",
-    ]
-
-
-def _usage_of_words(name: str, prompts: Mapping[str, str], _: Path) -> list[str]:
-    return [
-        "```python",
-        "from sentence_transformers import SparseEncoder",
-        "",
-        f'model = SparseEncoder("{name}")',
-        'queries = model.encode_query(["a question"])',
-        'documents = model.encode_document(["a text that answers it", "another text"])',
-        "print(model.similarity(queries, documents))",
-        "print(model.decode(documents, top_k=10))",
         "```",
         "",
     ]

@@ -24,7 +24,12 @@ from transformers import AutoConfig, AutoModel
 from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
 from embedtrain.checkpoint.export.late_interaction import write_late_interaction_settings
 from embedtrain.checkpoint.export.m3 import layer_locations
-from embedtrain.checkpoint.export.sparse import SPLADE_FOLDER, stored_word_name, write_sparse_settings
+from embedtrain.checkpoint.export.sparse import (
+    has_word_weights,
+    query_weight_locations,
+    stored_word_name,
+    write_sparse_settings,
+)
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
@@ -102,7 +107,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer, has_chat=has_chat)
         return
     if source.words is not None:
-        write_sparse_settings(directory, source, tokenizer.max_length)
+        write_sparse_settings(directory, source, tokenizer)
         return
     if pooler := _pooler_weights(source):
         (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
@@ -171,7 +176,8 @@ def plan_weights(
     """
     pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
     converted = {name: _convert(spec, dtype) for name, spec in (pooler | dict(specs)).items()}
-    names = _stored_names(architecture, converted)
+    queries = query_weight_locations(converted)
+    names = _stored_names(architecture, converted.keys() - queries.keys())
     backbone = {stored: converted[name] for name, stored in names.items()}
     split = split_state_dict_into_shards_factory(
         backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=max_file_size, filename_pattern=_WEIGHTS
@@ -186,6 +192,8 @@ def plan_weights(
     for name, (file, key) in layer_locations(converted).items():
         members.setdefault(file, {})[key] = converted[name]
         locations[name] = file, key
+    for name, (file, key) in queries.items():
+        members[file], locations[name] = {key: _convert(specs[name], torch.float32)}, (file, key)
     if adapter:
         file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
         keys = {name: peft_key(stored) for name, stored in _stored_names(architecture, adapter).items()}
@@ -199,7 +207,7 @@ def _stored_names(architecture: Path, names: Iterable[str]) -> dict[str, str]:
     if (architecture / "1_Pooling").is_dir() or (architecture / "1_Dense").is_dir():
         return {name: name.removeprefix(_BACKBONE) for name in names if name.startswith(_BACKBONE)}
     config = AutoConfig.from_pretrained(architecture, local_files_only=True)
-    stored = stored_word_name if (architecture / SPLADE_FOLDER).is_dir() else stored_name
+    stored = stored_word_name if has_word_weights(architecture) else stored_name
     return {name: stored(config)(name) for name in names}
 
 

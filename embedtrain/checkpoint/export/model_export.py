@@ -32,6 +32,7 @@ from embedtrain.checkpoint.export.model_directory import (
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
 from embedtrain.checkpoint.export.shapes import require_shapes
+from embedtrain.checkpoint.export.sparse import write_query_weights
 from embedtrain.checkpoint.export.verify import (
     AdapterBase,
     ExportReference,
@@ -116,6 +117,7 @@ class ModelExport:
         try:
             convert_layers(directory)
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
+            write_query_weights(directory, source)
             if reference is not None:
                 with phase("reopening it with transformers"):
                     differences.append(check_transformers(directory, source, reference))

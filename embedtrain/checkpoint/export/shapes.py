@@ -11,6 +11,7 @@ from embedtrain.errors import CheckpointError
 from embedtrain.models.build import build_encoder, stored_tensors
 from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.static_queries import QUERY_FOLDER, QUERY_WEIGHTS, STORED_WEIGHT
 
 
 def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
@@ -23,7 +24,10 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
     )
     if source.words is not None:
         encoder = build_encoder(source)
-        _compare_shapes(directory, {encoder.stored_name(n): list(t.shape) for n, t in encoder.state_dict().items()})
+        shapes = {name: list(tensor.shape) for name, tensor in encoder.state_dict().items()}
+        if (queries := shapes.pop(QUERY_WEIGHTS, None)) is not None:
+            _compare_shapes(directory / QUERY_FOLDER, {STORED_WEIGHT: queries})
+        _compare_shapes(directory, {encoder.stored_name(name): shape for name, shape in shapes.items()})
         return source
     with init_empty_weights(include_buffers=False):
         kind = AutoModel if source.head is None else AutoModelForSequenceClassification

@@ -36,9 +36,14 @@ from embedtrain.checkpoint.export.late_interaction import (
     token_vectors_of_transformers,
 )
 from embedtrain.checkpoint.export.m3 import m3_encoder, m3_of_transformers, probe_m3
-from embedtrain.checkpoint.export.sparse import word_weights_of_sentence_transformers, word_weights_of_transformers
+from embedtrain.checkpoint.export.sparse import (
+    probe_words,
+    word_weights_of_sentence_transformers,
+    word_weights_of_transformers,
+)
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
@@ -106,7 +111,8 @@ def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[s
 
     The scores [1, N] of a cross-encoder, with `prompts`, are one vector: a score near 0 has no relative difference.
     A model of three representations has a summary of them, see `probe_m3`.
-    A late-interaction model has vectors of tokens, of each text as a query and as a document with their prompts.
+    Static queries: see `probe_words`. A late-interaction model has vectors of tokens, of each text as a query and as a
+    document with their prompts.
     """
     if isinstance(tokenizer, PairTokenizer):
         return probe_scores(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
@@ -114,6 +120,8 @@ def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[s
         return probe_token_vectors(encoder.eval(), tokenizer, PROBES, prompts or {}, torch.device("cpu"))
     if isinstance(tokenizer, M3Tokenizer):
         return probe_m3(encoder.eval(), tokenizer, PROBES, torch.device("cpu"))
+    if isinstance(tokenizer, StaticQueryTokenizer):
+        return probe_words(encoder.eval(), tokenizer, PROBES, torch.device("cpu"))
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]

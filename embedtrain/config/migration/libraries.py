@@ -159,5 +159,5 @@ TEVATRON = (
         "not available: queries and documents have one encoder, without a projection of its own",
         also="tie_encoder add_pooler projection_in_dim projection_out_dim",
     ),
-    Row("", "not available", shown="images, audio, SPLADE, multi-vector, JAX"),
+    Row("", "not available", shown="images, audio, JAX"),
 )

@@ -76,6 +76,7 @@ class _Kind(NamedTuple):
     prompt: Prompt
     limit: int  # tokens
     instruction: str | None = None  # of a query, from its row
+    role: TextRole = TextRole.document  # of a query only where its tokens depend on it
 
 
 def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokenizer) -> Iterator[tuple[str, _Kind]]:
@@ -89,11 +90,12 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokeni
     documents: dict[str | None, _Kind] = {}
     query_limit = tokenizer.limit(TextRole.query, text_format.query_max_length)
     document_limit = tokenizer.limit(TextRole.document, text_format.document_max_length)
+    role = TextRole.query if tokenizer.roles_differ else TextRole.document
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
     for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
             prompt = tokenizer.query_prompt(text_format.query(of_query))
-            queries[of_query] = _Kind(prompt, query_limit, of_query or None)
+            queries[of_query] = _Kind(prompt, query_limit, of_query or None, role)
         if of_documents not in documents:
             prompt = tokenizer.document_prompt(text_format.document(of_documents))
             documents[of_documents] = _Kind(prompt, document_limit)
@@ -141,7 +143,8 @@ class _DistinctTexts:
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
         for batch in _batches(texts):
-            ids = self._tokenizer.stored_ids([kind.prompt(text) for text in batch], kind.limit, kind.prompt.prefix)
+            prompted = [kind.prompt(text) for text in batch]
+            ids = self._tokenizer.stored_ids(prompted, kind.limit, kind.prompt.prefix, kind.role)
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))

@@ -96,9 +96,11 @@ class EncoderContext(EvaluationContext):
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts that are neither queries nor documents, not normalized: float32 [n, D], on every rank.
 
-        They get the prompt and the maximum length of queries. A collective.
+        They get the prompt and the maximum length of queries, or of documents if a model only encodes these. A
+        collective.
         """
-        part = self._encode(texts, "texts")
+        role = TextRole.query if self.comparison.is_symmetric else TextRole.document
+        part = self._encode(texts, "texts", role)
         assert part.sizes is None, "sets that need one vector per text are rejected for other models"
         return part.values
 

@@ -1,0 +1,70 @@
+"""Checks of the options of learned sparse models: regularizers, and queries without inference."""
+
+from dataclasses import fields
+
+from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.sparse import SparseConfig, SparseQueries, SparseRegularizer, SparsityConfig
+from embedtrain.config.validation import OptionChecks
+
+IDF = "idf"
+
+
+def check_sparsity(recipe: Recipe) -> None:
+    """Regularizers of a model that has weights of words, and what such a model cannot do."""
+    check, is_sparse = OptionChecks(recipe.sparsity, "sparsity."), recipe.model.kind is ModelKind.sparse
+    if not is_sparse:
+        defaults = SparsityConfig()
+        for name in (field.name for field in fields(defaults)):
+            check.require(
+                getattr(recipe.sparsity, name) == getattr(defaults, name),
+                name,
+                f"is for model.kind=sparse, not {recipe.model.kind.value}; leave it out",
+            )
+        return
+    for name in ("query_weight", "document_weight"):
+        check.at_least(0, name, "0 leaves the regularizer out")
+    for name in ("query_threshold", "document_threshold"):
+        check.at_least(0, name, "null regularizes all texts")
+        kind = getattr(recipe.sparsity, name.replace("threshold", "regularizer"))
+        check.require(
+            getattr(recipe.sparsity, name) is None or kind is SparseRegularizer.flops,
+            name,
+            f"has no effect on {name.replace('threshold', 'regularizer')}={kind.value}; leave it out",
+        )
+    check.at_least(0, "ramp", "0 applies the full weights from the first step on")
+    _check_static_queries(recipe.model.sparse)
+    check_query_regularizer(recipe.sparsity, recipe.model.sparse.queries or SparseQueries.encoded)
+    for name in recipe.export.formats:
+        OptionChecks(recipe.export, "export.").require(
+            name == "sentence_transformers", "formats", f"{name} is not for model.kind=sparse; leave it out"
+        )
+    OptionChecks(recipe.export, "export.").require(
+        recipe.export.truncate_dim is None, "truncate_dim", "is not for model.kind=sparse, whose dimensions are words"
+    )
+
+
+def _check_static_queries(options: SparseConfig) -> None:
+    """Options of static queries have an effect, and possible values."""
+    defaults, check = SparseConfig(), OptionChecks(options, "model.sparse.")
+    for name in ("query_weights", "train_query_weights"):
+        check.require(
+            options.queries is not SparseQueries.encoded or getattr(options, name) == getattr(defaults, name),
+            name,
+            "is for model.sparse.queries=static; leave it out",
+        )
+    check.require(
+        options.query_weights in (None, IDF) or str(options.query_weights).endswith(".json"),
+        "query_weights",
+        f"must be {IDF}, or a JSON file of tokens and their weights, such as idf.json",
+    )
+
+
+def check_query_regularizer(sparsity: SparsityConfig, queries: SparseQueries) -> None:
+    """Raise a ConfigError for a regularizer of static queries, whose active words are those of the text."""
+    defaults, check = SparsityConfig(), OptionChecks(sparsity, "sparsity.")
+    for name in ("query_weight", "query_regularizer", "query_threshold"):
+        check.require(
+            queries is SparseQueries.encoded or getattr(sparsity, name) in (getattr(defaults, name), 0),
+            name,
+            "has no effect on static queries (model.sparse.queries), whose words are those of the text; leave it out",
+        )

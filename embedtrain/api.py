@@ -39,8 +39,8 @@ from embedtrain.loading.encoder_model import load_encoder_model
 from embedtrain.loading.load import quiet_libraries
 from embedtrain.losses.types import Loss
 from embedtrain.mine.__main__ import main as mine_main
-from embedtrain.mine.folder import read_summary
 from embedtrain.mine.options import MineOptions, compose_mine
+from embedtrain.mining.folder import read_summary
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import METRICS_FILE, read_metrics
 from embedtrain.training.train import train as run_training

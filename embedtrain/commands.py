@@ -41,6 +41,7 @@ COMMANDS = {
         Command("train", "embedtrain", "train a model; the same command resumes it", has_ranks=True),
         Command("evaluate", "embedtrain.evaluate", "measure a model on evaluation sets or MTEB", has_ranks=True),
         Command("mine", "embedtrain.mine", "mine hard negatives for training data", has_ranks=True),
+        Command("filter", "embedtrain.filter", "keep the training rows whose positives rank high", has_ranks=True),
         Command("search", "embedtrain.search", "search a corpus with a model"),
         Command("export", "embedtrain.export", "write a model directory from a checkpoint"),
         Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),

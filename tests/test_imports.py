@@ -12,6 +12,7 @@ PACKAGE = ROOT / "embedtrain"
 COMMANDS = (
     "evaluate",
     "mine",
+    "filter",
     "search",
     "export",
     "plan",
@@ -32,7 +33,7 @@ ORDER = (
     "in_process",
     "cli",
     "training",
-    "evaluation",
+    ("evaluation", "mining"),
     "inference",
     "loading",
     "checkpoint",

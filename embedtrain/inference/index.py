@@ -171,6 +171,33 @@ class ShardedIndex:
         dist.all_reduce(scores, op=dist.ReduceOp.MAX)
         return scores.view(documents.shape).cpu()
 
+    @torch.no_grad()
+    def count_above(self, queries: Part | Tensor, scores: Tensor) -> Tensor:
+        """The number of documents whose score is above that of each query: int64 [Q] on the CPU. A collective.
+
+        `queries` are those of `search`, and `scores` float32 [Q], the same on every rank. Counts are exact, for scores
+        are compared as `search` returns them.
+        """
+        queries = _on_device(_as_part(queries), self.world.device)
+        scores = scores.to(self.world.device)
+        counts = torch.zeros(len(queries), dtype=torch.int64, device=self.world.device)
+        with full_precision(self.world.device):
+            batches = list(_query_batches(queries))
+            for first, tile in self._documents.tiles():
+                start = 0
+                for batch in batches:
+                    limits = scores[start : start + len(batch)].unsqueeze(1)
+                    error = self._documents.rounding_error(batch).unsqueeze(1)
+                    distance = tile.scores(batch).double() - limits.double()
+                    above = (distance > error).sum(dim=1)
+                    rows, columns = (distance.abs() <= error).nonzero(as_tuple=True)
+                    exact = self._documents.exact_scores(batch, rows, columns + first)
+                    above.index_add_(0, rows, (exact > limits.squeeze(1)[rows]).long())
+                    counts[start : start + len(batch)] += above
+                    start += len(batch)
+        dist.all_reduce(counts)
+        return counts.cpu()
+
     def _query_counts(self, num_queries: int) -> list[int]:
         """The number of queries whose results each rank merges: consecutive ranges of queries."""
         size = self.world.size

@@ -5,6 +5,7 @@ Shapes: R rows of a source, C candidates of a query.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,55 +17,21 @@ from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
-from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
-from embedtrain.inference.index import ShardedIndex, first_added_order
-from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.mine.candidates import (
-    BlockCandidates,
-    FloatArray,
-    QueryCandidates,
-    QueryDocumentPairs,
-    UniqueQueries,
-    find_window,
-    ranks_of,
-    scores_of,
-)
-from embedtrain.mine.folder import MiningFolder
-from embedtrain.mine.inputs import MiningInputs
+from embedtrain.inference.encode import ProgressCallback
+from embedtrain.inference.index import ShardedIndex
+from embedtrain.mine.candidates import BlockCandidates, QueryCandidates, find_window, ranks_of
 from embedtrain.mine.options import MineOptions, Sampling
-from embedtrain.mine.pool import IntArray
-from embedtrain.mine.sources import DocumentFormat, MiningSource
 from embedtrain.mine.stats import MiningStats, SuspectedLabel
-from embedtrain.mine.teacher import Teacher
+from embedtrain.mining.blocks import RowBlock, row_blocks
+from embedtrain.mining.folder import MiningFolder
+from embedtrain.mining.inputs import MiningInputs
+from embedtrain.mining.pool import IntArray
+from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, scores_of
+from embedtrain.mining.run import RowSearch
+from embedtrain.mining.teacher import Teacher
 
 # Purpose of the random key: the data order derives other numbers from the same seed.
 _MINING_KEY = 5
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Rows of one source with one document format, which are mined and written together."""
-
-    source: int  # its number
-    format: int  # number of the document format
-    number: int  # of the block, from 0, among those of its source and format
-    rows: IntArray  # ascending
-
-    @property
-    def name(self) -> str:
-        """The name of its directory."""
-        return f"{self.source:05}-{self.format:05}-{self.number:07}"
-
-
-def row_blocks(format_of: Sequence[IntArray], size: int) -> list[RowBlock]:
-    """Cut the rows of all sources into blocks of at most `size`; `format_of` is that of `MiningInputs`."""
-    blocks: list[RowBlock] = []
-    for source, formats in enumerate(format_of):
-        for document_format in np.unique(formats).tolist():
-            rows = np.flatnonzero(formats == document_format)
-            for number, start in enumerate(range(0, len(rows), size)):
-                blocks.append(RowBlock(source, document_format, number, rows[start : start + size]))
-    return blocks
 
 
 def merge_in_row_order(formats: IntArray, lines: dict[int, Iterator[str]]) -> Iterator[str]:
@@ -79,17 +46,13 @@ def merge_in_row_order(formats: IntArray, lines: dict[int, Iterator[str]]) -> It
         yield line
 
 
-@dataclass(frozen=True)
 class Miner:
     """Mines all sources."""
 
-    sources: Sequence[MiningSource]
-    inputs: MiningInputs
-    encoder: SentenceEncoder  # of the model that finds candidates
-    vector_cache: VectorCache  # of the model's document vectors
-    teacher: Teacher | None  # provides the scores; None: the model does
-    folder: MiningFolder
-    options: MineOptions
+    def __init__(self, search: RowSearch, options: MineOptions) -> None:
+        self.search, self.options = search, options
+        self.sources, self.inputs, self.folder = search.sources, search.inputs, search.folder
+        self.encoder, self.teacher = search.encoder, search.teacher
 
     def mine(self, progress: ProgressCallback) -> None:
         """Mine every block that is not finished yet. A collective."""
@@ -107,27 +70,12 @@ class Miner:
                     self.teacher.prepare(self.inputs.pool, self.folder.vectors, progress)
                 teacher_is_ready = True
             with explain_lost_contact("encoding documents"):
-                index = self._index(document_format, progress)
+                index = self.search.index(document_format, progress)
             for block in remaining:
                 with explain_lost_contact(f"mining {self.sources[block.source].name}"):
                     self._mine_block(block, index, progress)
                 done += len(block.rows)
                 progress("mining rows", done, total)
-
-    def _index(self, document_format: DocumentFormat, progress: ProgressCallback) -> ShardedIndex:
-        pool = self.inputs.pool
-        index = ShardedIndex(
-            first_added_order(len(pool)), self.encoder.world, self.options.index, self.encoder.comparison
-        )
-        with self.encoder.report_progress(progress):
-            index.add_texts(
-                self.encoder,
-                pool.formatted(document_format),
-                max_length=document_format.max_length,
-                vector_cache=self.vector_cache,
-                existing_prompt=document_format.before,
-            )
-        return index
 
     def _mine_block(self, block: RowBlock, index: ShardedIndex, progress: ProgressCallback) -> None:
         world, source = self.folder.world, self.sources[block.source]
@@ -150,7 +98,7 @@ class Miner:
                 line, row_stats = mine_row(target, by_query[query], self.inputs, self.options)
                 lines.append(line)
                 stats.append(row_stats)
-        self.folder.write_block(block.name, lines, MiningStats.merge(stats))
+        self.folder.write_block(block.name, lambda path: write_mined(path, lines, MiningStats.merge(stats)))
 
     def _find_candidates(
         self, queries: UniqueQueries, max_length: int | None, index: ShardedIndex, progress: ProgressCallback
@@ -190,7 +138,7 @@ class Miner:
                 for number, source in enumerate(self.sources):
                     source_blocks = [block for block in blocks if block.source == number]
                     lines = {
-                        fmt: self.folder.read_lines([block.name for block in source_blocks if block.format == fmt])
+                        fmt: read_lines(self.folder, [block.name for block in source_blocks if block.format == fmt])
                         for fmt in {block.format for block in source_blocks}
                     }
                     self.folder.write_source(source.name, merge_in_row_order(self.inputs.format_of[number], lines))
@@ -202,7 +150,7 @@ class Miner:
 
     def _summary(self, blocks: Sequence[RowBlock]) -> dict[str, Any]:
         stats_by_source = {
-            source.name: self.folder.read_stats([block.name for block in blocks if block.source == number])
+            source.name: read_stats(self.folder, [block.name for block in blocks if block.source == number])
             for number, source in enumerate(self.sources)
         }
         total = MiningStats.merge(list(stats_by_source.values()))
@@ -217,6 +165,26 @@ class Miner:
             "suspected_false_negatives": [vars(suspect) for suspect in total.false_negatives],
             "suspected_wrong_labels": [vars(suspect) for suspect in total.wrong_labels],
         }
+
+
+def write_mined(path: Path, lines: Sequence[str], stats: MiningStats) -> list[Path]:
+    """Write a rank's part of a block, as `MiningFolder.write_block` expects."""
+    rows = path.with_suffix(".jsonl")
+    rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    stats.write(path)
+    return [rows, path.with_suffix(".npz")]
+
+
+def read_lines(folder: MiningFolder, blocks: Sequence[str]) -> Iterator[str]:
+    """The mined rows of blocks, with line ends."""
+    for path in folder.block_files(blocks, ".jsonl"):
+        with path.open(encoding="utf-8", newline="\n") as file:
+            yield from file
+
+
+def read_stats(folder: MiningFolder, blocks: Sequence[str]) -> MiningStats:
+    """The statistics of blocks."""
+    return MiningStats.merge([MiningStats.read(path) for path in folder.block_files(blocks, ".npz")])
 
 
 def _teacher_scores(

@@ -1,19 +1,14 @@
 """Options of `python -m embedtrain.mine`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
-from embedtrain.config.checks import check_train_sources
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
-from embedtrain.config.validation import OptionChecks, written
-from embedtrain.errors import ConfigError
+from embedtrain.config.validation import OptionChecks
+from embedtrain.mining.options import RowSearchOptions, check_row_search
 
 HELP = f"""embedtrain mine: hard negatives for training rows
 
@@ -44,15 +39,8 @@ class MarginReference(str, Enum):
 
 
 @dataclass(kw_only=True)
-class MineOptions:
+class MineOptions(RowSearchOptions):
     """Options of `python -m embedtrain.mine`."""
-
-    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
-    model: str = ""  # model directory or Hub id
-    data: Any = None  # list of TrainSource, or of paths; or one path
-    # Further documents to search, one path or a list: BEIR directories, corpus files, tables, Hub ids (ID@REVISION).
-    corpus: Any = None
-    output_dir: str = ""  # for the mined rows, a file per source, and summary.json
 
     negatives: int = 15  # maximum per row, including those that it keeps
     rank_min: int = 0  # number of the best qualifying candidates to skip
@@ -67,41 +55,13 @@ class MineOptions:
     sampling: Sampling = Sampling.top
     seed: int = 42  # which negatives `sampling=random` draws
     keep_existing_negatives: bool = False  # keep the rows' negatives before the new ones, except for positives
-
-    # Bi-encoder or cross-encoder whose scores are written and used for margins and the ranks of negatives. Those of a
-    # cross-encoder are raw, before any sigmoid.
-    teacher: str | None = None
-    teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
-    teacher_max_length: int | None = None  # tokens, of a pair for a cross-encoder; default: the teacher's
-    teacher_pair_template: Any = None  # of a cross-encoder, as model.pair_template
-    # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
-    teacher_document_windows: bool = False
-    scores: bool = True  # write pos_scores and neg_scores
-
-    pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
-    max_length: int | None = None  # tokens; default: the model's
-    query_prompt: str | None = None  # default: the model's
-    document_prompt: str | None = None  # default: the model's
-    instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
-    precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
-    chunk_tokens: int = 16384  # per forward pass, including padding
-    unshard: Unshard = Unshard.layer
-    index: IndexConfig = field(default_factory=IndexConfig)
-    query_batch_size: int = 4096  # rows that are mined and written together; an interrupted run resumes after them
-    cache_dir: str | None = None  # as data.cache_dir
-    timeout: float = 1800.0  # seconds that a rank waits for the others, also while rank 0 collects documents
+    scores: bool = True  # write pos_scores and neg_scores, the teacher's if there is one
 
 
 def check_mine(options: MineOptions) -> MineOptions:
     """Check the options; `data` must be a list of sources."""
+    check_row_search(options)
     check = OptionChecks(options)
-    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
-    data = "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows"
-    check.require(bool(options.data), "data", data)
-    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the mined rows")
     check.at_least(1, "negatives")
     check.at_least(0, "rank_min")
     check.require(options.rank_min < options.rank_max, "rank_min", f"must be below rank_max={options.rank_max}")
@@ -126,39 +86,7 @@ def check_mine(options: MineOptions) -> MineOptions:
         f"is above max_score={options.max_score}",
     )
     check.seed("seed")
-    for name in ("teacher_max_length", "teacher_revision", "teacher_pair_template", "teacher_document_windows"):
-        has_effect = not getattr(options, name) or options.teacher is not None
-        check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
-    check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
-    check.length("max_length")
-    check.length("teacher_max_length")
-    check.instruction_format()
-    check.at_least(1, "chunk_tokens")
-    check.within(1, 8192, "query_batch_size")
-    check.positive("timeout")
-    corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
-    if not isinstance(corpus, list) or not all(isinstance(path, str) and path for path in corpus):
-        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
-    options.corpus = corpus
-    check_train_sources(options.data, "data")
-    for source in options.data:
-        _check_source(source, options.output_dir)
     return options
-
-
-def _check_source(source: TrainSource, output_dir: str) -> None:
-    if not source.path:
-        raise ConfigError("data: a path is empty; write data=[PATH,...]")
-    OptionChecks(source, f"data, {source.path}: ").require(
-        source.name is None or (bool(source.name) and "/" not in source.name and not source.name.startswith(".")),
-        "name",
-        f"becomes the name of a file in {output_dir}; write one without / that does not start with a dot",
-    )
-    directory = Path(source.path).expanduser()
-    if directory.is_dir() and Path(output_dir).expanduser().resolve().is_relative_to(directory.resolve()):
-        raise ConfigError(
-            f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a directory outside"
-        )
 
 
 def compose_mine(arguments: list[str]) -> MineOptions:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
 from embedtrain.mine.options import MarginReference, MineOptions
+from embedtrain.mining.statistics import quantiles
 from embedtrain.tracking.pages import Page
 
 MAX_SUSPECTS = 20  # of each kind
 _MAX_PRINTED = 3  # of each kind
 _TEXT_WIDTH = 100  # columns of a printed text; summary.json has the whole texts
-QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,6 @@ _ARRAYS: dict[str, type] = {
 }
 _COUNTS = ("num_candidates", "num_above_margin", "num_above_positive")
 _SUSPECTS = ("false_negatives", "wrong_labels")
-
-
-def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
-    """The quantiles of QUANTILES; None without values."""
-    if not len(values):
-        return None
-    results = np.quantile(values.astype(np.float64), list(QUANTILES.values()))
-    return dict(zip(QUANTILES, results.tolist(), strict=True))
 
 
 def worst_suspects(suspects: Sequence[SuspectedLabel]) -> list[SuspectedLabel]:

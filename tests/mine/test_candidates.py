@@ -7,10 +7,10 @@ import pytest
 
 from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
-from embedtrain.mine.candidates import UniqueQueries
-from embedtrain.mine.inputs import join_pairs, prepare_inputs
 from embedtrain.mine.options import compose_mine
-from embedtrain.mine.sources import read_mining_sources
+from embedtrain.mining.inputs import join_pairs, prepare_inputs
+from embedtrain.mining.queries import UniqueQueries
+from embedtrain.mining.sources import read_mining_sources
 from tests.mine.runs import positive, write_jsonl
 
 LABELS = ["alpha", "beta", " alpha"]

@@ -15,8 +15,8 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.mine.folder import MiningFolder
 from embedtrain.mine.stats import _print_suspects
+from embedtrain.mining.folder import MiningFolder
 from embedtrain.tracking.pages import Page
 from tests.commands import TORCHRUN, call, start
 from tests.mine.models import save_cross_encoder

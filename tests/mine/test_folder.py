@@ -8,9 +8,9 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.mine.folder import MiningFolder
-from embedtrain.mine.miner import merge_in_row_order
+from embedtrain.mine.miner import merge_in_row_order, read_lines, read_stats, write_mined
 from embedtrain.mine.stats import MiningStats
+from embedtrain.mining.folder import MiningFolder
 
 
 def begin(world: World, directory: Path, is_shared: bool) -> str:
@@ -42,14 +42,14 @@ def test_other_files_are_not_overwritten(ranks, tmp_path, text):
 def write_and_lose(world: World, directory: Path) -> tuple[set[str], list[str], str]:
     folder = MiningFolder(directory / "out", {}, world)
     folder.begin(["rows"])
-    folder.write_block("block", [f"line of {world.rank}"], MiningStats.merge([]))
+    folder.write_block("block", lambda path: write_mined(path, [f"line of {world.rank}"], MiningStats.merge([])))
     world.barrier()
-    finished, lines, message = folder.finished_blocks(), list(folder.read_lines(["block"])), ""
+    finished, lines, message = folder.finished_blocks(), list(read_lines(folder, ["block"])), ""
     world.barrier()
     if world.is_main:
         next(directory.glob("out/.mining/blocks/block/*1-of-*.jsonl")).unlink()
         try:
-            list(folder.read_lines(["block"]))
+            list(read_lines(folder, ["block"]))
         except DataError as error:
             message = str(error)
     return finished, lines, message
@@ -69,10 +69,10 @@ def flip_bits(world: World, directory: Path, count: int) -> list[int]:
     draw, undetected = random.Random(0), []
     for number in range(count):
         if "block" not in folder.finished_blocks():
-            folder.write_block("block", ["first", "second"], MiningStats.merge([]))
+            folder.write_block("block", lambda path: write_mined(path, ["first", "second"], MiningStats.merge([])))
         if number % 2:
-            assert list(folder.read_lines(["block"])) == ["first\n", "second\n"]
-            folder.read_stats(["block"])
+            assert list(read_lines(folder, ["block"])) == ["first\n", "second\n"]
+            read_stats(folder, ["block"])
         paths = sorted((directory / "out" / ".mining" / "blocks" / "block").iterdir())
         path = paths[number % len(paths)]
         content = bytearray(path.read_bytes())

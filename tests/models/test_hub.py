@@ -16,7 +16,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inspect.options import compose_inspect
 from embedtrain.mine.options import MineOptions, compose_mine
-from embedtrain.mine.teacher import open_teacher
+from embedtrain.mining.teacher import open_teacher
 from embedtrain.models.hub import split_revision
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

@@ -18,9 +18,9 @@ from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
 from embedtrain.loading.encoder_model import open_encoder_source
 from embedtrain.loading.load import load_model
-from embedtrain.mine.candidates import FloatArray, QueryDocumentPairs, scores_of
-from embedtrain.mine.options import MineOptions
-from embedtrain.mine.pool import DocumentPool
+from embedtrain.mining.options import RowSearchOptions
+from embedtrain.mining.pool import DocumentPool
+from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.models.source import ModelSource, open_model_source
 
 
@@ -50,7 +50,7 @@ class TeacherSpec:
     model: ModelConfig  # the options to load it with
 
 
-def open_teacher(options: MineOptions) -> TeacherSpec:
+def open_teacher(options: RowSearchOptions) -> TeacherSpec:
     """Detect by its files whether `options.teacher` is a bi-encoder or a cross-encoder.
 
     Raises ConfigError if it does not exist, or is neither a bi-encoder nor a finished cross-encoder.
@@ -84,7 +84,7 @@ def open_teacher(options: MineOptions) -> TeacherSpec:
 
 
 def load_teacher(
-    spec: TeacherSpec, options: MineOptions, precision: Precision, world: World
+    spec: TeacherSpec, options: RowSearchOptions, precision: Precision, world: World
 ) -> tuple[Teacher, tuple[str, ...]]:
     """Load the weights; also returns lines for the user. A collective."""
     model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, source=spec.source, work=None)
@@ -101,7 +101,7 @@ class _BiEncoder:
 
     scores_are_logits = False
 
-    def __init__(self, encoder: SentenceEncoder, options: MineOptions, identity: dict[str, Any]) -> None:
+    def __init__(self, encoder: SentenceEncoder, options: RowSearchOptions, identity: dict[str, Any]) -> None:
         self._encoder, self._options, self._identity = encoder, options, identity
         self._index: ShardedIndex | None = None
 

@@ -1,4 +1,4 @@
-"""The training sources to mine, and the documents that their negatives are searched among."""
+"""Training sources, and the documents that are searched for their queries."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
-from embedtrain.mine.options import MineOptions
+from embedtrain.mining.options import RowSearchOptions
 from embedtrain.models.hub import split_revision
 
 _BATCH_SIZE = 4096
@@ -71,7 +71,7 @@ class MiningSource:
         return {"rows": self.store.key, **asdict(self.text_format)}
 
 
-def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:
+def read_mining_sources(options: RowSearchOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:
     """Read and check every row of every source.
 
     Of `prompts`, the model's, `query` and `document` are used. Raises DataError for a row that cannot be used, with its

@@ -1,6 +1,6 @@
-"""The output directory of mining, and the intermediate files in it from which an interrupted run resumes.
+"""The output directory of `mine` or `filter`, and intermediate files from which an interrupted run resumes.
 
-    OUTPUT_DIR/NAME.jsonl          the mined rows of each source
+    OUTPUT_DIR/NAME.jsonl          the written rows of each source
     OUTPUT_DIR/summary.json        statistics; written last
     OUTPUT_DIR/.mining/            identity.json, the prepared inputs, vectors, and a directory for each block of rows
 
@@ -11,7 +11,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,13 @@ from embedtrain.data.sources.values import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, remove_tree, require_no_links
-from embedtrain.mine.options import MineOptions
-from embedtrain.mine.sources import MiningSource
-from embedtrain.mine.stats import MiningStats
+from embedtrain.mining.options import RowSearchOptions
+from embedtrain.mining.sources import MiningSource
 
 SUMMARY = "summary.json"
 _UNFINISHED = ".part"
 _CHECKSUMS = ".checksums.json"  # of the files that a rank writes
-# Options without influence on the mined rows (where files are, speed, memory), and those whose content counts instead.
+# Options without influence on the rows (where files are, speed, memory), and those whose content counts instead.
 _NOT_IN_IDENTITY = {
     "output_dir",
     "data",
@@ -48,13 +47,13 @@ _NOT_IN_IDENTITY = {
 
 
 def mining_identity(
-    options: MineOptions,
+    options: RowSearchOptions,
     sources: Sequence[MiningSource],
     corpus: Sequence[Part],
     model: dict[str, Any],
     teacher: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Everything that the mined rows depend on, as JSON; `model` and `teacher` are of `model_identity`."""
+    """Everything that the written rows depend on, as JSON; `model` and `teacher` are of `model_identity`."""
     reader = PartReader()
     identity = {name: value for name, value in to_plain(options).items() if name not in _NOT_IN_IDENTITY}
     identity["index"] = identity["index"]["dtype"]
@@ -80,24 +79,36 @@ def require_same_files(identity: dict[str, Any], world: World) -> None:
 
 
 class MiningFolder:
-    """The output directory of one mining run, on a file system that all ranks share.
+    """The output directory of one run, on a file system that all ranks share.
 
-    `identity` is from `mining_identity`. What rank 0 wrote must become visible within `timeout` seconds: network file
+    `identity` is from `mining_identity`; `rows`, mined or filtered, is for messages, and `temporary` the name of the
+    directory of intermediate files. What rank 0 wrote must become visible within `timeout` seconds: network file
     systems are slow to show it.
     """
 
-    def __init__(self, output_dir: Path, identity: Mapping[str, Any], world: World, *, timeout: float = 40.0) -> None:
-        self.output_dir, self.world, self._timeout = output_dir, world, timeout
+    def __init__(
+        self,
+        output_dir: Path,
+        identity: Mapping[str, Any],
+        world: World,
+        *,
+        rows: str = "mined",
+        temporary: str = ".mining",
+        timeout: float = 40.0,
+    ) -> None:
+        self.output_dir, self.world, self._rows, self._timeout = output_dir, world, f"{rows} rows", timeout
+        self._names: Sequence[str] = ()
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
-        self._temporary = output_dir / ".mining"
+        self._temporary = output_dir / temporary
         self.inputs, self.vectors, self._blocks = (self._temporary / name for name in ("prepared", "vectors", "blocks"))
 
     def begin(self, names: Sequence[str]) -> bool:
         """Prepare to write files with these names, without suffix; returns False if all is done. A collective.
 
-        Raises DataError if the directory holds rows mined with other options or files of other origin, or is not shared
-        by all ranks.
+        Raises DataError if the directory holds rows of other options or files of other origin, or is not shared by all
+        ranks.
         """
+        self._names = names
         is_unfinished, marker = False, f"seen-{secrets.token_hex(8)}"
         with self.world.fail_together("opening output_dir"):
             if self.world.is_main:
@@ -130,20 +141,20 @@ class MiningFolder:
             content = _read_json(summary)
             finished = content.get("identity") if isinstance(content, dict) else None
             if not isinstance(finished, dict):
-                raise DataError(f"{summary} exists and is not a summary of mined rows: choose another output_dir")
-            self._require_same(finished, "mined rows")
+                raise DataError(f"{summary} exists and is not a summary of {self._rows}: choose another output_dir")
+            self._require_same(finished, self._rows)
             remove_tree(self._temporary)
             return False
         require_no_links(self._temporary)
         if identity.is_file() and self.inputs.is_dir():  # otherwise nothing is lost by starting from scratch
-            self._require_same(_read_json(identity), "partly mined rows")
+            self._require_same(_read_json(identity), f"partly {self._rows}")
             for unfinished in self._blocks.glob(f"*{_UNFINISHED}"):
                 remove_tree(unfinished)
             return True
         for name in names:
             path = self.output_dir / f"{name}.jsonl"
             if path.exists():
-                raise DataError(f"{path} exists and was not mined: choose another output_dir")
+                raise DataError(f"{path} exists and was not written by this command: choose another output_dir")
         remove_tree(self._temporary)
         self._blocks.mkdir(parents=True)
         _write_json(identity, self.identity)
@@ -175,7 +186,7 @@ class MiningFolder:
                 for name in damaged:
                     remove_tree(self._blocks / name)
                 more = f" and {len(damaged) - 1:,} more" if len(damaged) > 1 else ""
-                text = f"{self._blocks / damaged[0]}{more}: damaged, so these rows are mined again"
+                text = f"{self._blocks / damaged[0]}{more}: damaged, so its rows are searched again"
                 print(text, file=sys.stderr, flush=True)
         return set(names) - set(damaged)
 
@@ -194,44 +205,40 @@ class MiningFolder:
                 return damaged[0]
         return None
 
-    def write_block(self, name: str, lines: Sequence[str], stats: MiningStats) -> None:
-        """Write this rank's part of a block, whose rows follow those of the previous rank. A collective."""
+    def write_block(self, name: str, write: Callable[[Path], Sequence[Path]]) -> None:
+        """Write this rank's part of a block, whose rows follow those of the previous rank. A collective.
+
+        `write` gets a path without suffix; it writes files with this path and any suffix, and returns them.
+        """
         unfinished = self._blocks / f"{name}{_UNFINISHED}"
-        with self.world.fail_together("writing mined rows"):
+        with self.world.fail_together(f"writing {self._rows}"):
             unfinished.mkdir(parents=True, exist_ok=True)
-            path = unfinished / f"{self.world.rank:06}-of-{self.world.size:06}.jsonl"
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            stats.write(path)
-            written = [path, path.with_suffix(".npz")]
-            files = {file.name: entry for file in written for entry in Checksums.of(file).files.values()}
+            path = unfinished / f"{self.world.rank:06}-of-{self.world.size:06}"
+            files = {file.name: entry for file in write(path) for entry in Checksums.of(file).files.values()}
             Checksums(files).write(path.with_suffix(_CHECKSUMS))
-        with self.world.fail_together("writing mined rows"):
+        with self.world.fail_together(f"writing {self._rows}"):
             if self.world.is_main:
                 unfinished.rename(self._blocks / name)
 
-    def read_lines(self, blocks: Sequence[str]) -> Iterator[str]:
-        """The lines of blocks, with line ends."""
-        for path in self._block_files(blocks):
-            with path.open(encoding="utf-8", newline="\n") as file:
-                yield from file
-
-    def read_stats(self, blocks: Sequence[str]) -> MiningStats:
-        """The statistics of blocks."""
-        return MiningStats.merge([MiningStats.read(path) for path in self._block_files(blocks)])
-
-    def _block_files(self, blocks: Sequence[str]) -> Iterator[Path]:
+    def block_files(self, blocks: Sequence[str], suffix: str) -> Iterator[Path]:
+        """The verified files of blocks with this suffix, in the order of their rows."""
         for name in blocks:
             if (file := self._damage(name)) is not None:
                 raise DataError(
-                    f"{self._blocks / name / file} is damaged: start the same command again, which mines its rows again"
+                    f"{self._blocks / name / file} is damaged: start the same command again, which searches its rows"
                 )
-            yield from sorted((self._blocks / name).glob("*.jsonl"))
+            yield from sorted((self._blocks / name).glob(f"*{suffix}"))
 
     def write_source(self, name: str, lines: Iterator[str]) -> None:
-        """Write the file of a source atomically; on one rank."""
+        """Write `NAME.jsonl` atomically; on one rank. The name may have a directory."""
         path = self.output_dir / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
         with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as file:
             file.writelines(lines)
+
+    def written_files(self) -> list[Path]:
+        """The files of all sources."""
+        return [self.output_dir / f"{name}.jsonl" for name in self._names]
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished, and delete the intermediate files; on one rank."""

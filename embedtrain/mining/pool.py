@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import map_array, write_array
 from embedtrain.data.cache.documents import MappedTexts
 from embedtrain.data.text_format import text_keys
-from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
+from embedtrain.mining.sources import NO_SOURCE, DocumentBatch
 
 IntArray = NDArray[np.int64]
 _DOCUMENTS_PER_BATCH = 1024
@@ -45,20 +45,20 @@ class DocumentPool(Sequence[str]):
         at = np.minimum(self._sorted.searchsorted(keys), max(0, len(self) - 1))
         return np.where(self._sorted[at] == keys, self._order[at], -1)
 
-    def formatted(self, document_format: Callable[[str], str]) -> Sequence[str]:
-        """All texts as the model sees them, formatted on access."""
-        return _FormattedTexts(self, document_format)
+    def formatted(self, document_format: Callable[[str], str], documents: IntArray | None = None) -> Sequence[str]:
+        """All texts, or those of these documents, as the model sees them, formatted on access."""
+        return _FormattedTexts(self, document_format, documents)
 
 
 class _FormattedTexts(Sequence[str]):
-    def __init__(self, pool: DocumentPool, document_format: Callable[[str], str]) -> None:
-        self._pool, self._format = pool, document_format
+    def __init__(self, pool: DocumentPool, document_format: Callable[[str], str], documents: IntArray | None) -> None:
+        self._pool, self._format, self._documents = pool, document_format, documents
 
     def __len__(self) -> int:
-        return len(self._pool)
+        return len(self._pool if self._documents is None else self._documents)
 
     def __getitem__(self, number: Any) -> Any:
-        return self._format(self._pool[number])
+        return self._format(self._pool[number if self._documents is None else int(self._documents[number])])
 
 
 def stripped_keys(texts: Iterable[str]) -> IntArray:

@@ -19,7 +19,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import remove_tree
 from embedtrain.inference.encode import ProgressCallback
-from embedtrain.mine.pool import (
+from embedtrain.mining.pool import (
     DocumentIdCollector,
     DocumentPool,
     IntArray,
@@ -28,7 +28,7 @@ from embedtrain.mine.pool import (
     stripped_keys,
     write_pool,
 )
-from embedtrain.mine.sources import DocumentBatch, DocumentFormat, MiningSource, all_documents
+from embedtrain.mining.sources import DocumentBatch, DocumentFormat, MiningSource, all_documents
 
 
 class Multimap:

@@ -15,6 +15,7 @@ TABLES = (
     "evaluation",
     "losses",
     "late_interaction",
+    "sparse",
     "data",
     "checkpoints",
     "plan",

@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from benchmarks import late_interaction, reranking
+from benchmarks import late_interaction, reranking, sparse
 from benchmarks.comparison import Batches, StepResults, comparison_cells
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
@@ -166,3 +166,9 @@ def test_in_batch_negatives_of_late_interaction_are_compared() -> None:
     """Ours, by MaxSim and by XTR, and sentence-transformers' in new processes, on a few texts."""
     tables = late_interaction.measure(small=True).split("\n\n")
     assert [table.splitlines()[-1].count("/") for table in tables] >= [5, 3]
+
+
+@pytest.mark.slow
+def test_the_vocabulary_head_is_compared() -> None:
+    """With the logits of all tokens, in new processes, on a few texts."""
+    assert sparse.measure(small=True).splitlines()[-1].count("/") == 3

@@ -86,8 +86,10 @@ class _MaxOverTokens(torch.autograd.Function):
         shape = spans.num_texts, len(weight)
         weights = torch.empty(shape, dtype=_result_dtype(hidden), device=hidden.device)
         best = torch.empty(shape, dtype=torch.int32, device=hidden.device)
+        logits = _Buffer(hidden)
         for words in _word_blocks(hidden, weight):
-            largest, best[:, words] = _max_over_tokens(hidden @ weight[words].T, spans)
+            block = torch.mm(hidden, weight[words].T, out=logits.block(words))
+            largest, best[:, words] = _max_over_tokens(block, spans)
             # The same for all tokens of a text, so it is added once per text.
             weights[:, words] = largest if bias is None else largest + bias[words]
         ctx.activation = activation
@@ -98,7 +100,7 @@ class _MaxOverTokens(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, weights, best = ctx.saved_tensors
         compute = _dense_grads
-        if not hidden.is_cuda and int(weights.count_nonzero()) < _SPARSE_FRACTION * weights.numel():
+        if hidden.device.type == "cpu" and int(weights.count_nonzero()) < _SPARSE_FRACTION * weights.numel():
             compute = _sparse_grads
         need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
         hidden_grad, weight_grad, bias_grad = compute(
@@ -137,13 +139,17 @@ def _dense_grads(
     hidden_grad = torch.zeros(hidden.shape, dtype=_result_dtype(hidden), device=hidden.device)
     weight_grad = torch.empty_like(weight) if need_weight else None
     bias_grad = torch.empty(len(weight), dtype=hidden_grad.dtype, device=hidden.device)
+    buffer = _Buffer(hidden)
     for words in _word_blocks(hidden, weight):
         grads = logit_grads.of(words)
         bias_grad[words] = grads.sum(dim=0)
-        cells = hidden.new_zeros(len(hidden), grads.shape[1]).scatter_(0, best[:, words].long(), grads.to(hidden.dtype))
-        hidden_grad += cells @ weight[words]
+        cells = buffer.block(words).zero_().scatter_(0, best[:, words].long(), grads.to(hidden.dtype))
+        if cells.dtype == hidden_grad.dtype:
+            hidden_grad.addmm_(cells, weight[words])
+        else:
+            hidden_grad += cells @ weight[words]
         if weight_grad is not None:
-            weight_grad[words] = cells.T @ hidden
+            torch.mm(cells.T, hidden, out=weight_grad[words])
     return hidden_grad, weight_grad, bias_grad
 
 
@@ -223,9 +229,28 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, words: slice, s
     return logits if spans.real is None else logits.masked_fill_(~spans.real.unsqueeze(1), -torch.inf)
 
 
+class _Buffer:
+    """Memory for a block of words of all T tokens; memory of its own for each block would fragment the heap."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._num_rows, self._cells = len(hidden), hidden.new_empty(0)
+
+    def block(self, words: slice) -> Tensor:
+        """[T, v], with any content. The first block is the largest."""
+        width = words.stop - words.start
+        if not self._cells.numel():
+            self._cells = self._cells.new_empty(self._num_rows * width)
+        return self._cells[: self._num_rows * width].view(self._num_rows, width)
+
+
+def words_per_block(num_tokens: int, num_words: int, device_type: str) -> int:
+    """v, the words of a block."""
+    cells = _CPU_CELLS if device_type == "cpu" else _GPU_CELLS
+    return min(num_words, max(1, cells // max(1, num_tokens)))
+
+
 def _word_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    cells = _GPU_CELLS if hidden.is_cuda else _CPU_CELLS
-    width = max(1, cells // max(1, len(hidden)))
+    width = words_per_block(len(hidden), len(weight), hidden.device.type)
     return (slice(start, min(start + width, len(weight))) for start in range(0, len(weight), width))
 
 

@@ -19,7 +19,10 @@ from embedtrain.models.hub import download_configuration
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.packing import check_packing
 from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.sparse_encoder import SparseEncoder
+from embedtrain.models.sparse_head import words_per_block
 from embedtrain.plan.options import PlanOptions
+from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import fit_activation_tokens, step_memory
 from embedtrain.planning.model_costs import ModelSpec, model_spec
 from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_candidates
@@ -29,6 +32,22 @@ from embedtrain.training.groups import describe_groups, trained_parameters
 _MAX_RANKS = 4096
 # Length of texts if neither the recipe nor the model directory sets one.
 _DEFAULT_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyHead:
+    """Costs of the vocabulary head of a sparse model on one rank."""
+
+    words: int  # of the vocabulary
+    block_words: int  # words whose logits of all tokens of a chunk exist at a time
+    logits: int  # bytes of these logits
+    weights: int  # bytes of the weights of words, and of the tokens that have them, of the texts with cached graphs
+    flops: float  # of a step
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of words."""
+        return -(-self.words // self.block_words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +61,7 @@ class TrainingPlan:
     best: LayoutCandidate
     next_best: LayoutCandidate | None
     activation_tokens: int  # with cached graphs: the recipe's value, or what fits with `best`
+    vocabulary_head: VocabularyHead | None  # of a sparse model
     largest_chunk: int | None  # largest `train.chunk_tokens` with which `best` fits; None: not even one text
     changes: list[str]  # options to change if it does not fit
     parameter_groups: dict[str, str]  # settings of each group, if the recipe has several
@@ -56,7 +76,8 @@ class TrainingPlan:
 
         `recipe`; `model`: elements of all, trained, block, root and embedding weights, bytes of frozen weights by type;
         `cluster`; `work`, with one rank's part as `per_rank`; `chosen` and `next_best` (or null): layout, `reason`,
-        `fits`, `memory` by kind in the peak `phase`, `traffic`; `largest_chunk` (or null); `changes`: sentences.
+        `fits`, `memory` by kind in the peak `phase`, `traffic`; `vocabulary_head` of a sparse model (or null);
+        `largest_chunk` (or null); `changes`: sentences.
         """
         model, weights = self.model, self.model.weights
         return {
@@ -87,6 +108,7 @@ class TrainingPlan:
             },
             "chosen": _candidate_json(self.best),
             "next_best": None if self.next_best is None else _candidate_json(self.next_best),
+            "vocabulary_head": None if self.vocabulary_head is None else asdict(self.vocabulary_head),
             "largest_chunk": self.largest_chunk,
             "changes": self.changes,
         }
@@ -134,6 +156,10 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     choice = choose_layout(parallel, cluster, model, work, always_measure=True)
     assert choice.best is not None
     layout, reduce_per_step = choice.best.layout, choice.best.reduce_per_step
+    activation_tokens = fit_activation_tokens(
+        model, layout, cluster, work, reduce_per_step=reduce_per_step, free=cluster.memory
+    )
+    local = replace(work, activation_tokens=activation_tokens).per_rank(cluster.ranks)
     return TrainingPlan(
         name=recipe.name,
         model=model,
@@ -141,12 +167,25 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         work=work,
         best=choice.best,
         next_best=choice.next_best,
-        activation_tokens=fit_activation_tokens(
-            model, layout, cluster, work, reduce_per_step=reduce_per_step, free=cluster.memory
-        ),
+        activation_tokens=activation_tokens,
+        vocabulary_head=_vocabulary_head(model, local, length) if isinstance(encoder, SparseEncoder) else None,
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
         changes=changes(parallel, cluster, model, work, choice.best),
         parameter_groups=describe_groups(trained_parameters(encoder, recipe.optim), recipe.optim),
+    )
+
+
+def _vocabulary_head(model: ModelSpec, local: RankWorkload, tokens_per_text: int) -> VocabularyHead:
+    words, tokens = model.dimension, min(local.tokens, local.texts * tokens_per_text)
+    block_words = words_per_block(tokens, words, "cuda")
+    elements = words * model.hidden
+    cached = min(local.texts, local.num_cached_graphs * tokens // tokens_per_text)
+    return VocabularyHead(
+        words=words,
+        block_words=block_words,
+        logits=tokens * block_words * model.compute_bytes,
+        weights=cached * words * (4 + 4),  # float32 and int32
+        flops=local.texts * tokens_per_text * sum(token_flops(elements, elements, 0.0)),
     )
 
 

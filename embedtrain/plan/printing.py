@@ -1,6 +1,6 @@
 """Print a plan: model, layout, memory, traffic and duration of a step, and what to change if it does not fit."""
 
-from embedtrain.plan.compute import TrainingPlan
+from embedtrain.plan.compute import TrainingPlan, VocabularyHead
 from embedtrain.planning.strategy import LayoutCandidate
 from embedtrain.tracking.pages import Page
 
@@ -75,16 +75,26 @@ def _model(plan: TrainingPlan) -> list[tuple[str, str]]:
     if model.vectors != (1, 1):
         queries, documents = model.vectors
         computed = f"vectors of {model.dimension:,}: {queries:,} a query, {documents:,} a document"
-    kind = "pairs" if scores_pairs else "texts"
+    kind, head = "pairs" if scores_pairs else "texts", plan.vocabulary_head
+    rows = [] if head is None else [("vocabulary head", _vocabulary_head(head))]
     return [
         ("model", f"{model.name}, {parameters}"),
         ("", f"{groups}; computes in {model.precision.value}, {computed}"),
+        *rows,
         ("hardware", f"{cluster.ranks:,} GPUs, {cluster.per_node} per node"),
         (
             "batch",
             f"{work.rows:,} rows, {texts:,} {kind} of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
         ),
     ]
+
+
+def _vocabulary_head(head: VocabularyHead) -> str:
+    return (
+        f"{head.words:,} words in {head.blocks:,} blocks of {head.block_words:,}, {_gib(head.logits)} GiB of logits at "
+        f"a time; {_gib(head.weights)} GiB of weights of words until the backward pass; {head.flops / 1e12:,.2f} TFLOP "
+        "per GPU and step"
+    )
 
 
 def _durations(candidates: list[LayoutCandidate]) -> list[list[str]]:

@@ -15,6 +15,7 @@ from embedtrain.models.attention_direction import attends_causally
 from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
+from embedtrain.models.sparse_encoder import SparseEncoder
 
 
 def token_flops(matmul_elements: float, trained: float, attention: float) -> tuple[float, float]:
@@ -64,12 +65,12 @@ NO_FLOPS = ModelFlops(0, 0, ())  # default if the rate is not of interest
 
 def model_flops(encoder: Encoder) -> ModelFlops:
     """FLOPs of an encoder with `requires_grad` as in training; sharded or not."""
-    embeddings = {id(p) for part in encoder.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    embeddings, is_sparse = {id(p) for p in lookup_weights(encoder)}, isinstance(encoder, SparseEncoder)
     weights = [
         p
         for name, p in encoder.named_parameters()
-        # The head of a cross-encoder computes one vector of a pair.
-        if p.dim() > 1 and id(p) not in embeddings and not name.startswith(HEAD)
+        # The head of a cross-encoder computes one vector of a pair, that of a sparse model one of each token.
+        if p.dim() > 1 and id(p) not in embeddings and (is_sparse or not name.startswith(HEAD))
     ]
     quantized = sum(layer.in_features * layer.out_features for _, layer in four_bit_layers(encoder))
     return ModelFlops(
@@ -77,6 +78,17 @@ def model_flops(encoder: Encoder) -> ModelFlops:
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         attention=_attention(encoder.backbone.config),
     )
+
+
+def lookup_weights(encoder: Encoder) -> list[Tensor]:
+    """Weights of embeddings that tokens look up, and are not multiplied with, as with a tied vocabulary head."""
+    tied = encoder.backbone.get_input_embeddings() if isinstance(encoder, SparseEncoder) and encoder.tied else None
+    return [
+        weight
+        for part in encoder.modules()
+        if isinstance(part, nn.Embedding) and part is not tied
+        for weight in part.parameters()
+    ]
 
 
 def _attention(config: PretrainedConfig) -> tuple[AttentionLayers, ...]:

@@ -17,6 +17,7 @@ from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.planning import activations
 from embedtrain.planning.activations import Activations
+from embedtrain.planning.flops import lookup_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def model_spec(
         if not parameter.requires_grad:
             frozen[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
     hidden, dtype = hidden_size(encoder.backbone.config), compute_dtype(precision)
-    lookups = (p.numel() for m in encoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+    lookups = (weight.numel() for weight in lookup_weights(encoder))
     buffers = sum(buffer.nbytes for buffer in encoder.buffers())
     weights = WeightSpec(
         blocks=tuple(_group(block.parameters()) for block in blocks),

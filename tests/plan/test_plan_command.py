@@ -63,6 +63,23 @@ def test_rows_of_a_cross_encoder_have_a_pair_for_each_negative():
     assert planned(*common, "texts_per_row=3").work.texts_per_row == 2
 
 
+def test_the_vocabulary_head_of_a_sparse_model():
+    words, hidden, tokens = 30_522, 128, 16_384
+    config = {"model_type": "bert", "hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"intermediate_size": 512, "vocab_size": words}
+    arguments = ["recipe=splade", "model.path=null", shape(config), "model.max_length=256", "gpus=1"]
+    result = planned(*arguments, "train.global_batch_size=64", f"train.chunk_tokens={tokens}")
+    head = result.vocabulary_head
+    assert (head.words, head.blocks, head.logits) == (words, 8, 2 * tokens * 4096)
+    assert head.weights == 128 * words * 8
+    assert head.flops == 6 * 128 * 256 * words * hidden
+    assert result.best.traffic.compute * result.cluster.flops > head.flops
+    # The weights of words are between the forward and the backward pass.
+    assert result.model.activations(False).rest > words * 8 / 256
+    printed = call("embedtrain.plan", *arguments)
+    assert "30,522 words in 8 blocks of 4,096, 0.12 GiB of logits at a time" in printed
+
+
 def test_only_json_is_printed():
     """The exit code is 1 if the training does not fit."""
     arguments = ["embedtrain.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
-from embedtrain.config.recipe import LoraConfig
+from embedtrain.config.recipe import LoraConfig, ModelKind
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.source import open_model_source
@@ -32,6 +32,23 @@ def test_operations_are_those_of_a_real_pass(architecture):
     # Besides there is a model's product of rotary frequencies and positions.
     assert found == pytest.approx(counted.get_total_flops(), rel=0.005)
     assert model_flops(encoder).of(torch.tensor([LENGTH] * 3)) == pytest.approx(3 * found)
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("bert", True), ("qwen3", True), ("qwen3", False)])
+def test_a_vocabulary_head_is_counted(architecture, tied):
+    """Most words are active, so that all products are those of whole matrices."""
+    torch.manual_seed(0)
+    decoder = architecture == "qwen3"
+    model = small_model(architecture, kind=ModelKind.sparse, pooling=None, bidirectional=True if decoder else None)
+    model.config["tie_word_embeddings"] = tied
+    encoder = assemble_encoder(open_model_source(model))
+    encoder.backbone.set_attn_implementation("eager")
+    ids = torch.arange(4, 4 + LENGTH).unsqueeze(0)
+    with FlopCounterMode(display=False) as counted:
+        encoder(ids, torch.ones_like(ids)).sum().backward()
+    added_in_place = 2 * 64 * 32 * LENGTH  # `addmm_`, which torch does not count
+    found = model_flops(encoder).of(torch.tensor([LENGTH]))
+    assert found == pytest.approx(counted.get_total_flops() + added_in_place, rel=0.005)
 
 
 @pytest.mark.parametrize("causal", [True, False])

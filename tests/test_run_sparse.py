@@ -63,8 +63,12 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
 
 
 def test_decoders_are_exported(ranks, inputs, tmp_path):
-    """Sentence-transformers opens the causal language model with the same weights of words, which the run compares."""
-    output = ranks(2, run, *options(inputs, tmp_path / "run", model="qwen3"))[0]
+    """Sentence-transformers opens the causal language model with the same weights of words, which the run compares.
+
+    It is trained in bf16, and with adapters, which are merged.
+    """
+    more = ("model.lora.rank=4", "parallel.precision=bf16", "optim.lr=1e-2")
+    output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model="qwen3"))[0]
     assert "reopening it with sentence-transformers" in output
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]

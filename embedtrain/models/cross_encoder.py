@@ -115,10 +115,14 @@ class PooledVectors(nn.Module):
     Args:
         pooler: the backbone's, for classes whose head receives its output; None if there is none.
         activation: of a pooler that is a linear layer only (ALBERT); other poolers take the first token themselves.
+        in_float32: whether the head is computed in float32 in any precision, and receives such vectors.
     """
 
-    def __init__(self, pooler: nn.Module | None, activation: nn.Module | None = None) -> None:
+    def __init__(
+        self, pooler: nn.Module | None, activation: nn.Module | None = None, *, in_float32: bool = True
+    ) -> None:
         super().__init__()
+        self.in_float32 = in_float32
         self.pooler = pooler
         self.pooler_activation = activation
         self._backbone: list[nn.Module] = []  # a list, so that it is no submodule
@@ -129,7 +133,8 @@ class PooledVectors(nn.Module):
         """Vectors [N, 1, H], or the arguments of the backbone within `calling`."""
         hidden = inputs_embeds
         if self._backbone:
-            hidden = self._backbone[0](*args, **kwargs).last_hidden_state.float()
+            hidden = self._backbone[0](*args, **kwargs).last_hidden_state
+            hidden = hidden.float() if self.in_float32 else hidden
         assert hidden is not None
         pooled = None
         if self.pooler_activation is not None and self.pooler is not None:

@@ -32,8 +32,8 @@ from embedtrain.models.sparse_head import TokenSpans, activate, word_weights
 from embedtrain.models.static_queries import QueryWeights
 from embedtrain.models.word_weights import WordWeights
 
-# The largest difference between a word's weight and that of the whole class.
-_TOLERANCE = 1e-3
+# The largest difference between a word's weight and that of the whole class, by the type of the head's weight.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 _PROBE_LENGTHS = (5, 3)
 
 
@@ -160,6 +160,7 @@ class Decoder(nn.Module):
         self.weight, self.bias = weight, bias
         self._owner = [] if owner is None else [owner]  # a list, so that it is no submodule
         self.vocabulary: Any = None
+        self.dtype = torch.float32  # of the weight in the last product with it
 
     @property
     def current_bias(self) -> Tensor | None:
@@ -173,6 +174,7 @@ class Decoder(nn.Module):
         if self.vocabulary is None:
             return hidden
         weight, bias = self.vocabulary()
+        self.dtype = weight.dtype
         return nn.functional.linear(hidden, weight, bias)
 
 
@@ -213,7 +215,7 @@ def split_language_model(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTr
     weight = layer.weight if isinstance(layer.weight, nn.Parameter) and not tied else None
     decoder = Decoder(weight, bias, parent if has_outer_bias else None)
     setattr(parent, path.rpartition(".")[2], decoder)
-    setattr(model, name, PooledVectors(None))
+    setattr(model, name, PooledVectors(None, in_float32=False))
     return prepare_backbone(backbone), model, tied
 
 
@@ -246,8 +248,8 @@ def language_model_mismatch(encoder: SparseEncoder, device: torch.device) -> str
         weights = encoder(ids, mask)
         with encoder.calling_whole_class():
             expected = encoder(ids, mask)
-    difference = float((weights - expected).abs().max())
-    return None if difference <= _TOLERANCE else f"weights of words differ by {difference:.2g} from its own logits'"
+    difference, tolerance = float((weights - expected).abs().max()), _TOLERANCES[decoder_of(encoder.head).dtype]
+    return None if difference <= tolerance else f"weights of words differ by {difference:.2g} from its own logits'"
 
 
 def decoder_of(head: PreTrainedModel) -> Decoder:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.errors import ConfigError
 from embedtrain.losses.build import build_loss
+from embedtrain.losses.encoded import Part
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import VectorScore
 from tests.losses.token_vectors import GUIDE, TokenCase, check_tokens, token_batch
@@ -124,3 +126,29 @@ def test_a_custom_loss_of_vectors_is_rejected(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"loss\.path=own_losses:OfVectors: .*late_interaction"):
         build_loss(CustomConfig(path="own_losses:OfVectors"), dimension=2, seed=0, score=score)
     assert build_loss(CustomConfig(path="own_losses:OfScores"), dimension=2, seed=0, score=score).score is score
+
+
+def test_scores_of_ragged_queries_are_means_over_their_own_rows():
+    """A query alone, beside longer ones, and with all of its rows twice has the same MeanMaxSim."""
+    generator = torch.Generator().manual_seed(5)
+    score, sizes = MaxSim(mean=True), np.array([1, 5, 3])
+    queries = Part(torch.randn(9, 4, generator=generator, dtype=torch.float64), sizes)
+    documents = Part(torch.randn(12, 4, generator=generator, dtype=torch.float64), np.array([2, 7, 3]))
+    expected = torch.stack(
+        [
+            torch.stack([(query @ document.T).amax(dim=1).mean() for document in documents.values.split([2, 7, 3])])
+            for query in queries.values.split(sizes.tolist())
+        ]
+    )
+    owners = torch.arange(3)
+    doubled = queries.take(torch.arange(3), np.arange(3))
+    doubled = Part(torch.cat([rows.repeat(2, 1) for rows in doubled.values.split(sizes.tolist())]), 2 * sizes)
+    for texts in (queries, doubled):
+        pairs = score.compare(texts, documents, owners, np.ones(3, dtype=np.int64))
+        torch.testing.assert_close(pairs, expected.diagonal())
+        columns = score.columns(documents)
+        tile = score.tile(texts, columns).scores(torch.ones(3, 1, dtype=torch.float64))
+        torch.testing.assert_close(tile.sort(dim=1).values, expected.sort(dim=1).values)
+        for number in range(3):
+            alone = score.tile(texts.slice(number, number + 1), columns).scores(torch.ones(1, 1, dtype=torch.float64))
+            torch.testing.assert_close(alone, tile[number : number + 1])

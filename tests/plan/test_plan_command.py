@@ -85,7 +85,7 @@ def test_only_json_is_printed():
     arguments = ["embedtrain.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]
     result = json.loads(only_stdout(*arguments, "gpus=8"))
     assert set(result) == {
-        "recipe", "model", "cluster", "work", "chosen", "next_best", "largest_chunk", "changes"
+        "recipe", "model", "cluster", "work", "chosen", "next_best", "vocabulary_head", "largest_chunk", "changes"
     }  # fmt: skip
     chosen = result["chosen"]
     by_kind = {name: value for name, value in chosen["memory"].items() if name not in ("total", "phase")}

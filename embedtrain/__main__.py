@@ -1,4 +1,4 @@
-"""`embedtrain train recipe=NAME`, or `python -m embedtrain`, also under torchrun: train a model."""
+"""`embedtrain train recipe=NAME`, or `python -m embedtrain`, also under torchrun: train a model, or run a pipeline."""
 
 from functools import partial
 
@@ -7,10 +7,17 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.paths import require_recipe_paths
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.signals import StopSignals
+from embedtrain.pipeline.compose import compose_pipeline
+from embedtrain.pipeline.types import Pipeline
 
 
-def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
-    """Train one recipe after another, each in a process group of its own."""
+def run(recipes: list[Recipe] | Pipeline, signals: StopSignals) -> None:
+    """Run a pipeline, or train one recipe after another, each in a process group of its own."""
+    if isinstance(recipes, Pipeline):
+        from embedtrain.pipeline.run import run_pipeline
+
+        run_pipeline(recipes, signals)
+        return
     from embedtrain.training.train import train, training_world
 
     for recipe in recipes:
@@ -20,8 +27,11 @@ def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
             train(recipe, world, signals)
 
 
-def compose(arguments: list[str]) -> list[Recipe]:
+def compose(arguments: list[str]) -> list[Recipe] | Pipeline:
     """The recipes, checked; the paths of the first exist, and those of others may be written by earlier trainings."""
+    pipeline = compose_pipeline(arguments)
+    if pipeline is not None:
+        return pipeline
     recipes = compose_recipes(arguments)
     require_recipe_paths(recipes[0])
     return recipes
@@ -31,12 +41,12 @@ def main() -> None:
     """The command that trains."""
     signals = StopSignals()
 
-    def compose_listening(arguments: list[str]) -> list[Recipe]:
+    def compose_listening(arguments: list[str]) -> list[Recipe] | Pipeline:
         signals.listen()
         return compose(arguments)
 
     # Its results are files: a scheduler would repeat a finished training whose log did not fit on the disk.
-    main_with_signals = partial(run_trainings, signals=signals)
+    main_with_signals = partial(run, signals=signals)
     run_command(compose_listening, main_with_signals, needs_output=False, launches="embedtrain")
 
 

@@ -32,6 +32,7 @@ ORDER = (
     COMMANDS,
     "in_process",
     "cli",
+    "pipeline",
     "training",
     ("evaluation", "mining"),
     "inference",

@@ -2,7 +2,7 @@
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
 of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `RerankerConfig`,
-`losses` or `commands`. The meaning of an option is its comment in the source, read with tokenize. For
+`PipelineConfig`, `losses` or `commands`. The meaning of an option is its comment in the source, read with tokenize. For
 `migration_LIBRARY` it is a table of `config/migration/`.
 """
 
@@ -21,6 +21,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
+from embedtrain.config.pipeline import PipelineConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.reranker import RerankerConfig
 
@@ -76,6 +77,7 @@ def section(name: str) -> str:
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
                 "VectorFormat": (VectorFormat, "evaluation.vectors."),
                 "RerankerConfig": (RerankerConfig, "reranker."),
+                "PipelineConfig": (PipelineConfig, "pipeline."),
             }[name]
             return tree(kind, "", anchor)
 

@@ -224,8 +224,8 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
     """A recipe. Another loss on the command line starts from its own defaults, without the options of the recipe's."""
     chosen = next((override.partition("=")[2] for override in overrides if option_of(override) == "loss"), None)
     changes_loss = is_cross_encoder = False
-    _register_recipes(changes_loss)
     if chosen is not None:
+        _register_recipes(changes_loss)
         others = [override for override in overrides if option_of(override).partition(".")[0] != "loss"]
         with contextlib.suppress(ConfigError):  # the recipe needs the loss of the command line
             config, choices_of_groups = _compose("config", others, Recipe, config_dir)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.expected import is_expected
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.errors import ConfigError, DataError, ModelError
 
@@ -16,7 +17,7 @@ _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?"
 
 def is_missing(path: str) -> bool:
     """Whether there is nothing at a path that can be no URL, pattern or id on the Hub."""
-    if "://" in path or glob.has_magic(path):
+    if "://" in path or glob.has_magic(path) or is_expected(path):
         return False
     if _HUB_ID.fullmatch(path) and not _DATA_FILE.search(path):
         return False
@@ -65,7 +66,7 @@ def require_sets(sets: Sequence[EvaluationSet]) -> None:
 def require_run(run: str) -> None:
     """Raise a ConfigError for a directory that no run has written."""
     path = Path(run) / "recipe.yaml"
-    if not os.path.lexists(path):
+    if not os.path.lexists(path) and not is_expected(run):
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?")
 
 

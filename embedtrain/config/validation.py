@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.expected import composes_stage
 from embedtrain.errors import ConfigError
 
 MAX_SEED = 2**63 - 1
@@ -96,5 +97,5 @@ def unknown_option(option: str, allowed: Sequence[str]) -> str:
 
 def require_single_process(command: str) -> None:
     """Raise a ConfigError if `command` was started under torchrun or srun with several ranks."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not composes_stage():
         raise ConfigError(f"{command} runs in a single process: start it with python, not with torchrun or srun")

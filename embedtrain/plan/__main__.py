@@ -6,20 +6,36 @@ The exit code is 0 if the training fits in memory, and 1 if it does not.
 from embedtrain.cli import run_command
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.recipe import Recipe
-from embedtrain.plan.options import PlanOptions, compose_plan
+from embedtrain.pipeline.types import Pipeline
+from embedtrain.plan.options import PlanOptions, compose_pipeline_plan, compose_plan
 
 
-def main(options: tuple[Recipe, PlanOptions]) -> None:
-    """Plan a training and print the plan; with `json`, nothing else is written to standard output."""
+def compose(arguments: list[str]) -> tuple[Recipe | Pipeline, PlanOptions]:
+    """What to plan, a training or a pipeline, and the options, checked."""
+    return compose_pipeline_plan(arguments) or compose_plan(arguments)
+
+
+def main(options: tuple[Recipe | Pipeline, PlanOptions]) -> None:
+    """Plan a training or a pipeline and print the plan; with `json`, nothing else is written to standard output."""
     import json
 
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.plan.compute import plan
+    from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
     from embedtrain.plan.printing import print_plan
     from embedtrain.tracking.pages import Page
 
     recipe, plan_options = options
     quiet_libraries()
+    if isinstance(recipe, Pipeline):
+        stages = plan_pipeline(recipe, plan_options)
+        if plan_options.json:
+            print(json.dumps({"pipeline": recipe.name, "stages": [stage.as_json() for stage in stages]}, indent=2))
+        else:
+            print_pipeline_plan(Page(), recipe, stages)
+        if not all(stage.training is None or stage.training.best.fits for stage in stages):
+            raise SystemExit(1)
+        return
     result = plan(recipe, plan_options)
     if plan_options.json:
         print(json.dumps(result.as_json(), indent=2))
@@ -33,4 +49,4 @@ def main(options: tuple[Recipe, PlanOptions]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(compose_plan, main)
+    run_command(compose, main)

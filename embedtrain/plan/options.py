@@ -12,10 +12,13 @@ from embedtrain.config.parsing import GROUPS
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option
 from embedtrain.errors import ConfigError
+from embedtrain.pipeline.compose import compose_pipeline
+from embedtrain.pipeline.types import Pipeline
 
 HELP = """embedtrain plan: memory, strategy and time of a training, before a GPU is booked
 
   embedtrain plan recipe=NAME gpus=64 gpu_memory=80 [training option ...]
+  embedtrain plan recipe=pipelines/NAME gpus=64      all stages of a pipeline
 
 No GPU, data or weights are needed: only a model's configuration is downloaded.
 The exit code is 0 if the training fits in memory, and 1 if it does not.
@@ -42,17 +45,43 @@ class PlanOptions:
     json: bool = False  # one JSON object instead of tables; `--json` is the same
 
 
+_NAMES = [field.name for field in fields(PlanOptions)]
+
+
 def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     """The recipe to plan and the options, checked. A recipe without data, steps or name can be planned."""
     require_single_process("plan")
-    names = [field.name for field in fields(PlanOptions)]
-    arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
-    if any(argument.startswith("--") and _name_of_flag(argument) in names for argument in arguments):
-        parse_command_line(arguments, PlanOptions, multirun=False)  # raises the message for `--gpus 8`
-    command = [argument for argument in arguments if option_of(argument) in names or asks_for_help(argument)]
-    training = [argument for argument in arguments if argument not in command]
+    command, training = _split(arguments)
     for argument in training:
-        _check_name(argument, names)
+        _check_name(argument, _NAMES)
+    options = _compose_options(command)
+    recipe = apply_accelerate_config(compose_recipe(training))
+    if not any(option_of(argument) == "recipe" for argument in training):
+        recipe.name = recipe.name or "plan"
+    if recipe.train.steps is None and recipe.train.epochs is None:
+        recipe.train.epochs = 1.0
+    data = recipe.data if recipe.data.train else replace(recipe.data, train=[TrainSource(path="none")])
+    check_recipe(replace(recipe, data=data))
+    return recipe, options
+
+
+def compose_pipeline_plan(arguments: list[str]) -> tuple[Pipeline, PlanOptions] | None:
+    """The pipeline to plan and the options, checked; None for one training. Its files need not be here."""
+    command, training = _split(arguments)
+    pipeline = compose_pipeline(training, check_paths=False)
+    return None if pipeline is None else (pipeline, _compose_options(command))
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the plan, and those of what is planned."""
+    arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
+    if any(argument.startswith("--") and _name_of_flag(argument) in _NAMES for argument in arguments):
+        parse_command_line(arguments, PlanOptions, multirun=False)  # raises the message for `--gpus 8`
+    command = [argument for argument in arguments if option_of(argument) in _NAMES or asks_for_help(argument)]
+    return command, [argument for argument in arguments if argument not in command]
+
+
+def _compose_options(command: list[str]) -> PlanOptions:
     options = compose_command("plan", PlanOptions, command, HELP)
     check = OptionChecks(options)
     for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text"):
@@ -66,14 +95,7 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
         "gpus",
         f"must be a multiple of gpus_per_node={per_node}; write gpus={full} or gpus={full + per_node}",
     )
-    recipe = apply_accelerate_config(compose_recipe(training))
-    if not any(option_of(argument) == "recipe" for argument in training):
-        recipe.name = recipe.name or "plan"
-    if recipe.train.steps is None and recipe.train.epochs is None:
-        recipe.train.epochs = 1.0
-    data = recipe.data if recipe.data.train else replace(recipe.data, train=[TrainSource(path="none")])
-    check_recipe(replace(recipe, data=data))
-    return recipe, options
+    return options
 
 
 def _name_of_flag(argument: str) -> str:

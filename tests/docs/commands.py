@@ -10,6 +10,7 @@ from typing import Any
 
 from embedtrain.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
+from embedtrain.pipeline.compose import compose_pipeline
 
 _MODULE = re.compile(r"embedtrain(\.\w+)?$")
 _LAUNCH = re.compile(r"--(gpus|nproc-per-node|nodes|node-rank|master|max-restarts)(=.*)?$")
@@ -60,7 +61,9 @@ def _without_launcher(arguments: list[str]) -> Iterator[str]:
 def compose(command: Command) -> Any:
     """The options that the command composes from its arguments."""
     if command.module == "embedtrain":
-        return compose_recipes(list(command.arguments))
+        return compose_pipeline(list(command.arguments)) or compose_recipes(list(command.arguments))
     name = command.module.rpartition(".")[2]
     module = importlib.import_module(f"embedtrain.{name}.options")
+    if name == "plan" and (planned := module.compose_pipeline_plan(list(command.arguments))) is not None:
+        return planned
     return getattr(module, f"compose_{name}")(list(command.arguments))

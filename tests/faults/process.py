@@ -9,14 +9,18 @@ import torch.distributed as dist
 
 import embedtrain.__main__
 from embedtrain.config.recipe import Recipe
+from embedtrain.pipeline.types import Pipeline
 
 Hook = Callable[[int], None]
 
 
-def run_rank(environment: Mapping[str, str], recipes: Sequence[Recipe], folder: Path, log: Path, hook: Hook | None):
+def run_rank(
+    environment: Mapping[str, str], recipes: Sequence[Recipe] | Pipeline, folder: Path, log: Path, hook: Hook | None
+):
     """Call `hook(rank)`, then run the command in `folder` with its output in `log`.
 
-    The recipes are composed once for all runs with the same options, because that takes as long as ten steps.
+    The recipes, or a pipeline, are composed once for all runs with the same options, because that takes as long as ten
+    steps.
     """
     os.setsid()
     os.environ.update(environment)
@@ -25,7 +29,10 @@ def run_rank(environment: Mapping[str, str], recipes: Sequence[Recipe], folder: 
     for stream in (1, 2):
         os.dup2(out, stream)
     sys.argv = ["embedtrain"]
-    embedtrain.__main__.compose_recipes = lambda _: recipes
+    if isinstance(recipes, Pipeline):
+        embedtrain.__main__.compose_pipeline = lambda _: recipes
+    else:
+        embedtrain.__main__.compose_recipes = lambda _: recipes
     _refuse_pickles()
     if hook is not None:
         hook(int(environment["RANK"]))

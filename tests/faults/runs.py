@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
+from embedtrain.pipeline.types import Pipeline
 from tests.faults.process import Hook, run_rank
 from tests.forked import fork_context
 
@@ -102,6 +103,7 @@ def start(
     hook: Hook | None = None,
     agent: bool = True,
     forked: bool = True,
+    pipeline: Pipeline | None = None,
 ) -> Run:
     """Start the command on `size` ranks.
 
@@ -114,6 +116,7 @@ def start(
         agent: whether the store is hosted by a process that outlives all ranks, like torchrun's agent, instead of rank
             0.
         forked: whether ranks are forked from a process that has imported everything; CUDA needs new processes.
+        pipeline: runs instead of a training; `more` has no effect.
     """
     store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
     port = store.port
@@ -129,7 +132,7 @@ def start(
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent),
             "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
-        composed = _recipes(*OPTIONS, f"output_dir={output_dir}", *more)
+        composed = pipeline or _recipes(*OPTIONS, f"output_dir={output_dir}", *more)
         process = context.Process(target=run_rank, args=(environment, composed, folder, log, hook), daemon=True)
         process.start()
         processes.append(process)

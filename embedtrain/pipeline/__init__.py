@@ -1,0 +1,1 @@
+"""Pipelines: several commands as stages of one recipe, with one command, one lock and one state."""

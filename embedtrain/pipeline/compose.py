@@ -1,0 +1,248 @@
+"""From a recipe with `kind: pipeline` and the command line to a checked Pipeline; imports no torch."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from embedtrain.config.arguments import option_of
+from embedtrain.config.command_line import parse_command_line
+from embedtrain.config.compose import YAML_ERRORS, folder, to_plain
+from embedtrain.config.expected import expected_directories
+from embedtrain.config.limits import limited_interpolations, load_yaml
+from embedtrain.config.parsing import explain_hydra_error
+from embedtrain.config.pipeline import PIPELINE, PipelineConfig
+from embedtrain.config.recipe import Recipe
+from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
+from embedtrain.errors import ConfigError
+from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
+from embedtrain.pipeline.references import References, resolvers
+from embedtrain.pipeline.registry import KINDS, TRAIN, StageKind
+from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
+
+_RECIPE_NAME = re.compile(r"[\w-][\w./-]*")
+_SELECTIONS = ("from", "until", "only")
+_STAGES = "stages"
+_FOLDER = "pipelines/"  # of recipes/
+
+
+def compose_pipeline(arguments: Sequence[str], *, check_paths: bool = True) -> Pipeline | None:
+    """The pipeline that `recipe=NAME` chooses; None if it is the recipe of one training.
+
+    Without `check_paths`, models and data need not be on this machine.
+
+    Raises a ConfigError if a stage cannot work, whichever it is, and SystemExit after `--cfg job`.
+    """
+    choice = next((value.partition("=")[2] for value in arguments if option_of(value) == "recipe"), None)
+    if choice is None or not _RECIPE_NAME.fullmatch(choice):
+        return None
+    command_line = parse_command_line(arguments, Recipe, multirun=True)
+    content = _read(choice, command_line.config_dir)
+    if content is None or command_line.help is not None:
+        return None
+    if command_line.multirun:
+        raise ConfigError(f"recipe={choice}: multirun (-m) is for one training; `each` of a stage makes several models")
+    selections, overrides = _split_selections(
+        [value for value in command_line.overrides if option_of(value) != "recipe"]
+    )
+    with resolvers() as references:
+        config = _configure(content, overrides, choice)
+        context = _Context(references, command_line.config_dir, check_paths)
+        pipeline = _compose(config, context, selections)
+    if command_line.cfg:
+        print(yaml.safe_dump(pipeline.resolved, sort_keys=False, allow_unicode=True), end="", flush=True)
+        raise SystemExit(0)
+    return pipeline
+
+
+def _read(choice: str, config_dir: str | None) -> dict[str, Any] | None:
+    """The content of a recipe's file if it is a pipeline; a file that cannot be read is reported by the composition."""
+    roots = [*([] if config_dir is None else [Path(config_dir).expanduser() / "recipe"]), folder("recipes")]
+    for root in roots:
+        path = root / f"{choice}.yaml"
+        if path.is_file() and path.resolve().is_relative_to(root.resolve()):
+            try:
+                content = load_yaml(path)
+            except YAML_ERRORS:
+                return None
+            return content if isinstance(content, dict) and content.get("kind") == PIPELINE else None
+    if choice.startswith(_FOLDER):
+        names = sorted(f"{_FOLDER}{path.stem}" for root in roots for path in (root / _FOLDER).glob("*.yaml"))
+        raise ConfigError(
+            f"recipe={choice}: there is no such pipeline{did_you_mean(choice, names)} There are {', '.join(names)}"
+        )
+    return None
+
+
+def _split_selections(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """`from=`, `until=` and `only=`, and the other overrides."""
+    selections: dict[str, str] = {}
+    others = []
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name in _SELECTIONS:
+            selections[name] = value
+        else:
+            others.append(override)
+    if "only" in selections and len(selections) > 1:
+        raise ConfigError(f"only={selections['only']}: cannot be combined with from= and until=; write one of them")
+    return selections, others
+
+
+def _configure(content: dict[str, Any], overrides: Sequence[str], choice: str) -> DictConfig:
+    """The recipe with the overrides of the command line; names and types of its own options are checked."""
+    names = [field.name for field in fields(PipelineConfig)]
+    for key in content:
+        if key == "defaults":
+            raise ConfigError(
+                f"recipe={choice}: a pipeline has no defaults list; a stage starts from a recipe with `recipe: NAME`"
+            )
+        if key not in names:
+            raise ConfigError(unknown_option(str(key), names))
+    try:
+        config = OmegaConf.merge(OmegaConf.structured(PipelineConfig), content)
+        assert isinstance(config, DictConfig)
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            _set(config, override, names)
+    except (OmegaConfBaseException, HydraException, RecursionError) as error:
+        raise ConfigError(explain_hydra_error(error)) from None
+    return config
+
+
+def _set(config: DictConfig, override: Any, names: Sequence[str]) -> None:
+    """Set one option of the command line, such as stages.weak.train.steps=100."""
+    key, written = override.key_or_group, override.input_line
+    first, _, rest = key.partition(".")
+    if override.is_sweep_override():
+        raise ConfigError(f"{written}: a pipeline takes one value of each option")
+    if first in {field.name for field in fields(Recipe)} - set(names) or first == "loss":
+        raise ConfigError(
+            f"{written}: in a pipeline the options of a command belong to a stage; write stages.STAGE.{key}="
+        )
+    if first not in names:
+        raise ConfigError(f"{written}: {unknown_option(key, [*names, *_SELECTIONS])}")
+    if first == _STAGES and (stage := rest.partition(".")[0]) not in config.stages:
+        stages = [str(name) for name in config.stages]
+        raise ConfigError(
+            f"{written}: there is no stage {stage}{did_you_mean(stage, stages)} There are {', '.join(stages)}"
+        )
+    if override.is_delete():
+        parent = OmegaConf.select(config, key.rpartition(".")[0])
+        if not isinstance(parent, DictConfig) or key.rpartition(".")[2] not in parent:
+            raise ConfigError(f"{written}: there is no such option to delete")
+        del parent[key.rpartition(".")[2]]
+        return
+    OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What all stages are composed with."""
+
+    references: References
+    config_dir: str | None
+    check_paths: bool
+
+
+def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str]) -> Pipeline:
+    references = context.references
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    expanded = references.expanded = expand(plain[_STAGES], plain["evaluation"])
+    flat = OmegaConf.create({**plain, _STAGES: expanded.stages})
+    with limited_interpolations():
+        settings = PipelineConfig(name=flat.name, output_dir=flat.output_dir, timeout=flat.timeout)
+    check = OptionChecks(settings)
+    check.require(bool(settings.name), "name", "is missing; a pipeline needs a name")
+    check.positive("timeout")
+    if not expanded.stages:
+        raise ConfigError("stages: there are none; write at least one, such as weak: {do: train, ...}")
+    selection = _selection(selections, expanded)
+    directories = {name: Path(settings.output_dir) / _STAGES / name for name in expanded.stages}
+    resolved: dict[str, Any] = {}
+    for name, directory in directories.items():
+        references.used = {}
+        try:
+            with limited_interpolations():
+                values = OmegaConf.to_container(flat[_STAGES][name], resolve=True)
+        except (OmegaConfBaseException, ConfigError) as error:
+            reason = references.error or explain_hydra_error(error)
+            raise ConfigError(f"stages.{name}: {reason}") from None
+        assert isinstance(values, dict)
+        options = {str(key): value for key, value in values.items()}
+        resolved[name] = dict(options)
+        expected = list(directories.values()) if context.check_paths else [Path("/")]
+        with expected_directories(expected), naming(name):
+            references.stages[name] = _stage(name, options, directory, context, settings.name)
+    stages = tuple(references.stages.values())
+    return Pipeline(
+        name=settings.name,
+        output_dir=Path(settings.output_dir),
+        stages=stages,
+        timeout=settings.timeout,
+        resolved=to_plain(
+            {"name": settings.name, "kind": PIPELINE, "output_dir": settings.output_dir, _STAGES: resolved}
+        ),
+        selection=selection,
+    )
+
+
+def _stage(name: str, values: dict[str, Any], directory: Path, context: _Context, pipeline: str) -> Stage:
+    references = context.references
+    do = values.pop(DO)
+    kind = KINDS.get(do) if isinstance(do, str) else None
+    if kind is None:
+        raise ConfigError(
+            f"do={do}: there is no such command{did_you_mean(str(do), list(KINDS))} It is one of {', '.join(KINDS)}"
+        )
+    if INIT in values:
+        _set_init(values, references, kind)
+    if kind.output in values:
+        raise ConfigError(f"{kind.output}={values[kind.output]}: the pipeline sets it, to {directory}; leave it out")
+    values[kind.output] = str(directory / kind.folder) if kind.folder else str(directory)
+    if kind.name == TRAIN:
+        values.setdefault("name", f"{pipeline}-{name}")
+    arguments = kind.arguments(values)
+    if kind.name == TRAIN and context.config_dir is not None:
+        arguments += ["--config-dir", context.config_dir]
+    return Stage(name, kind, arguments, kind.compose(arguments), directory, tuple(references.used))
+
+
+def _set_init(values: dict[str, Any], references: References, kind: StageKind) -> None:
+    """Replace `init: {from: NAME}` by the model of that stage."""
+    init = values.pop(INIT)
+    if kind.name != TRAIN:
+        raise ConfigError(f"init={init}: is for do: train; write model: ${{out:NAME.model}}")
+    if not isinstance(init, dict) or set(init) != {FROM}:
+        raise ConfigError(f"init={init}: write init: {{from: NAME}}, a stage whose model is trained further")
+    model = values.setdefault("model", {})
+    if not isinstance(model, dict) or "path" in model or "config" in model:
+        raise ConfigError(f"init={init}: model has a path or config as well; leave one of them out")
+    model["path"] = references.resolve(f"{init[FROM]}.model")
+
+
+def _selection(selections: Mapping[str, str], expanded: Expanded) -> Selection:
+    names = list(expanded.stages)
+    chosen: dict[str, str | None] = {}
+    for option in _SELECTIONS:
+        value = selections.get(option)
+        if value is not None:
+            members = expanded.groups.get(value, [expanded.aliases.get(value, value)])
+            value = members[-1 if option == "until" else 0]
+            if value not in names or (len(members) > 1 and option != "until"):
+                several = (
+                    f": {selections[option]} has the members {', '.join(members)}; write one"
+                    if len(members) > 1
+                    else ""
+                )
+                hint = several or f": there is no such stage{did_you_mean(value, names)} There are {', '.join(names)}"
+                raise ConfigError(f"{option}={selections[option]}{hint}")
+        chosen[option] = value
+    return Selection(chosen["from"], chosen["until"], chosen["only"])

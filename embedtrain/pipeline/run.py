@@ -1,0 +1,245 @@
+"""Runs the stages of a pipeline one after the other in one process group, and resumes where an earlier command ended.
+
+OUTPUT_DIR/pipeline.yaml   the resolved recipe
+OUTPUT_DIR/lineage.json    the stages that have ended, with digests, inputs, ranks, versions and metrics
+OUTPUT_DIR/report.html     the trainings of the pipeline on one page
+OUTPUT_DIR/stopped.json    exists from when a signal stops the pipeline until it resumes
+OUTPUT_DIR/run.lock        held while the pipeline runs
+"""
+
+import contextlib
+import gc
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from embedtrain import __version__
+from embedtrain.checkpoint.run_directory import output_dir_lock
+from embedtrain.config.recipe import Recipe
+from embedtrain.config.validation import written
+from embedtrain.distributed.device import deterministic_algorithms
+from embedtrain.distributed.signals import StopSignals
+from embedtrain.distributed.world import World, joined_world
+from embedtrain.errors import ConfigError, Stopped
+from embedtrain.files import atomic_write, remove_tree
+from embedtrain.formatting import format_count, format_duration
+from embedtrain.pipeline.registry import TRAIN
+from embedtrain.pipeline.results import figures_of, print_figures, write_lineage, write_pipeline_report
+from embedtrain.pipeline.state import PipelineState
+from embedtrain.pipeline.types import Pipeline, Stage
+from embedtrain.tracking.console import Console
+from embedtrain.training.train import train
+
+_SKIP, _BEGIN, _RESUME = "skip", "begin", "resume"
+
+
+def run_pipeline(pipeline: Pipeline, signals: StopSignals | None = None) -> None:
+    """Run the stages that the command selects and that have not ended. Every rank calls it.
+
+    Raises Stopped after a signal in a training; in other stages a signal ends the process at once, with the same exit
+    code, and the stage resumes from what it has written.
+    """
+    signals = signals or StopSignals()
+    with joined_world(pipeline.timeout) as world:
+        console = Console(enabled=world.is_main)
+        root = pipeline.output_dir
+        with world.fail_together("creating the directory of the pipeline"):
+            if world.is_main:
+                root.mkdir(parents=True, exist_ok=True)
+                _require_pipeline(root)
+        ranks = f"{format_count(world.size, 'rank')} ({world.device.type})"
+        console.note(f"pipeline {pipeline.name}, {format_count(len(pipeline.stages), 'stage')} on {ranks}, in {root}")
+        with output_dir_lock(root / "run.lock", world, pipeline.timeout):
+            _PipelineRun(pipeline, world, signals, console).run()
+
+
+def _require_pipeline(root: Path) -> None:
+    """Raise ConfigError if the directory is that of one training."""
+    if (root / "recipe.yaml").exists():
+        raise ConfigError(f"output_dir={root} is the directory of one training: choose another output_dir")
+
+
+class _PipelineRun:
+    """One command: all its stages, in order."""
+
+    def __init__(self, pipeline: Pipeline, world: World, signals: StopSignals, console: Console) -> None:
+        self.pipeline, self.world, self.signals, self.console = pipeline, world, signals, console
+        self.state = PipelineState(pipeline)
+
+    def run(self) -> None:
+        world, root = self.world, self.pipeline.output_dir
+        with world.fail_together("writing the directory of the pipeline"):
+            if world.is_main:
+                (root / "stopped.json").unlink(missing_ok=True)
+                self._set_aside()
+                with atomic_write(root / "pipeline.yaml") as file:
+                    text = yaml.safe_dump(self.pipeline.resolved, sort_keys=False, allow_unicode=True)
+                    file.write_text(text, encoding="utf-8")
+        for stage in self._selected():
+            self._run_stage(stage)
+        with world.fail_together("writing the report"):
+            if world.is_main:
+                if self.pipeline.selection.until is None and self.pipeline.selection.only is None:
+                    (root / "from.json").unlink(missing_ok=True)
+                report = write_pipeline_report(self.pipeline, self.state)
+                if report is not None:
+                    self.console.note(f"report: {report}")
+
+    def _selected(self) -> list[Stage]:
+        selection, stages = self.pipeline.selection, self.pipeline.stages
+        if selection.only is not None:
+            return [self.pipeline.stage(selection.only)]
+        names = [stage.name for stage in stages]
+        last = len(stages) if selection.until is None else names.index(selection.until) + 1
+        return list(stages[:last])
+
+    def _set_aside(self) -> None:
+        """Set the stages of `from=` aside, once: the same command after an interruption resumes them."""
+        start, marker = self.pipeline.selection.start, self.pipeline.output_dir / "from.json"
+        if start is None:
+            return
+        repeated = [self.pipeline.stage(start), *self.pipeline.dependents(start)]
+        begun_before: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            begun_before = json.loads(marker.read_bytes())
+        first = begun_before.get("from") != start
+        for stage in repeated:
+            if first or self._differs(stage):
+                path = self.state.set_aside(stage)
+                if path is not None:
+                    self.console.note(f"stage {stage.name}: its earlier result is now {path}")
+        with atomic_write(marker) as file:
+            file.write_text(json.dumps({"from": start}) + "\n", encoding="utf-8")
+
+    def _differs(self, stage: Stage) -> bool:
+        """Whether a stage was begun with other options or inputs than those of this command."""
+        before = self.state.read(stage)
+        if before is None:
+            return False
+        try:
+            return before.digest != self.state.current(stage, ranks=self.world.size, versions={}).digest
+        except ConfigError:  # the results that it uses have been set aside
+            return True
+
+    def _run_stage(self, stage: Stage) -> None:
+        world, names = self.world, [other.name for other in self.pipeline.stages]
+        number = f"{names.index(stage.name) + 1}/{len(names)}"
+        action = _SKIP
+        with world.fail_together(f"looking at the stage {stage.name}"):
+            if world.is_main:
+                action = self._action(stage)
+        action = world.broadcast(action)
+        if action == _SKIP:
+            self.console.note(f"stage {number} {stage.name}: has ended before")
+            return
+        self.console.note("")
+        resumed = ", resumed" if action == _RESUME else ""
+        self.console.note(f"stage {number} {stage.name} ({stage.kind.name}){resumed}, in {stage.directory}")
+        started = time.monotonic()
+        with world.fail_together(f"beginning the stage {stage.name}"):
+            if world.is_main:
+                self._begin(stage, action)
+        result = self._call(stage)
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        figures = figures_of(result)
+        with world.fail_together(f"ending the stage {stage.name}"):
+            if world.is_main:
+                self.state.finish(stage, figures)
+                write_lineage(self.pipeline, self.state)
+        self.console.note(f"stage {stage.name} took {format_duration(time.monotonic() - started)}")
+        if world.is_main and "metrics" in figures:
+            print_figures(self.pipeline, self.state)
+
+    def _action(self, stage: Stage) -> str:
+        """Whether to skip, begin or resume a stage; on one rank. Raises if it was run with something else."""
+        before = self.state.read(stage)
+        now = self.state.current(stage, ranks=self.world.size, versions=_versions())
+        if before is None:
+            return _BEGIN
+        self.state.require_same(stage, before, now)
+        if before.ended is None:
+            return _RESUME
+        for below in before.outputs:
+            files = before.outputs[below]["files"]
+            missing = next((name for name in files if not (stage.directory / name).exists()), None)
+            if missing is not None:
+                raise ConfigError(
+                    f"{stage.directory / missing} has disappeared: restore it, or write from={stage.name} to repeat "
+                    "the stage"
+                )
+        return _SKIP
+
+    def _begin(self, stage: Stage, action: str) -> None:
+        """Write stage.json, after the results that the stage uses were verified; on one rank."""
+        self.state.verify_inputs(stage)
+        if action == _RESUME and not stage.kind.resumes:
+            remove_tree(stage.directory)
+        if stage.kind.name != TRAIN or action == _BEGIN:
+            stage.directory.mkdir(parents=True, exist_ok=True)
+        self.state.write(stage, self.state.current(stage, ranks=self.world.size, versions=_versions()))
+
+    def _call(self, stage: Stage) -> Any:
+        """Run the command of a stage on all ranks, or on rank 0 while the others wait."""
+        world = self.world
+        options: Any = None
+        with world.fail_together(f"composing the stage {stage.name}"):
+            options = stage.compose()
+        with self._reporting_stop(stage):
+            if stage.kind.name == TRAIN:
+                return self._train(stage, options)
+            if stage.kind.has_ranks:
+                return stage.kind.main(options)
+            result: Any = None
+            with world.fail_together(f"running the stage {stage.name}"):
+                if world.is_main:
+                    result = stage.kind.main(options)
+            return result
+
+    def _train(self, stage: Stage, recipe: Recipe) -> Any:
+        with deterministic_algorithms(recipe.parallel.deterministic):
+            try:
+                return train(recipe, self.world, self.signals)
+            except Stopped as stopped:
+                if self.world.is_main:
+                    self._write_stopped(stage, self.signals.received)
+                raise Stopped(f"stage {stage.name}: {stopped}", stopped.exit_code) from None
+
+    @contextlib.contextmanager
+    def _reporting_stop(self, stage: Stage) -> Iterator[None]:
+        """Write stopped.json if a signal ends the process during the block."""
+        report = self.signals.report
+        watchdog = self.world.watchdog
+        end: Callable[[signal.Signals], int] = report if watchdog is None else watchdog.report_signal
+
+        def report_and_write(received: signal.Signals) -> int:
+            code = end(received)
+            if self.world.is_main:
+                self._write_stopped(stage, received)
+            return code
+
+        self.signals.report = report_and_write
+        try:
+            yield
+        finally:
+            self.signals.report = end
+
+    def _write_stopped(self, stage: Stage, received: signal.Signals | None) -> None:
+        content: Mapping[str, Any] = {
+            "stage": stage.name,
+            "signal": None if received is None else written(received.name),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        with contextlib.suppress(OSError), atomic_write(self.pipeline.output_dir / "stopped.json") as file:
+            file.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _versions() -> dict[str, str]:
+    return {"embedtrain": __version__, "torch": torch.__version__}

@@ -1,0 +1,180 @@
+"""stage.json: what a stage was run with, on which inputs, and what it has produced; on one rank.
+
+OUTPUT_DIR/stages/NAME/             what the command of the stage writes
+OUTPUT_DIR/stages/NAME/stage.json   written when the stage begins, and again when it has ended
+OUTPUT_DIR/stages/NAME.old-1/       an earlier result, set aside by from=
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from embedtrain.checksums import Checksums
+from embedtrain.config.compose import to_plain
+from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.files import atomic_write
+from embedtrain.pipeline.digests import (
+    ContentDigests,
+    content_digest,
+    digest_of,
+    input_paths,
+    options_of,
+    output_checksums,
+)
+from embedtrain.pipeline.types import Pipeline, Stage
+from embedtrain.records import read_record
+
+STAGE_FILE = "stage.json"
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The content of stage.json."""
+
+    do: str
+    digest: str
+    options: dict[str, Any]
+    inputs: dict[str, str | None]  # by option: digest of the content
+    began: float  # seconds since the epoch
+    ranks: int
+    versions: dict[str, str] = field(default_factory=dict)
+    ended: float | None = None  # None: it has begun
+    figures: dict[str, Any] = field(default_factory=dict)  # what the command has measured
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by pattern: digest, and checksums of files
+
+
+class PipelineState:
+    """The records of all stages of a pipeline; on one rank."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._contents = ContentDigests(pipeline.output_dir / "state.json")
+        self._verified: set[str] = set()
+
+    def read(self, stage: Stage) -> StageRecord | None:
+        """The record of a stage; None if it has not begun. Raises CheckpointError if the file is damaged."""
+        path = stage.directory / STAGE_FILE
+        try:
+            return read_record(StageRecord, json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}): write from={stage.name} to repeat the stage, or restore the file"
+            ) from None
+
+    def current(self, stage: Stage, *, ranks: int, versions: Mapping[str, str]) -> StageRecord:
+        """The record with which the stage would begin now; its inputs are all present."""
+        options = options_of(stage)
+        inputs = {name: self._digest(path) for name, path in input_paths(stage).items()}
+        self._contents.save()
+        return StageRecord(
+            do=stage.kind.name,
+            digest=digest_of(options, inputs),
+            options=to_plain({name: value for name, value in options.items() if name not in inputs}),
+            inputs=inputs,
+            began=time.time(),
+            ranks=ranks,
+            versions=dict(versions),
+        )
+
+    def _digest(self, path: str) -> str | None:
+        for stage in self.pipeline.stages:
+            if path == stage.output("dir") or path in map(stage.output, stage.kind.outputs):
+                record = self.read(stage)
+                if record is None or record.ended is None:
+                    raise ConfigError(f"the stage {stage.name} has not ended, and its results are needed: run it first")
+                below = os.path.relpath(path, stage.directory)
+                return record.outputs[below]["digest"] if below in record.outputs else record.digest
+        return self._contents.of(path)
+
+    def write(self, stage: Stage, record: StageRecord) -> None:
+        """Write stage.json."""
+        with atomic_write(stage.directory / STAGE_FILE) as temporary:
+            temporary.write_text(json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def finish(self, stage: Stage, figures: Mapping[str, Any]) -> StageRecord:
+        """Record the end of a stage and the checksums of its results."""
+        record = self.read(stage)
+        assert record is not None
+        outputs = {}
+        for below in filter(None, stage.kind.outputs.values()):
+            checksums = output_checksums(stage.directory / below)
+            outputs[below] = {"digest": content_digest(checksums), "files": checksums.files}
+        record = replace(record, ended=time.time(), figures=dict(figures), outputs=outputs)
+        self.write(stage, record)
+        self._verified.add(stage.name)
+        return record
+
+    def verify_inputs(self, stage: Stage) -> None:
+        """Raise CheckpointError if a result of an earlier stage that this one uses is damaged; each is read once."""
+        for name in stage.depends:
+            if name in self._verified:
+                continue
+            earlier = self.pipeline.stage(name)
+            record = self.read(earlier)
+            for output in () if record is None else record.outputs.values():
+                files = {file: (int(size), list(blocks)) for file, (size, blocks) in output["files"].items()}
+                damaged = Checksums(files).damaged(earlier.directory)
+                if damaged:
+                    raise CheckpointError(
+                        f"{earlier.directory / damaged[0]} is missing or differs from what the stage {name} wrote: "
+                        f"restore it, or write from={name} to repeat the stage"
+                    )
+            self._verified.add(name)
+
+    def require_same(self, stage: Stage, before: StageRecord, now: StageRecord) -> None:
+        """Raise ConfigError if a stage that has ended was run with other options or inputs.
+
+        One that has only begun is resumed by the rules of its command; its inputs must be the same.
+        """
+        for name, old, new in _differences(stage, before, now):
+            behind = [stage.name, *(other.name for other in self.pipeline.dependents(stage.name))]
+            raise ConfigError(
+                f"stages.{stage.name}: {name} was {_shown(old)} when the stage ran and is now {_shown(new)}: set it "
+                f"back, or write from={stage.name} to repeat {', '.join(behind)}; earlier results are kept as "
+                f"{stage.name}.old-1"
+            )
+
+    def set_aside(self, stage: Stage) -> Path | None:
+        """Rename the directory of a stage; its new path, or None if there is none."""
+        if not os.path.lexists(stage.directory):
+            return None
+        number = 1
+        while os.path.lexists(path := stage.directory.with_name(f"{stage.directory.name}.old-{number}")):
+            number += 1
+        stage.directory.rename(path)
+        self._verified.discard(stage.name)
+        return path
+
+
+def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterator[tuple[str, Any, Any]]:
+    if before.do != now.do:
+        yield "do", before.do, now.do
+    if before.ended is not None:
+        defaults = _defaults(stage)
+        for name in dict.fromkeys([*now.options, *before.options]):
+            if name in before.inputs and name in now.inputs:
+                continue
+            # A version that did not have the option, or no longer has it, counts as the default.
+            old, new = (options.get(name, defaults.get(name)) for options in (before.options, now.options))
+            if old != new and name not in now.inputs and name not in before.inputs:
+                yield name, old, new
+    for name in dict.fromkeys([*now.inputs, *before.inputs]):
+        old, new = before.inputs.get(name), now.inputs.get(name)
+        if old != new and (old is not None or new is not None):
+            yield f"the content of {name}", old, new
+
+
+def _defaults(stage: Stage) -> dict[str, Any]:
+    default = replace(stage, options=stage.kind.option_class()())
+    return dict(to_plain(options_of(default)))
+
+
+def _shown(value: Any) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,190 @@
+"""The stages of a pipeline are composed and checked before the first one runs."""
+
+import re
+
+import pytest
+import yaml
+
+from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.pipeline.compose import compose_pipeline
+from embedtrain.pipeline.expand import expand
+from embedtrain.plan.options import compose_pipeline_plan
+from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
+from embedtrain.tracking.pages import Page
+from tests.conftest import ROOT
+from tests.pipeline.recipes import compose, small_pipeline
+
+
+def changed(inputs, stage, **options):
+    content = small_pipeline(inputs)
+    content["stages"][stage] |= options
+    return content
+
+
+def cheap_pipeline(inputs, stage, options):
+    """Mining with a model that is there, which composes faster than a training, and what follows."""
+    content = small_pipeline(inputs, evaluation={})
+    del content["stages"]["weak"]
+    content["stages"]["mined"]["model"] = str(inputs / "model")
+    content["stages"]["tuned"]["init"] = {"from": "mined"}
+    content["stages"]["again"] = content["stages"]["mined"] | {"data": ["${out:mined.data}"]}
+    content["stages"] = {name: content["stages"][name] for name in ("mined", "again", "tuned", "final")}
+    content["stages"][stage] |= options
+    return content
+
+
+def test_stages_refer_to_the_results_of_earlier_ones(run_inputs, tmp_path):
+    pipeline = compose(tmp_path, small_pipeline(run_inputs), "stages.tuned.train.steps=9")
+    stages = tmp_path / "run" / "stages"
+    assert [stage.name for stage in pipeline.stages] == [
+        "weak", "weak-evaluation", "mined", "tuned", "tuned-evaluation", "final",
+    ]  # fmt: skip
+    assert pipeline.stage("mined").options.model == str(stages / "weak" / "model")
+    tuned = pipeline.stage("tuned")
+    assert tuned.options.model.path == str(stages / "weak" / "model")
+    assert tuned.options.data.train[0].path == str(stages / "mined" / "*.jsonl")
+    assert tuned.options.train.steps == 9
+    assert tuned.options.name == "small-tuned"
+    assert sorted(tuned.depends) == ["mined", "weak"]
+    assert pipeline.stage("final").options.output_dir == str(stages / "final" / "model")
+    assert pipeline.stage("weak-evaluation").options.sets[0].path == str(run_inputs / "dev")
+    assert [stage.name for stage in pipeline.dependents("mined")] == ["tuned", "tuned-evaluation", "final"]
+
+
+def test_the_recipe_of_one_training_is_no_pipeline():
+    assert compose_pipeline(["recipe=quickstart"]) is None
+
+
+def test_a_stage_starts_from_a_recipe(run_inputs, tmp_path):
+    content = changed(run_inputs, "weak", recipe="quickstart", model={"vocab_size": 500})
+    weak = compose(tmp_path, content).stage("weak").options
+    assert weak.model.vocab_size == 500
+    assert weak.model.config["num_hidden_layers"] == 2
+    assert weak.loss.temperature == 0.07
+    assert weak.train.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "message"),
+    [
+        ("tuned", {"init": {"of": 1}}, ("stages.tuned", "init: {from: NAME}")),
+        ("again", {"init": {"from": "mined"}}, ("stages.again", "do: train")),
+        ("again", {"negatvies": 3}, ("stages.again", "negatvies", "negatives")),
+        ("again", {"index": {"dtpye": 3}}, ("stages.again", "index.dtpye")),
+        ("tuned", {"init": {"from": "mined"}}, ("stages.tuned", "mined", "model")),
+        ("tuned", {"init": {"from": "strong"}}, ("stages.tuned", "strong")),
+        ("mined", {"data": ["${out:again.data}"]}, ("stages.mined", "again", "later")),
+        ("again", {"data": ["${out:mined.dta}"]}, ("stages.again", "dta", "data, dir")),
+        ("mined", {"do": "mien"}, ("stages.mined", "do=mien", "mine")),
+        ("mined", {"output_dir": "elsewhere"}, ("stages.mined", "output_dir=elsewhere")),
+        ("mined", {"data": ["missing.jsonl"]}, ("stages.mined", "missing.jsonl")),
+        ("mined", {"negatives": 0}, ("stages.mined", "negatives=0")),
+        ("mined", {"repeat": 0}, ("stages.mined", "repeat=0")),
+        ("mined", {"each": []}, ("stages.mined", "each=[]")),
+    ],
+)
+def test_a_mistake_in_any_stage_is_reported_at_once(run_inputs, tmp_path, stage, options, message):
+    with pytest.raises(EmbedtrainError) as error:
+        compose(tmp_path, cheap_pipeline(run_inputs, stage, options))
+    for part in message:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stages.again.negatives=0"], ("stages.again", "negatives=0")),
+        (["stages.tuned.optim.lrr=0", "stages.tuned.init={}", "~stages.tuned.init"], ("stages.tuned", "optim.lrr")),
+        (["optim.lr=1"], ("optim.lr=1", "stages.STAGE.optim.lr")),
+        (["stages.agian.negatives=1"], ("agian", "again")),
+        (["output_dirr=x"], ("output_dirr", "output_dir")),
+        (["from=tunde"], ("from=tunde", "tuned")),
+        (["only=mined", "until=tuned"], ("only=mined", "until=")),
+        (["stages.again.negatives=1,2"], ("stages.again.negatives=1,2", "one value")),
+    ],
+)
+def test_a_mistake_on_the_command_line(run_inputs, tmp_path, arguments, message):
+    with pytest.raises(ConfigError) as error:
+        compose(tmp_path, cheap_pipeline(run_inputs, "mined", {}), *arguments)
+    for part in message:
+        assert part in str(error.value)
+
+
+def test_unknown_keys_of_the_recipe(run_inputs, tmp_path):
+    with pytest.raises(ConfigError, match="stagse"):
+        compose(tmp_path, small_pipeline(run_inputs, stagse={}))
+    with pytest.raises(ConfigError, match="defaults"):
+        compose(tmp_path, small_pipeline(run_inputs, defaults=[]))
+
+
+def test_members_of_a_fan_out(run_inputs, tmp_path):
+    content = changed(run_inputs, "tuned", each={"low": {"optim": {"lr": 1e-4}}, "high": {"seed": 7}})
+    content["stages"]["final"]["run"] = "${out:tuned-low.run}"
+    pipeline = compose(tmp_path, content)
+    low, high = pipeline.stage("tuned-low"), pipeline.stage("tuned-high")
+    assert (low.options.optim.lr, high.options.optim.lr) == (1e-4, 1e-3)
+    assert (low.options.seed, high.options.seed) == (42, 7)
+    assert [stage.name for stage in pipeline.stages if stage.kind.name == "evaluate"] == [
+        "weak-evaluation", "tuned-low-evaluation", "tuned-high-evaluation",
+    ]  # fmt: skip
+    content["stages"]["final"]["run"] = "${out:tuned.run}"
+    with pytest.raises(ConfigError, match=r"tuned\.each"):
+        compose(tmp_path, content)
+
+
+def test_repeat_makes_members_with_other_seeds():
+    expanded = expand({"tuned": {"do": "train", "repeat": 3, "seed": 5}}, {})
+    assert expanded.groups == {"tuned": ["tuned-1", "tuned-2", "tuned-3"]}
+    assert [stage["seed"] for stage in expanded.stages.values()] == [5, 6, 7]
+
+
+def test_rounds_of_mining_and_training():
+    mined = {"do": "mine", "model": "${out:rounds.model}", "data": "rows.jsonl"}
+    tuned = {"do": "train", "init": {"from": "rounds"}, "data": {"train": ["${out:mined.data}", "${out:clean.data}"]}}
+    loop = {"repeat": 2, "from": "weak", "stages": {"mined": mined, "tuned": tuned}}
+    expanded = expand({"weak": {"do": "train"}, "rounds": loop}, {"after": ["rounds"], "sets": ["dev"]})
+    assert list(expanded.stages) == [
+        "weak", "rounds-1-mined", "rounds-1-tuned", "rounds-2-mined", "rounds-2-tuned", "rounds-2-tuned-evaluation",
+    ]  # fmt: skip
+    assert expanded.stages["rounds-1-mined"]["model"] == "${out:weak.model}"
+    assert expanded.stages["rounds-2-mined"]["model"] == "${out:rounds-1-tuned.model}"
+    second = expanded.stages["rounds-2-tuned"]
+    assert second["init"] == {"from": "rounds-1-tuned"}
+    assert second["data"]["train"] == ["${out:rounds-2-mined.data}", "${out:clean.data}"]
+    assert expanded.aliases == {"rounds": "rounds-2-tuned"}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes" / "pipelines").glob("*.yaml")))
+def test_pipelines_of_the_project_compose(name):
+    path = ROOT / "recipes" / "pipelines" / f"{name}.yaml"
+    assert f"recipe=pipelines/{name}" in path.read_text().splitlines()[0]
+    pipeline = compose_pipeline([f"recipe=pipelines/{name}"])
+    assert pipeline is not None
+    assert {stage.kind.name for stage in pipeline.stages} > {"train", "evaluate"}
+
+
+def test_an_unknown_pipeline_is_named_with_those_that_exist():
+    with pytest.raises(ConfigError, match=r"pipelines/quickstrat.*pipelines/quickstart"):
+        compose_pipeline(["recipe=pipelines/quickstrat"])
+
+
+def test_the_plan_of_a_pipeline_needs_no_files(run_inputs, tmp_path, capsys):
+    content = small_pipeline(run_inputs)
+    content["stages"]["weak"]["data"]["train"] = ["missing.jsonl"]
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "small.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    arguments = ["--config-dir", str(tmp_path), "recipe=small", f"output_dir={tmp_path / 'run'}", "gpus=2"]
+    planned = compose_pipeline_plan(arguments)
+    assert planned is not None
+    stages = {stage.stage.name: stage for stage in plan_pipeline(*planned)}
+    assert [stage.status for stage in stages.values()] == ["to run"] * 6
+    weak, tuned = stages["weak"].training, stages["tuned"].training
+    assert weak is not None and tuned is not None
+    assert weak.cluster.ranks == 2
+    assert tuned.model.weights.parameters == weak.model.weights.parameters
+    assert tuned.best.memory.total == weak.best.memory.total
+    assert stages["tuned"].disk == stages["weak"].disk
+    assert stages["mined"].training is None
+    print_pipeline_plan(Page(), planned[0], list(stages.values()))
+    output = capsys.readouterr().out
+    assert re.search(r"tuned +[\d,]+ +fsdp", output), output

@@ -201,9 +201,9 @@ class Checkpointer:
         keep, every = max(1, self.config.keep - 1), self.config.keep_every
         return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
-    def require_disk_space(self, trained: nn.Module, total_steps: int) -> None:
+    def require_disk_space(self, trained: nn.Module, total_steps: int, state_bytes: int = 8) -> None:
         """Raise ConfigError on every rank alike if the run would exceed `checkpoint.max_disk_gb`."""
-        require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents), total_steps)
+        require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents, state_bytes), total_steps)
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint; partial and damaged ones are reported and skipped.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -113,14 +113,25 @@ def rows_to_write(shards: Mapping[str, LocalShard], position: ShardPosition) -> 
             yield name, shard.first_row, shard.rows
 
 
+@runtime_checkable
+class _HasInitialState(Protocol):
+    """An optimizer that creates the state of a parameter before its first step."""
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]: ...
+
+
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create AdamW's initial state for parameters that have none yet.
+    """Create the initial state, of AdamW unless the optimizer says otherwise, for parameters that have none yet.
 
     torch creates it when a parameter first has a gradient, but a checkpoint needs it for all parameters. Those of a
     loss have none until a batch of its source occurs.
     """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if not optimizer.state[parameter]:
+        if optimizer.state[parameter]:
+            continue
+        if isinstance(optimizer, _HasInitialState):
+            optimizer.state[parameter] = optimizer.initial_state(parameter)
+        else:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),

@@ -35,7 +35,6 @@ _UNFINISHED = ".tmp"
 _REPLACED = ".replaced.tmp"
 _MAX_SHOWN = 12  # steps in a message
 GB = 10**9
-_ADAM_MOMENTS = 2  # per trained weight
 
 
 class UnsupportedFormatError(CheckpointError):
@@ -244,12 +243,14 @@ def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[i
     return [path for step, path in steps if step not in retained]
 
 
-def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents) -> int:
-    """Bytes of the tensors of a checkpoint; headers and manifest are negligible."""
+def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents, state_bytes: int = 8) -> int:
+    """Bytes of the tensors of a checkpoint with `state_bytes` of the optimizer for each trained weight.
+
+    Headers and manifest are negligible.
+    """
     total: int = sum(_num_bytes(tensor) for tensor in checkpointed_weights(trained).values())
     if contents is CheckpointContents.all:
-        moments = sum(_num_bytes(parameter) for parameter in trained.parameters() if parameter.requires_grad)
-        total += _ADAM_MOMENTS * moments
+        total += state_bytes * sum(p.numel() for p in trained.parameters() if p.requires_grad)
     return total
 
 

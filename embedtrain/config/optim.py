@@ -6,6 +6,8 @@ from enum import Enum
 
 from embedtrain.config.validation import OptionChecks
 
+_MAX_BETA2_OF_BF16 = 0.99
+
 
 class ScheduleKind(str, Enum):
     """The learning rate after warm-up.
@@ -32,6 +34,28 @@ class DecayShape(str, Enum):
     sqrt = "sqrt"
 
 
+class OptimizerName(str, Enum):
+    """How gradients become updates.
+
+    `adamw` is AdamW. `stable_adamw` divides the learning rate of a tensor by the RMS of g / sqrt(v) if that is above 1
+    (Wortsman et al., 2023). `lion` uses the sign of a momentum (Chen et al., 2023): lower `lr` and raise `weight_decay`
+    by a factor of 3 to 10, with `betas=[0.9,0.99]`. `muon` makes the momentum of each matrix of the blocks orthogonal
+    (Jordan et al., 2024); embeddings, heads, norms, biases and adapters have AdamW.
+    """
+
+    adamw = "adamw"
+    stable_adamw = "stable_adamw"
+    lion = "lion"
+    muon = "muon"
+
+
+class StateDtype(str, Enum):
+    """A type of numbers."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 @dataclass(kw_only=True)
 class ParameterGroup:
     """Parameters with settings of their own, an element of `optim.groups`."""
@@ -54,12 +78,16 @@ class ParameterGroup:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW, its schedule and gradient clipping."""
+    """The optimizer, its schedule and gradient clipping."""
 
+    name: OptimizerName = OptimizerName.adamw
     lr: float = 2e-5  # the peak learning rate, at the end of warm-up
     weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay rates of the two moments
     eps: float = 1e-8  # added to the root of the second moment
+    state_dtype: StateDtype = StateDtype.fp32  # of the moments; bf16 halves their memory and needs betas=[0.9,0.99]
+    momentum: float = 0.95  # of muon
+    muon_dtype: StateDtype = StateDtype.fp32  # of muon's products of matrices; bf16 depends on the kernel of the device
     max_grad_norm: float | None = 1.0  # norm of the gradient of the whole model; null: no clipping
     schedule: ScheduleKind = ScheduleKind.linear
     warmup: float = 0.05  # below 1 a fraction of all steps, from 1 a number of steps
@@ -74,6 +102,18 @@ class OptimConfig:
     # Of L blocks, counted from 0, block l has lr * layer_decay^(L - l), embeddings lr * layer_decay^(L + 1).
     layer_decay: float | None = None
     groups: list[ParameterGroup] = field(default_factory=list)  # of each parameter the first that matches
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of the optimizer's state for each trained weight: of matrices of blocks, and of other parameters."""
+        size = 4 if self.state_dtype is StateDtype.fp32 else 2
+        match self.name:
+            case OptimizerName.lion:
+                return size, size
+            case OptimizerName.muon:
+                return size, 2 * size
+            case _:
+                return 2 * size, 2 * size
 
     @property
     def floor(self) -> float:
@@ -91,6 +131,19 @@ def check_optim(optim: OptimConfig) -> None:
         "betas",
         "must be two numbers from 0 to below 1, such as [0.9,0.999]",
     )
+    check.require(
+        optim.state_dtype is StateDtype.fp32 or optim.betas[1] <= _MAX_BETA2_OF_BF16,
+        "betas",
+        f"optim.state_dtype=bf16 rounds changes of a moment below 1/512 away, so the second one must be at most "
+        f"{_MAX_BETA2_OF_BF16}, such as [0.9,0.99]",
+    )
+    check.require(0 <= optim.momentum < 1, "momentum", "must be from 0 to below 1, such as 0.95")
+    for name in ("momentum", "muon_dtype"):
+        check.require(
+            optim.name is OptimizerName.muon or getattr(optim, name) == getattr(OptimConfig, name),
+            name,
+            f"is for optim.name=muon, not {optim.name.value}",
+        )
     check.positive("eps")
     check.at_least(0, "weight_decay")
     check.positive("max_grad_norm", "null switches clipping off")

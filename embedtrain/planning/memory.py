@@ -20,7 +20,6 @@ from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 _FP32 = 4
-_ADAM = 8  # two moments in fp32
 # Maximum fraction of a rank's memory for unreduced fp32 gradients of the whole model between chunks.
 _UNREDUCED_GRADIENTS_FRACTION = 0.1
 # Fraction of memory that cached graphs may fill. Less than for a layout: a layout that does not fit fails at once, too
@@ -37,7 +36,7 @@ class MemoryUse:
 
     parameters: float = 0.0  # trained weights in fp32, frozen ones in their own type, and buffers
     gradients: float = 0.0  # between passes, reduced or unreduced
-    optimizer: float = 0.0  # Adam's moments
+    optimizer: float = 0.0  # its moments
     activations: float = 0.0  # of cached graphs and of the running pass
     loss: float = 0.0  # embeddings of this rank and of all ranks, their gradients, and scores
     gathered: float = 0.0  # unsharded weights in the compute type
@@ -134,7 +133,10 @@ class _Step:
         unreduced = reduce_per_step or layout.shard == 1
         self.between = _FP32 * trained if unreduced else self.reduced  # gradients held between the passes of a step
         self.parameters = _parameters(model, layout) * on_device + model.weights.buffers * (1 - on_device)
-        self.optimizer = _ADAM * trained / layout.shard * on_device
+        in_blocks = sum(block.trained for block in model.weights.blocks)
+        of_block, elsewhere = work.state_bytes
+        state = of_block * in_blocks + elsewhere * (trained - in_blocks)
+        self.optimizer = state / layout.shard * on_device
         self.loss = _loss(model, cluster, work, self.local.texts)
         self.embeddings = 3.0 * _FP32 * model.num_vectors(self.local.texts, work.texts_per_row) * model.dimension
         self.graph = self.activations.cached(len(model.weights.blocks)) * self.local.tokens

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
+from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelKind, Recipe, TrainConfig, TrainSource
 
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
@@ -50,6 +51,7 @@ class StepWorkload:
     activation_tokens: int | None = None  # maximum with cached graphs; None: `chunk_tokens`
     gradient_accumulation_steps: int = 1  # global batches per step
     loss: LossConfig = field(default_factory=InfoNCEConfig)
+    state_bytes: tuple[int, int] = OptimConfig().state_bytes  # of the optimizer, as there
 
     @classmethod
     def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int | None = None) -> "StepWorkload":
@@ -70,6 +72,7 @@ class StepWorkload:
             activation_tokens=train.activation_tokens,
             gradient_accumulation_steps=train.gradient_accumulation_steps,
             loss=recipe.loss,
+            state_bytes=recipe.optim.state_bytes,
         )
 
     def per_rank(self, ranks: int) -> "RankWorkload":

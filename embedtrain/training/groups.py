@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from embedtrain.config.optim import OptimConfig, ParameterGroup
+from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import format_count
 from embedtrain.models.blocks import find_blocks
@@ -18,7 +18,7 @@ QUERIES = "query_weights"
 _BACKBONE, _OF_LOSS = "backbone.", "loss."
 _MAX_NAMES = 5  # in a message
 # Entries of a group of the optimizer besides torch's. They follow from the recipe, and are not read from checkpoints.
-LR_FACTOR, FREEZE_UNTIL, LABEL = "lr_factor", "freeze_until", "label"
+LR_FACTOR, FREEZE_UNTIL, LABEL, RULE = "lr_factor", "freeze_until", "label", "rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Settings:
     weight_decay: float
     freeze_until: float = 0.0  # a step; below 1 a fraction of all steps
     of_loss: bool = False
+    rule: OptimizerName = OptimizerName.adamw
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ def trained_parameters(encoder: nn.Module, optim: OptimConfig, loss: nn.Module |
             f"optim.head_lr={optim.head_lr}: the model trains no parameters after its backbone; leave it out"
         )
     decays = {} if optim.layer_decay is None else _layer_factors(encoder, optim.layer_decay)
+    rules = _matrices_of_blocks(encoder) if optim.name is OptimizerName.muon else {}
     trained = []
     for name, parameter in named:
         label, factor = decays.get(name, (ENCODER, 1.0))
@@ -62,7 +64,8 @@ def trained_parameters(encoder: nn.Module, optim: OptimConfig, loss: nn.Module |
             label, factor = HEAD, optim.head_lr / optim.lr
         if name == QUERY_WEIGHTS:
             label, factor = QUERIES, QUERY_WEIGHTS_LR / optim.lr
-        trained.append(TrainedParameter(name, parameter, _settings(groups.get(name), optim, parameter, label, factor)))
+        settings = _settings(groups.get(name), optim, parameter, label, factor)
+        trained.append(TrainedParameter(name, parameter, replace(settings, rule=rules.get(name, settings.rule))))
     loss_factor = 1.0 if optim.loss_lr is None else optim.loss_lr / optim.lr
     for name, parameter in of_loss:
         settings = _settings(groups.get(name), optim, parameter, LOSS, loss_factor, of_loss=True)
@@ -81,14 +84,15 @@ def _settings(
 ) -> Settings:
     """Those of the first group that matches, else those of the part of the model."""
     decay = optim.weight_decay if parameter.dim() > 1 else 0.0
+    rule = OptimizerName.adamw if optim.name is OptimizerName.muon else optim.name
     if group is None:
-        return Settings(label, factor, decay, of_loss=of_loss)
+        return Settings(label, factor, decay, of_loss=of_loss, rule=rule)
     if group.lr is not None:
         factor = group.lr / optim.lr
     elif group.lr_scale is not None:
         factor = group.lr_scale
     decay = decay if group.weight_decay is None else group.weight_decay
-    return Settings(group.label, factor, decay, group.freeze_until or 0.0, of_loss)
+    return Settings(group.label, factor, decay, group.freeze_until or 0.0, of_loss, rule)
 
 
 def _matches(names: Sequence[str], groups: Sequence[ParameterGroup], without_loss: bool) -> dict[str, ParameterGroup]:
@@ -133,6 +137,17 @@ def _layer_factors(encoder: nn.Module, decay: float) -> dict[str, tuple[str, flo
     return factors
 
 
+def _matrices_of_blocks(encoder: nn.Module) -> dict[str, OptimizerName]:
+    """Names of the parameters that Muon updates: embeddings and adapters have two dimensions too."""
+    blocks = find_blocks(encoder, required=False)
+    of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return {
+        name: OptimizerName.muon
+        for name, parameter in encoder.named_parameters()
+        if id(parameter) in of_blocks and parameter.dim() == 2 and not re.search("embed|lora_", name)
+    }
+
+
 def optimizer_groups(trained: Sequence[TrainedParameter]) -> Iterator[dict[str, object]]:
     """Groups for a torch optimizer.
 
@@ -151,6 +166,7 @@ def optimizer_groups(trained: Sequence[TrainedParameter]) -> Iterator[dict[str, 
             LR_FACTOR: settings.lr_factor,
             FREEZE_UNTIL: settings.freeze_until,
             LABEL: settings.label,
+            RULE: settings.rule.value,
         }
 
 

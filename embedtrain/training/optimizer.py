@@ -7,18 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.optim import OptimConfig
+from embedtrain.config.optim import OptimConfig, OptimizerName, StateDtype
 from embedtrain.training.groups import FREEZE_UNTIL, LR_FACTOR, optimizer_groups, trained_parameters
 from embedtrain.training.schedule import LearningRate, num_steps
+from embedtrain.training.sharded_optimizer import ShardedOptimizer
 
 
-def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | None = None) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `encoder` and `loss`; by default weight decay applies to matrices only.
+def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | None = None) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters of `encoder` and `loss`; by default only matrices decay.
 
     Call it after sharding and before any forward pass that leaves weights unsharded; otherwise the optimizer holds
     tensors that are not the trained ones.
     """
     groups = list(optimizer_groups(trained_parameters(encoder, optim, loss)))
+    if optim.name is not OptimizerName.adamw or optim.state_dtype is not StateDtype.fp32:
+        return ShardedOptimizer(groups, optim)
     beta1, beta2 = optim.betas
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
 
@@ -73,11 +76,12 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     return norm
 
 
-def step_if(finite: Tensor, optimizer: torch.optim.AdamW) -> None:
+def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Take a step if the boolean `finite`, of no dimension, is true; otherwise weights and state do not change.
 
     The value is not read, so the step of a GPU is queued before anything is known: fused AdamW leaves everything
-    unchanged if its attribute `found_inf` is 1. GradScaler sets it in the same way (torch 2.11 to 2.13).
+    unchanged if its attribute `found_inf` is 1, as `ShardedOptimizer` does. GradScaler sets it in the same way (torch
+    2.11 to 2.13).
     """
     # With parallel.cpu_offload the step runs on the CPU. torch would copy the value without waiting for it.
     shard = optimizer.param_groups[0]["params"][0]

@@ -29,7 +29,7 @@ from embedtrain.training.state import TrainState
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
 _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
-_BATCH_NEGATIVES, _MIXED_SHARE = "data.batch_negatives", "data.mixed_share"
+_BATCH_NEGATIVES, _MIXED_SHARE, _OPTIMIZER = "data.batch_negatives", "data.mixed_share", "optim.name"
 
 
 @dataclass
@@ -137,6 +137,7 @@ EFFECTS = {
     "loss.implementation": Effect.changes_rounding,
     "sparsity": Effect.changes_training,
     "optim": Effect.changes_training,
+    _OPTIMIZER: Effect.must_match,
     "train.steps": Effect.changes_training,
     "train.epochs": Effect.changes_training,
     "train.global_batch_size": Effect.must_match,
@@ -191,6 +192,7 @@ def run_identity(
     }
     return {
         "seed": recipe.seed,
+        _OPTIMIZER: recipe.optim.name.value,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
         "loss": common_loss,
@@ -233,7 +235,8 @@ def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
 
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Reject a checkpoint of a run with another identity."""
-    defaults = {_BATCH_NEGATIVES: 0, _MIXED_SHARE: 0.0, **_model_identity(to_plain(ModelConfig()))}
+    defaults = {_BATCH_NEGATIVES: 0, _OPTIMIZER: "adamw", _MIXED_SHARE: 0.0}
+    defaults |= _model_identity(to_plain(ModelConfig()))
     before = defaults | checkpoint.manifest.identity
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)

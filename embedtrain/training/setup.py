@@ -259,7 +259,7 @@ class TrainedParts:
     guides: Mapping[str, GuideModel]
     loss: Loss
     module: EncoderWithLoss
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
 
 def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:

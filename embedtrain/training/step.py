@@ -50,7 +50,7 @@ class StepContext:
 
     world: World
     module: EncoderWithLoss
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     schedule: Schedule
     backward: Backward
     optim: OptimConfig

@@ -93,7 +93,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     parts = build_parts(run, inputs, start)
     groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
-    checkpointer.require_disk_space(parts.module, inputs.total_steps)
+    checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes))
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
     if start.checkpoint is not None and state.step:
         saved = start.checkpoint.manifest.recipe

@@ -14,7 +14,7 @@ from embedtrain.config.evaluation import EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.losses import M3LossConfig
-from embedtrain.config.optim import DecayShape, ParameterGroup, ScheduleKind
+from embedtrain.config.optim import DecayShape, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -222,6 +222,10 @@ CASES = [
     option("optim.min_lr_ratio", 0.1, optim__min_lr=1e-6),
     option("optim.min_lr_ratio", 0.1, optim__schedule=ScheduleKind.constant),
     option("optim.schedule_steps", 0),
+    option("optim.betas", [0.9, 0.999], optim__state_dtype=StateDtype.bf16),
+    option("optim.momentum", 1.0, optim__name=OptimizerName.muon),
+    option("optim.momentum", 0.9),
+    option("optim.muon_dtype", StateDtype.bf16),
     option("optim.head_lr", 0.0),
     option("optim.layer_decay", 1.5),
     in_group("match", "(", lr=0.1),

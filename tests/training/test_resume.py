@@ -74,9 +74,11 @@ def test_every_option_has_an_effect():
         "loss.temperature",
         "loss.losses",
         "train.gradient_accumulation_steps",
+        "optim.name",
     } <= {option for option, effect in effects.items() if effect is Effect.must_match}
     assert {option for option, effect in effects.items() if effect is Effect.changes_training} == {
-        *(f"{group}.{name}" for group in ("optim", "sparsity") for name in to_plain(getattr(recipe, group))),
+        *(f"{group}.{name}" for group in ("optim", "sparsity") for name in to_plain(getattr(recipe, group))
+          if name != "name"),
         "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
     }  # fmt: skip
     for name in EFFECTS:
@@ -95,6 +97,7 @@ REJECTED = [
     ),
     ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
     ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
+    ("optim.name=lion", "written with optim.name=adamw, this run has optim.name=lion"),
     ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
     ("model.max_length=64", "model.max_length=None, this run has model.max_length=64"),
     ("model.normalize=false", "model.normalize=None, this run has model.normalize=False"),

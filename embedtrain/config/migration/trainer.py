@@ -64,7 +64,7 @@ TRAINER = (
     Row("max_grad_norm", "`optim.max_grad_norm`", same, also="gradient_clip_val gradient_clipping grad_clip clip_grad"),
     Row(
         "optim",
-        "the optimizer is always AdamW; set its options `optim.lr`, `optim.betas` and others",
+        "`optim.name=adamw`, `stable_adamw`, `lion` or `muon`; their options are `optim.lr`, `optim.betas` and others",
         also="optimizer optim_name optim_type",
     ),
     Row("bf16", "`parallel.precision`", Flag("parallel.precision=bf16", "parallel.precision=fp32")),

@@ -51,7 +51,7 @@ def expand(stages: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Expanded
     for name in after:
         if name not in stages:
             raise ConfigError(f"evaluation.after: there is no stage {name}{did_you_mean(str(name), list(stages))}")
-    if options and not after:
+    if options and AFTER not in evaluation:
         raise ConfigError(
             "evaluation: has no effect without evaluation.after, a list of stages whose models it measures"
         )

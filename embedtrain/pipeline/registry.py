@@ -89,6 +89,7 @@ KINDS = {
             has_ranks=False,
             resumes=False,
         ),
+        StageKind("filter", "embedtrain.filter", "FilterOptions", outputs={DATA: "*.jsonl"}),
         StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(
             "export",

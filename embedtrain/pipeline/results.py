@@ -2,19 +2,22 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embedtrain.checksums import Checksums
 from embedtrain.files import atomic_write
 from embedtrain.formatting import format_duration
-from embedtrain.pipeline.registry import TRAIN
+from embedtrain.models.export_record import RECORD
+from embedtrain.pipeline.registry import MODEL, TRAIN
 from embedtrain.pipeline.state import PipelineState, StageRecord
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.tracking.pages import Page
 from embedtrain.tracking.report.page import REPORT_FILE, write_report
 
 LINEAGE_FILE = "lineage.json"
+_CARD_HEADING = "## How this model was made"
 
 
 def figures_of(result: Any) -> dict[str, Any]:
@@ -37,7 +40,10 @@ def _ended(pipeline: Pipeline, state: PipelineState) -> Iterator[tuple[Stage, St
 
 def metric_table(pipeline: Pipeline, state: PipelineState) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the stages that have ended: their duration and the main metric of every set."""
-    records = list(_ended(pipeline, state))
+    return _table(list(_ended(pipeline, state)))
+
+
+def _table(records: Sequence[tuple[Stage, StageRecord]]) -> tuple[list[str], list[list[str]]]:
     columns: dict[tuple[str, str], None] = {}
     for _, record in records:
         for name, values in _metrics(record).items():
@@ -62,34 +68,64 @@ def print_figures(pipeline: Pipeline, state: PipelineState) -> None:
     page.table(*metric_table(pipeline, state))
 
 
-def lineage(pipeline: Pipeline, state: PipelineState) -> dict[str, Any]:
-    """How the models of a pipeline came about: every stage that has ended, with what it was made from."""
-    stages = []
-    for stage, record in _ended(pipeline, state):
-        ended = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(record.ended))
-        stages.append(
-            {
-                "stage": stage.name,
-                "do": record.do,
-                "digest": record.digest,
-                "uses": list(stage.depends),
-                "inputs": record.inputs,
-                "outputs": {below: output["digest"] for below, output in record.outputs.items()},
-                "options": record.options,
-                "ranks": record.ranks,
-                "versions": record.versions,
-                "ended": ended,
-                "seconds": round((record.ended or record.began) - record.began, 3),
-                **record.figures,
-            }
-        )
-    return {"pipeline": pipeline.name, "stages": stages}
-
-
 def write_lineage(pipeline: Pipeline, state: PipelineState) -> None:
-    """Write lineage.json; on one rank."""
-    with atomic_write(pipeline.output_dir / LINEAGE_FILE) as file:
-        text = json.dumps(lineage(pipeline, state), indent=1, ensure_ascii=False)
+    """Write lineage.json, of all stages that have ended; on one rank."""
+    _write_lineage(pipeline.output_dir / LINEAGE_FILE, pipeline, list(_ended(pipeline, state)))
+
+
+def describe_model(pipeline: Pipeline, state: PipelineState, stage: Stage, record: StageRecord) -> None:
+    """Add lineage.json to the model that a stage has written, and a section to its model card; on one rank.
+
+    Both list the stages that the model comes from, and the evaluations of their models.
+    """
+    directory = stage.directory / stage.kind.outputs.get(MODEL, "")
+    if MODEL not in stage.kind.outputs or not (directory / RECORD).is_file():
+        return
+    ancestors = set(pipeline.ancestors(stage.name))
+    history = [
+        (other, ended)
+        for other, ended in _ended(pipeline, state)
+        if other.name in ancestors or (other.kind.name == "evaluate" and ancestors >= set(other.depends))
+    ]
+    _write_lineage(directory / LINEAGE_FILE, pipeline, [*history, (stage, record)])
+    card = directory / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    header, rows = _table([*history, (stage, record)])
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    section = [
+        _CARD_HEADING,
+        "",
+        f"Stages of the pipeline `{pipeline.name}`; `{LINEAGE_FILE}` has their options and digests.",
+    ]
+    with atomic_write(card) as file:
+        before = text.partition(f"\n{_CARD_HEADING}")[0].rstrip()
+        file.write_text("\n".join([before, "", *section, "", *lines, ""]), encoding="utf-8")
+    files = dict(Checksums.read(directory / RECORD).files)
+    for name in (LINEAGE_FILE, card.name):
+        files[name] = Checksums.of(directory / name).files["."]
+    Checksums(files).write(directory / RECORD)
+
+
+def _write_lineage(path: Path, pipeline: Pipeline, history: Sequence[tuple[Stage, StageRecord]]) -> None:
+    stages = [
+        {
+            "stage": stage.name,
+            "do": record.do,
+            "digest": record.digest,
+            "uses": list(stage.depends),
+            "inputs": record.inputs,
+            "outputs": {below: output["digest"] for below, output in record.outputs.items()},
+            "options": record.options,
+            "ranks": record.ranks,
+            "versions": record.versions,
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(record.ended)),
+            "seconds": round((record.ended or record.began) - record.began, 3),
+            **record.figures,
+        }
+        for stage, record in history
+    ]
+    with atomic_write(path) as file:
+        text = json.dumps({"pipeline": pipeline.name, "stages": stages}, indent=1, ensure_ascii=False)
         file.write_text(f"{text}\n", encoding="utf-8")
 
 

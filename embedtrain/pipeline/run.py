@@ -8,6 +8,7 @@ OUTPUT_DIR/run.lock        held while the pipeline runs
 """
 
 import contextlib
+import functools
 import gc
 import json
 import signal
@@ -30,7 +31,7 @@ from embedtrain.errors import ConfigError, Stopped
 from embedtrain.files import atomic_write, remove_tree
 from embedtrain.formatting import format_count, format_duration
 from embedtrain.pipeline.registry import TRAIN
-from embedtrain.pipeline.results import figures_of, print_figures, write_lineage, write_pipeline_report
+from embedtrain.pipeline.results import describe_model, figures_of, print_figures, write_lineage, write_pipeline_report
 from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.tracking.console import Console
@@ -109,6 +110,13 @@ class _PipelineRun:
         with contextlib.suppress(OSError, ValueError):
             begun_before = json.loads(marker.read_bytes())
         first = begun_before.get("from") != start
+        for stage in self.pipeline.stages:  # before anything is renamed
+            if (
+                stage not in repeated
+                and self._has_ended(stage)
+                and all(self._has_ended(self.pipeline.stage(name)) for name in stage.depends)
+            ):
+                self._action(stage)
         for stage in repeated:
             if first or self._differs(stage):
                 path = self.state.set_aside(stage)
@@ -116,6 +124,10 @@ class _PipelineRun:
                     self.console.note(f"stage {stage.name}: its earlier result is now {path}")
         with atomic_write(marker) as file:
             file.write_text(json.dumps({"from": start}) + "\n", encoding="utf-8")
+
+    def _has_ended(self, stage: Stage) -> bool:
+        record = self.state.read(stage)
+        return record is not None and record.ended is not None
 
     def _differs(self, stage: Stage) -> bool:
         """Whether a stage was begun with other options or inputs than those of this command."""
@@ -152,7 +164,8 @@ class _PipelineRun:
         figures = figures_of(result)
         with world.fail_together(f"ending the stage {stage.name}"):
             if world.is_main:
-                self.state.finish(stage, figures)
+                describe = functools.partial(describe_model, self.pipeline, self.state, stage)
+                self.state.finish(stage, figures, describe)
                 write_lineage(self.pipeline, self.state)
         self.console.note(f"stage {stage.name} took {format_duration(time.monotonic() - started)}")
         if world.is_main and "metrics" in figures:

@@ -8,8 +8,8 @@ OUTPUT_DIR/stages/NAME.old-1/       an earlier result, set aside by from=
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,17 @@ class PipelineState:
         with atomic_write(stage.directory / STAGE_FILE) as temporary:
             temporary.write_text(json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def finish(self, stage: Stage, figures: Mapping[str, Any]) -> StageRecord:
-        """Record the end of a stage and the checksums of its results."""
+    def finish(self, stage: Stage, figures: Mapping[str, Any], describe: Callable[[StageRecord], None]) -> StageRecord:
+        """Record the end of a stage and the checksums of its results, after `describe` has added files to them."""
         record = self.read(stage)
         assert record is not None
+        record = replace(record, ended=time.time(), figures=dict(figures))
+        describe(record)
         outputs = {}
         for below in filter(None, stage.kind.outputs.values()):
             checksums = output_checksums(stage.directory / below)
             outputs[below] = {"digest": content_digest(checksums), "files": checksums.files}
-        record = replace(record, ended=time.time(), figures=dict(figures), outputs=outputs)
+        record = replace(record, outputs=outputs)
         self.write(stage, record)
         self._verified.add(stage.name)
         return record
@@ -160,7 +162,9 @@ def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterato
         for name in dict.fromkeys([*now.options, *before.options]):
             if name in before.inputs and name in now.inputs:
                 continue
-            # A version that did not have the option, or no longer has it, counts as the default.
+            if name not in now.options and not _exists(stage.options, name):
+                continue  # an earlier version had the option
+            # A version that did not have the option counts as its default.
             old, new = (options.get(name, defaults.get(name)) for options in (before.options, now.options))
             if old != new and name not in now.inputs and name not in before.inputs:
                 yield name, old, new
@@ -170,11 +174,23 @@ def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterato
             yield f"the content of {name}", old, new
 
 
+def _exists(options: Any, name: str) -> bool:
+    """Whether the options have one of this dotted name, also as an element that a list or mapping had before."""
+    for part in name.split("."):
+        if not is_dataclass(options):
+            return True
+        option = part.partition("[")[0]
+        if not hasattr(options, option):
+            return False
+        options = getattr(options, option)
+    return True
+
+
 def _defaults(stage: Stage) -> dict[str, Any]:
     default = replace(stage, options=stage.kind.option_class()())
     return dict(to_plain(options_of(default)))
 
 
 def _shown(value: Any) -> str:
-    text = "absent" if value is None else str(value)
+    text = "null" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

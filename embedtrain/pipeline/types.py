@@ -82,3 +82,10 @@ class Pipeline:
                 found.add(stage.name)
                 dependents.append(stage)
         return dependents
+
+    def ancestors(self, name: str) -> list[str]:
+        """The names of the stages whose results this one uses, directly or through others."""
+        found: dict[str, None] = {}
+        for earlier in self.stage(name).depends:
+            found |= dict.fromkeys([*self.ancestors(earlier), earlier])
+        return list(found)

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.models.export_record import verify_settings
 from embedtrain.pipeline.run import run_pipeline
 from tests.faults.hooks import SignalWhen
 from tests.faults.runs import start
@@ -99,6 +100,12 @@ def test_what_a_pipeline_leaves_behind(undisturbed, run_inputs):
     measured = by_name["tuned-evaluation"]["metrics"]["dev"]["ndcg@10"]
     rows = (root / "stages" / "tuned-evaluation" / "metrics.jsonl").read_text().splitlines()
     assert measured == json.loads(rows[-1])["ndcg@10"]
+    exported = root / "stages" / "tuned" / "model"
+    history = json.loads((exported / "lineage.json").read_text())["stages"]
+    assert [stage["stage"] for stage in history] == ["weak", "weak-evaluation", "mined", "tuned"]
+    card = (exported / "README.md").read_text()
+    assert card.index("| weak | train |") < card.index("| mined | mine |") < card.index("| tuned | train |")
+    verify_settings(exported)
     assert weights(undisturbed).keys() == load_file(run_inputs / "model" / "model.safetensors").keys()
 
 

@@ -14,6 +14,7 @@ from embedtrain.models.m3_files import LAYERS
 from embedtrain.models.source import open_model_source
 from tests.commands import call
 from tests.models.test_m3 import save_m3
+from tests.ranks import RankFailed
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
@@ -99,6 +100,7 @@ def test_search_and_load_encoder(inputs, tmp_path):
         ("loss=infonce", r"loss=infonce: .*loss=m3"),
         ("loss.matryoshka_dims=[4]", r"loss\.matryoshka_dims"),
         ("loss.loss_weights=[1,1]", r"loss\.loss_weights=\[1\.0, ?1\.0\]: must be 4"),
+        ("loss.kd_loss_type=mse", r"loss\.kd_loss_type.*m3_kd_loss"),
         ("model.m3.hybrid_weights=[1,2]", r"model\.m3\.hybrid_weights"),
         ("model.lora.rank=4", r"model\.lora: .*model\.kind=m3"),
         ("evaluation.index.dtype=bf16", r"evaluation\.index\.dtype=bf16: .*fp32"),
@@ -111,3 +113,22 @@ def test_options_that_cannot_work_are_rejected(inputs, tmp_path, option, message
     last = [value for index, value in enumerate(given) if names[index] not in names[index + 1 :]]
     with pytest.raises(ConfigError, match=message):
         compose_recipes(last)
+
+
+def test_a_teachers_scores_and_rows_without_in_batch_negatives(ranks, inputs, tmp_path):
+    """As in FlagEmbedding: a batch of scored rows, and one of rows in a folder whose name excludes other documents."""
+    scored, alone = tmp_path / "scored.jsonl", tmp_path / "no_in_batch_neg"
+    alone.mkdir()
+    rows = [
+        {"query": text(i, 4), "pos": [text(i + 1, 6)], "neg": [text(i + 2, 5), text(i + 3, 7)]}
+        | {"pos_scores": [3.0], "neg_scores": [1.0, 0.5]}
+        for i in range(26)
+    ]
+    for path in (scored, alone / "rows.jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output_dir = tmp_path / "run"
+    data = f"data.train=[{scored},{alone / 'rows.jsonl'}]"
+    ranks(2, run, *options(inputs, output_dir, "loss.kd_loss_type=m3_kd_loss", data, "evaluation.sets=[]"))
+    assert all(loss > 0 for loss in losses(output_dir))
+    with pytest.raises(RankFailed, match=r"train\.jsonl:1: loss=m3 .*pos_scores"):
+        ranks(1, run, *options(inputs, tmp_path / "without", "loss.kd_loss_type=m3_kd_loss"))

@@ -15,6 +15,7 @@ from embedtrain.config.losses import (
     DistillEmbeddingsConfig,
     Hardness,
     InfoNCEConfig,
+    KDLossType,
     LossConfig,
     LossDirection,
     M3LossConfig,
@@ -99,6 +100,11 @@ def _check(loss: LossConfig, option: str) -> None:
                 loss.self_distillation or loss.self_distillation_start_step == 0,
                 "self_distillation_start_step",
                 "has no effect without self_distillation; leave it out",
+            )
+            check.require(
+                loss.kd_loss_type is not KDLossType.none or loss.teacher_temperature == 1.0,
+                "teacher_temperature",
+                "has no effect with kd_loss_type=none; leave it out, or write kd_loss_type=m3_kd_loss",
             )
         case XTRConfig():
             _check_temperature_bounds(loss, check)

@@ -81,6 +81,19 @@ class Reduction(str, Enum):
     sum = "sum"
 
 
+class KDLossType(str, Enum):
+    """How a teacher's scores of a query's own documents train each score of BGE-M3, as FlagEmbedding names it.
+
+    With t the softmax of the teacher's scores: `kl_div` adds to the cross entropy of the positive that of t and the
+    softmax over the query's own documents. `m3_kd_loss` replaces it by the sum over these documents k of t_k times the
+    cross entropy of k in the softmax over all documents but the query's own ones before k.
+    """
+
+    none = "none"
+    kl_div = "kl_div"
+    m3_kd_loss = "m3_kd_loss"
+
+
 class EmbeddingDistance(str, Enum):
     """Distance of a vector from the teacher's."""
 
@@ -161,6 +174,9 @@ class M3LossConfig(LossConfig):
     loss_weights: list[float] = field(default_factory=lambda: [1.0, 0.1, 1.0, 1.0])
     self_distillation: bool = True  # the softmax of the sum of scores is a target of the three scores as well
     self_distillation_start_step: int = 0  # the batch, counted from 0, that self-distillation begins with
+    in_batch_negatives: bool = True  # false: a query's own hard negatives only
+    kd_loss_type: KDLossType = KDLossType.none  # of a teacher's scores, which all documents of the rows then need
+    teacher_temperature: float = 1.0  # the teacher's scores are divided by it
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
 
 

@@ -9,7 +9,9 @@ from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
     DistillEmbeddingsConfig,
+    KDLossType,
     LossConfig,
+    M3LossConfig,
     SentenceTransformersConfig,
 )
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
@@ -178,6 +180,8 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             return RowRequirements(
                 negatives=True, scores=ScoreRequirement.pairs, lists=True, positive_above=threshold, loss=loss.name
             )
+        case M3LossConfig(kd_loss_type=KDLossType.kl_div | KDLossType.m3_kd_loss):
+            return replace(_LOSSES["distill_scores"], loss=loss.name)
         case DistillSimilaritiesConfig(teacher=teacher):
             return RowRequirements(vectors=teacher is None, loss=loss.name)
         case DistillEmbeddingsConfig(teacher=teacher) | SimilarityMSEConfig(teacher=teacher):

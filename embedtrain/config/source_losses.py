@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.losses import CombinedConfig, LossConfig, M3LossConfig, SigLIPConfig, XTRConfig
+from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig, XTRConfig
 from embedtrain.config.recipe import BatchMode, DataConfig, ModelKind, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
@@ -91,7 +91,7 @@ def _with_option(loss: LossConfig, option: str, value: Any, path: str) -> LossCo
     if (
         option == "in_batch_negatives"
         and value is False
-        and not isinstance(loss, SigLIPConfig | XTRConfig | M3LossConfig | DistillSimilaritiesConfig | CombinedConfig)
+        and not isinstance(loss, SigLIPConfig | XTRConfig | DistillSimilaritiesConfig | CombinedConfig)
     ):
         return loss  # losses of single rows have no in-batch negatives anyway
     raise ConfigError(f"data.train, {path}: {option}={value}: loss={loss.name} has no such option")

@@ -17,7 +17,7 @@ from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.m3 import M3Comparison, lexical_weights
-from embedtrain.losses.m3 import split_rows
+from embedtrain.losses.m3_score import split_rows
 
 _LEXICAL = "lexical_weights"  # `output_value`
 

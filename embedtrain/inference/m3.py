@@ -22,7 +22,7 @@ from embedtrain.inference.late_interaction import TokenStore
 from embedtrain.inference.transfer import to_device
 from embedtrain.losses.encoded import Part, concatenate
 from embedtrain.losses.lexical import LexicalTile
-from embedtrain.losses.m3 import split_rows
+from embedtrain.losses.m3_score import split_rows
 
 # Comparisons of ids of two texts in one block.
 _BLOCK_NUMEL = 1 << 22

@@ -13,6 +13,7 @@ from embedtrain.config.losses import (
     DistillEmbeddingsConfig,
     InfoNCEConfig,
     LossConfig,
+    M3LossConfig,
     SentenceTransformersConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
@@ -168,7 +169,9 @@ def row_spec_of(config: LossConfig) -> RowSpec:
     parts = config.losses if isinstance(config, CombinedConfig) else [config]
     return RowSpec(
         has_positive=not graded and not needs.label,
-        in_batch_negatives=not any(isinstance(part, InfoNCEConfig) and not part.in_batch_negatives for part in parts),
+        in_batch_negatives=all(
+            part.in_batch_negatives for part in parts if isinstance(part, InfoNCEConfig | M3LossConfig)
+        ),
     )
 
 

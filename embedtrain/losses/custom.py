@@ -5,7 +5,7 @@ import inspect
 from embedtrain.config.code import load_code
 from embedtrain.config.losses import CustomConfig
 from embedtrain.errors import ConfigError
-from embedtrain.losses.m3 import M3Score
+from embedtrain.losses.m3_score import M3Score
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import Score
 from embedtrain.losses.types import EncodedLoss, Loss

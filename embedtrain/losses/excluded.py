@@ -6,7 +6,8 @@ N, K: queries and documents of all ranks; M: documents of this rank; c, t: rows 
 cells, that is, pairs of a row and a candidate.
 """
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.types import BatchInfo, GlobalRows
+from embedtrain.losses.encoded import Encoded
+from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput, Prepared
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
@@ -167,6 +169,29 @@ class ExcludedCandidates:
         table.index_put_((index, values), torch.ones((), dtype=torch.bool, device=keys.device))
         table = table.index_select(1, candidates[first : first + shape[1]])
         return table.index_select(0, torch.searchsorted(ordered, row_keys))
+
+
+class ExcludingLoss(EncodedLoss):
+    """A loss over the documents of a batch, of which `exclusion` leaves out some."""
+
+    def __init__(self, exclusion: Exclusion) -> None:
+        super().__init__()
+        self.exclusion = exclusion
+
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """The excluded candidates."""
+        if self.exclusion in batch_info.prepared:
+            return {}
+        return {self.exclusion: ExcludedCandidates.build(self.exclusion, batch_info.rows)}
+
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """`compute` without autocast, which would round products to bf16."""
+        with torch.autocast(queries.parts[0].values.device.type, enabled=False):
+            return self.compute(queries, documents, batch_info)
+
+    @abstractmethod
+    def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """The encoded queries and documents to this rank's loss."""
 
 
 class _Lists:

@@ -10,93 +10,48 @@ and with self-distillation, where KD(s) = -sum softmax(h) log softmax(s) without
 
     (base + (KD(dense) + 0.1 KD(lexical) + KD(multi_vector)) / 3) / 2.
 
+With the softmax t of a teacher's scores of the query's own documents 0, 1, ..., CE(s) above becomes
+
+    kl_div:      CE(s) - sum_k t_k log softmax_own(s)_k, whose softmax is over the own documents
+    m3_kd_loss:  sum_k t_k CE_k(s), where CE_k is the cross entropy of document k without 0, ..., k - 1 in its softmax.
+
 The three scores of a few queries with all documents are in memory at a time, and their gradient is computed at once.
 
-B, M: queries and documents of this rank; K: documents of all ranks; R: rows of texts.
+B, M: queries and documents of this rank; K: documents of all ranks; R: rows of texts; c: queries of a tile; G: the most
+documents of one query.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import LossDirection, M3LossConfig, Similarity
-from embedtrain.config.m3 import M3Settings
+from embedtrain.config.losses import KDLossType, LossDirection, M3LossConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Encoded, Part, to_device
-from embedtrain.losses.excluded import ExcludedCandidates, Exclusion
-from embedtrain.losses.lexical import LexicalTile, compare_lexical
-from embedtrain.losses.maxsim import MaxSim, SortedDocuments
-from embedtrain.losses.score import Columns, Score, Tile, VectorScore
-from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
+from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
+from embedtrain.losses.lexical import LexicalTile
+from embedtrain.losses.m3_score import DENSE, TOKENS, M3Score, Parts, compare_parts, split_rows, weighted_sum
+from embedtrain.losses.maxsim import SortedDocuments
+from embedtrain.losses.score import Columns, Score, Tile
+from embedtrain.losses.similarity import rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward
-from embedtrain.losses.types import BatchInfo, EncodedLoss, LossOutput, Prepared, rows_per_rank
+from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
 
 NAMES = ("dense", "lexical", "multi_vector")
 # Scores of one tile of each kind: 16 MiB of float32; their softmaxes and gradients take about ten times as much.
 TILE_CELLS = 1 << 22
 # Numbers in the table of a tile's lexical weights, with a row per token and a column per query.
 TABLE_CELLS = 1 << 24
-
-_DENSE, _TOKENS = VectorScore(Similarity.dot), MaxSim(mean=True)
-
-
-class Parts(NamedTuple):
-    """The three representations of texts, from the rows of an `M3Encoder`."""
-
-    dense: Part
-    lexical: Part  # rows (weight, id) of all tokens
-    tokens: Part  # vectors of all tokens but the first of each text
-
-    def slice(self, start: int, end: int) -> "Parts":
-        """The texts from `start` to `end`."""
-        return Parts(*(part.slice(start, end) for part in self))
+# The logarithm of a probability of 0: finite, so that its product with a weight of 0 is 0 and not NaN.
+_LOG_ZERO = -1e30
 
 
-def split_rows(part: Part, settings: M3Settings) -> Parts:
-    """The representations; differentiable."""
-    sizes = part.sizes
-    assert sizes is not None, "a text has a row per token"
-    starts = np.cumsum(sizes) - sizes
-    others = np.ones(int(sizes.sum()), dtype=bool)
-    others[starts] = False
-    first, rest = (to_device(index, part.values.device) for index in (starts, np.flatnonzero(others)))
-    return Parts(
-        Part(part.values[first, : settings.dimension]),
-        Part(part.values[:, -2:], sizes),
-        Part(part.values[rest, : settings.token_dimension], sizes - 1),
-    )
-
-
-class M3Score(Score):
-    """The weighted sum of the three scores."""
-
-    def __init__(self, settings: M3Settings) -> None:
-        self.settings = settings
-
-    def prepare(self, encoded: Encoded) -> Part:
-        """The rows as they are."""
-        (part,) = encoded.parts
-        return Part(at_least_float32(part.values), part.sizes)
-
-    def compare(self, queries: Part, documents: Part, owners: Tensor, counts: NDArray[np.int64]) -> Tensor:
-        """The score of each document and its query, [M]."""
-        first, second = split_rows(queries, self.settings), split_rows(documents, self.settings)
-        weights = self.settings.weights
-        scores: Tensor = (
-            weights.dense * _DENSE.compare(first.dense, second.dense, owners, counts)
-            + weights.lexical * compare_lexical(first.lexical, second.lexical, owners)
-            + weights.multi_vector * _TOKENS.compare(first.tokens, second.tokens, owners, counts)
-        )
-        return scores
-
-
-class M3Loss(EncodedLoss):
-    """See above. Every rank compares its queries with the documents of all ranks.
+class M3Loss(ExcludingLoss):
+    """See above. Every rank compares its queries with the documents of all ranks, or with their own ones.
 
     Logs the cross entropies (`ce/dense`, `ce/lexical`, `ce/multi_vector`, `ce/hybrid`), `accuracy`, the fraction of
     queries whose positive has the largest sum of scores, and `no_lexical`, the fraction of texts all of whose lexical
@@ -104,51 +59,166 @@ class M3Loss(EncodedLoss):
     """
 
     def __init__(self, config: M3LossConfig, score: Score | None) -> None:
-        super().__init__()
         assert isinstance(score, M3Score), "rejected for other models"
+        directions = (LossDirection.query_document,) if config.in_batch_negatives else ()
+        super().__init__(Exclusion(directions=directions, duplicates=config.mask_duplicates))
         self.config, self.settings = config, score.settings
-        self.exclusion = Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates)
 
-    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
-        """The excluded candidates."""
-        if self.exclusion in batch_info.prepared:
-            return {}
-        return {self.exclusion: ExcludedCandidates.build(self.exclusion, batch_info.rows)}
-
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+    def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
-        with torch.autocast(queries.parts[0].values.device.type, enabled=False):
-            return self._forward(queries, documents, batch_info)
-
-    def _forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        score, rows = M3Score(self.settings), batch_info.rows
+        score, counts = M3Score(self.settings), batch_info.rows.counts
         anchors, local = (split_rows(score.prepare(texts), self.settings) for texts in (queries, documents))
-        counts, sizes = rows.counts, rows.part_sizes.documents
-        assert sizes is not None
-        gathered = Parts(
-            *(
-                Part(gather_rows(part.values, rows_per_rank(of_part, counts.documents)), of_part)
-                for part, of_part in zip(local, (None, sizes, sizes - 1), strict=True)
-            )
-        )
-        columns = _DENSE.columns(gathered.dense), gathered.lexical, _TOKENS.columns(gathered.tokens)
-        problem = _Problem(
-            anchors=anchors,
-            columns=columns,
-            excluded=ExcludedCandidates.of(self.exclusion, batch_info),
-            positives=batch_info.positives + rows.local_documents.start,
-            first=rows.local_rows.start,
+        terms = _Terms(
             config=self.config,
             weights=self.settings.weights,
             distils=self.config.self_distillation and batch_info.seed >= self.config.self_distillation_start_step,
         )
-        values = [part.values for part in (*anchors, *columns)]
-        loss, row_losses, terms, num_correct = _Unified.apply(*values, problem)  # type: ignore[no-untyped-call]
+        excluded = ExcludedCandidates.of(self.exclusion, batch_info)
+        own = _OwnDocuments.of(batch_info, self.config)
+        compare = self._all_documents if self.config.in_batch_negatives else self._own_documents
+        loss, row_losses, entropies, num_correct = compare(anchors, local, batch_info, excluded, own, terms)
         num_rows, num_texts = max(1, sum(counts.queries)), max(1, sum(counts.queries) + sum(counts.documents))
-        metrics = {f"ce/{name}": term / num_rows for name, term in zip((*NAMES, "hybrid"), terms, strict=True)}
+        metrics = {f"ce/{name}": term / num_rows for name, term in zip((*NAMES, "hybrid"), entropies, strict=True)}
         metrics["accuracy"] = num_correct / num_rows
         metrics["no_lexical"] = sum(_num_without_weight(part.lexical) for part in (anchors, local)) / num_texts
         return LossOutput(loss / num_rows, metrics, row_losses / num_rows)
+
+    def _all_documents(
+        self,
+        anchors: Parts,
+        local: Parts,
+        batch_info: BatchInfo,
+        excluded: ExcludedCandidates,
+        own: "_OwnDocuments",
+        terms: "_Terms",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows = batch_info.rows
+        sizes, counts = rows.part_sizes.documents, rows.counts.documents
+        assert sizes is not None
+        gathered = Parts(
+            *(
+                Part(gather_rows(part.values, rows_per_rank(of_part, counts)), of_part)
+                for part, of_part in zip(local, (None, sizes, sizes - 1), strict=True)
+            )
+        )
+        columns = DENSE.columns(gathered.dense), gathered.lexical, TOKENS.columns(gathered.tokens)
+        problem = _Problem(
+            anchors=anchors,
+            columns=columns,
+            excluded=excluded,
+            own=own.shifted(rows.local_documents.start),
+            first=rows.local_rows.start,
+            terms=terms,
+        )
+        values = [part.values for part in (*anchors, *columns)]
+        return _Unified.apply(*values, problem)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _own_documents(
+        self,
+        anchors: Parts,
+        local: Parts,
+        batch_info: BatchInfo,
+        excluded: ExcludedCandidates,
+        own: "_OwnDocuments",
+        terms: "_Terms",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each query against its own documents, in rows of G; autograd has the gradient."""
+        owners = batch_info.owners
+        scores = compare_parts(anchors, local, owners, batch_info.rows.local_num_documents)
+        is_answer = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
+        excluded.exclude_answers(is_answer, owners)
+        masked = ~own.real | is_answer[own.columns]
+        masked[:, 0] = False
+        padded = [score[own.columns] / self.config.temperature for score in scores]
+        row_losses, entropies, hybrid = terms.of_rows(padded, masked, own.in_rows())
+        num_correct = _num_correct(hybrid.detach(), torch.zeros_like(own.columns[:, 0]))
+        return row_losses.sum(), row_losses.detach(), entropies.detach(), num_correct
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnDocuments:
+    """The columns of the queries' own documents, the positive first."""
+
+    columns: Tensor  # int64 [c, G]; the positive's where a query has fewer documents
+    real: Tensor  # bool [c, G]
+    teacher: Tensor | None  # [c, G], the teacher's scores divided by its temperature
+
+    @classmethod
+    def of(cls, batch_info: BatchInfo, config: M3LossConfig) -> "_OwnDocuments":
+        """Of this rank, by the index among its documents."""
+        counts, first = batch_info.rows.local_num_documents, batch_info.rows.local_positives
+        offsets = np.arange(counts.max(initial=1))
+        real = offsets < counts[:, None]
+        device = batch_info.owners.device
+        columns, is_real = to_device(np.where(real, first[:, None] + offsets, first[:, None]), device), real
+        if config.kd_loss_type is KDLossType.none:
+            return cls(columns, to_device(is_real, device), None)
+        assert batch_info.scores is not None, "the data layer gives every document a score"
+        return cls(columns, to_device(is_real, device), batch_info.scores[columns] / config.teacher_temperature)
+
+    def slice(self, start: int, end: int) -> "_OwnDocuments":
+        """The queries from `start` to `end`."""
+        teacher = None if self.teacher is None else self.teacher[start:end]
+        return _OwnDocuments(self.columns[start:end], self.real[start:end], teacher)
+
+    def shifted(self, first: int) -> "_OwnDocuments":
+        """By the index among the documents of all ranks, of which `first` is this rank's first one."""
+        return replace(self, columns=self.columns + first)
+
+    def in_rows(self) -> "_OwnDocuments":
+        """By the index among a query's own documents."""
+        offsets = torch.arange(self.columns.shape[1], device=self.columns.device)
+        return replace(self, columns=torch.where(self.real, offsets, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """The terms of the loss, as functions of scores."""
+
+    config: M3LossConfig
+    weights: Sequence[float]  # of the three scores in their sum
+    distils: bool
+
+    def of_rows(self, scores: Sequence[Tensor], excluded: Tensor, own: _OwnDocuments) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of each row [c], the sums of the four cross entropies [4], and the sum of scores [c, K].
+
+        The scores [c, K] of each kind are divided by the temperature; those of `excluded` [c, K] are no candidates.
+        """
+        hybrid = weighted_sum(self.weights, scores)
+        logs = [score.masked_fill(excluded, -torch.inf).log_softmax(dim=1) for score in (*scores, hybrid)]
+        entropies = torch.stack([-log.gather(1, own.columns[:, :1]).squeeze(1) for log in logs])
+        weights = entropies.new_tensor(self.config.loss_weights)
+        terms = entropies
+        if own.teacher is not None:
+            is_target = own.real & ~excluded.gather(1, own.columns)
+            target = own.teacher.masked_fill(~is_target, -torch.inf).softmax(dim=1).to(entropies.dtype)
+            terms = torch.stack(
+                [
+                    self._with_teacher(log, entropy, own.columns, is_target, target)
+                    for log, entropy in zip(logs, entropies, strict=True)
+                ]
+            )
+        losses = (weights.unsqueeze(1) * terms).sum(dim=0) / 4
+        if self.distils:
+            softmax = logs[3].detach().exp()
+            distilled = torch.stack([-(softmax * log.masked_fill(excluded, 0.0)).sum(dim=1) for log in logs[:3]])
+            losses = (losses + (weights[:3].unsqueeze(1) * distilled).sum(dim=0) / 3) / 2
+        return losses, entropies.sum(dim=1), hybrid.masked_fill(excluded, -torch.inf)
+
+    def _with_teacher(self, log: Tensor, entropy: Tensor, columns: Tensor, is_target: Tensor, target: Tensor) -> Tensor:
+        """The term [c] of a score whose log softmax is `log` [c, K] and whose cross entropy is `entropy` [c].
+
+        `columns` [c, G] are the query's own documents, `is_target` those that are candidates, and `target` the
+        teacher's softmax over these.
+        """
+        own = log.gather(1, columns).masked_fill(~is_target, _LOG_ZERO)
+        if self.config.kd_loss_type is KDLossType.kl_div:
+            return entropy - (target * own.log_softmax(dim=1)).sum(dim=1)
+        others = log.scatter(1, columns, _LOG_ZERO).logsumexp(dim=1, keepdim=True)
+        size = own.shape[1]
+        is_before = torch.ones(size, size, dtype=torch.bool, device=log.device).tril(-1)
+        following = own.unsqueeze(1).masked_fill(is_before, _LOG_ZERO).logsumexp(dim=2)
+        return (target * (torch.logaddexp(others, following) - own)).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +228,9 @@ class _Problem:
     anchors: Parts
     columns: tuple[Columns, Columns, Columns]
     excluded: ExcludedCandidates
-    positives: Tensor  # int64 [B], among all documents
+    own: _OwnDocuments  # among all documents
     first: int  # the number of the first query over all ranks
-    config: M3LossConfig
-    weights: Sequence[float]  # of the three scores in their sum
-    distils: bool
+    terms: _Terms
 
 
 class _Unified(GradientInForward):
@@ -174,21 +242,22 @@ class _Unified(GradientInForward):
         grads = [torch.zeros_like(value) for value in values]
         anchors, columns = problem.anchors, problem.columns
         row_losses = values[0].new_zeros(len(anchors.dense))
-        terms = values[0].new_zeros(4)
-        num_correct = torch.zeros((), dtype=torch.int64, device=terms.device)
-        scale = terms.new_full((1,), 1 / problem.config.temperature)
+        entropies = values[0].new_zeros(4)
+        num_correct = torch.zeros((), dtype=torch.int64, device=entropies.device)
+        scale = entropies.new_full((1,), 1 / problem.terms.config.temperature)
         for start, end in _row_slices(anchors, len(columns[0])):
             rows = anchors.slice(start, end)
             tiles = _tiles(rows, columns)
             shape = end - start, len(columns[0])
-            scores = [tile.scores(scale, terms.new_empty(shape)).requires_grad_() for tile in tiles]
-            index = problem.positives[start:end]
+            scores = [tile.scores(scale, entropies.new_empty(shape)).requires_grad_() for tile in tiles]
+            own = problem.own.slice(start, end)
+            index = own.columns[:, 0]
             excluded = _is_excluded(problem, shape, start, index, scores[0])
             with torch.enable_grad():
-                losses, entropies, hybrid = _row_losses(scores, excluded, index, problem)
+                losses, of_scores, hybrid = problem.terms.of_rows(scores, excluded, own)
                 tile_grads = torch.autograd.grad(losses.sum(), scores, allow_unused=True)
             row_losses[start:end] = losses.detach()
-            terms += entropies.detach()
+            entropies += of_scores.detach()
             num_correct += _num_correct(hybrid.detach(), index)
             weights = scale.expand(end - start).unsqueeze(1)
             for number, (tile, part, tile_grad) in enumerate(zip(tiles, anchors, tile_grads, strict=True)):
@@ -197,30 +266,14 @@ class _Unified(GradientInForward):
                 tile.add_anchor_grads(part.with_values(grads[number]).slice(start, end).values, tile_grad, weights)
                 tile.add_candidate_grads(grads[3 + number], tile_grad, weights)
         ctx.computed = grads
-        ctx.mark_non_differentiable(row_losses, terms, num_correct)
-        return row_losses.sum(), row_losses, terms, num_correct
-
-
-def _row_losses(
-    scores: Sequence[Tensor], excluded: Tensor, index: Tensor, problem: _Problem
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each row [c], the sums of the four cross entropies [4], and the sum of scores [c, K], all scaled."""
-    hybrid = torch.stack([weight * score for weight, score in zip(problem.weights, scores, strict=True)]).sum(dim=0)
-    logs = [score.masked_fill(excluded, -torch.inf).log_softmax(dim=1) for score in (*scores, hybrid)]
-    entropies = torch.stack([-log.gather(1, index.unsqueeze(1)).squeeze(1) for log in logs])
-    weights = entropies.new_tensor(problem.config.loss_weights)
-    losses = (weights.unsqueeze(1) * entropies).sum(dim=0) / 4
-    if problem.distils:
-        target = logs[3].detach().exp()
-        distilled = torch.stack([-(target * log.masked_fill(excluded, 0.0)).sum(dim=1) for log in logs[:3]])
-        losses = (losses + (weights[:3].unsqueeze(1) * distilled).sum(dim=0) / 3) / 2
-    return losses, entropies.sum(dim=1), hybrid.masked_fill(excluded, -torch.inf)
+        ctx.mark_non_differentiable(row_losses, entropies, num_correct)
+        return row_losses.sum(), row_losses, entropies, num_correct
 
 
 def _tiles(rows: Parts, columns: tuple[Columns, Columns, Columns]) -> list[Tile]:
     dense, lexical, tokens = columns
     assert isinstance(tokens, SortedDocuments)
-    return [_DENSE.tile(rows.dense, dense), LexicalTile(rows.lexical, lexical), _TOKENS.tile(rows.tokens, tokens)]
+    return [DENSE.tile(rows.dense, dense), LexicalTile(rows.lexical, lexical), TOKENS.tile(rows.tokens, tokens)]
 
 
 def _is_excluded(problem: _Problem, shape: tuple[int, int], start: int, index: Tensor, like: Tensor) -> Tensor:

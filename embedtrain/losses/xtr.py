@@ -11,7 +11,6 @@ Since a row's largest product is retrieved first, MaxSim's maxima and k' are all
 Q: rows of these queries; t: documents of all ranks; B, M: queries and documents of this rank.
 """
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch import Tensor
 from embedtrain.config.losses import LossDirection, XTRConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Encoded, Part
-from embedtrain.losses.excluded import ExcludedCandidates, Exclusion
+from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
 from embedtrain.losses.maxsim import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
 from embedtrain.losses.similarity import Temperature, rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward, SoftmaxSums, row_max
-from embedtrain.losses.types import BatchInfo, EncodedLoss, LossOutput, Prepared, rows_per_rank
+from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
 
 # Rows of queries in one tile: then a block of products is much wider than the k of them that are kept.
 TILE_ROWS = 1024
@@ -33,7 +32,7 @@ TILE_ROWS = 1024
 _TILE_CELLS = 1 << 24
 
 
-class XTR(EncodedLoss):
+class XTR(ExcludingLoss):
     """Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval" (2023).
 
     The loss of query i is -log softmax, at its positive, of the scores above, divided by a temperature, over the
@@ -44,25 +43,14 @@ class XTR(EncodedLoss):
     """
 
     def __init__(self, config: XTRConfig) -> None:
-        super().__init__()
+        super().__init__(Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates))
         self.top_k = config.top_k
-        self.exclusion = Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates)
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
         )
 
-    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
-        """The excluded candidates."""
-        if self.exclusion in batch_info.prepared:
-            return {}
-        return {self.exclusion: ExcludedCandidates.build(self.exclusion, batch_info.rows)}
-
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+    def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
-        with torch.autocast(queries.parts[0].values.device.type, enabled=False):
-            return self._forward(queries, documents, batch_info)
-
-    def _forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         score = MaxSim(mean=False)
         anchors, local, rows = score.prepare(queries), score.prepare(documents), batch_info.rows
         sizes, counts = rows.part_sizes.documents, rows.counts

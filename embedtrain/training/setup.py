@@ -37,7 +37,7 @@ from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
-from embedtrain.losses.m3 import M3Score
+from embedtrain.losses.m3_score import M3Score
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore, Score
 from embedtrain.losses.sparsity import SparseScore, SparsityRegularized

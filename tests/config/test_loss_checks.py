@@ -113,6 +113,7 @@ CASES: list[tuple[LossConfig, str]] = [
     (OrthogonalConfig(mean_weight=0.0, second_moment_weight=0.0), r"loss\.mean_weight=0\.0: .*second_moment_weight"),
     (DistillEmbeddingsConfig(project=True, matryoshka_dims=[8]), r"loss\.project=true: .*matryoshka_dims"),
     (M3LossConfig(loss_weights=[1.0, 1.0]), r"loss\.loss_weights=\[1\.0,1\.0\]: must be 4 weights"),
+    (M3LossConfig(teacher_temperature=2.0), r"loss\.teacher_temperature=2\.0: .*kd_loss_type=none"),
     (M3LossConfig(self_distillation_start_step=-1), r"loss\.self_distillation_start_step=-1: "),
     (
         M3LossConfig(self_distillation=False, self_distillation_start_step=5),

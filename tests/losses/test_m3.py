@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import M3LossConfig
+from embedtrain.config.losses import KDLossType, M3LossConfig
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.distributed.world import World
 from embedtrain.losses import lexical, m3, maxsim
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded, Part
-from embedtrain.losses.m3 import M3Score
+from embedtrain.losses.m3_score import M3Score
 from tests.losses.global_batch import distributions
 from tests.losses.token_vectors import TokenBatch, token_batch
 
@@ -24,6 +24,17 @@ CASES = {
     "self-distillation": M3LossConfig(temperature=0.5),
     "later": M3LossConfig(temperature=0.5, self_distillation_start_step=3),
     "weights": M3LossConfig(temperature=0.2, loss_weights=[0.5, 2.0, 0.0, 1.5], mask_duplicates=False),
+    "own documents": M3LossConfig(temperature=0.5, in_batch_negatives=False),
+    "own documents, duplicates": M3LossConfig(temperature=0.5, in_batch_negatives=False, mask_duplicates=False),
+    "teacher": M3LossConfig(temperature=0.5, kd_loss_type=KDLossType.m3_kd_loss, teacher_temperature=0.7),
+    "teacher, duplicates": M3LossConfig(
+        temperature=0.5, kd_loss_type=KDLossType.m3_kd_loss, mask_duplicates=False, self_distillation=False
+    ),
+    "kl": M3LossConfig(temperature=0.5, kd_loss_type=KDLossType.kl_div),
+    "teacher of own documents": M3LossConfig(
+        temperature=0.5, in_batch_negatives=False, kd_loss_type=KDLossType.m3_kd_loss
+    ),
+    "kl of own documents": M3LossConfig(temperature=0.5, in_batch_negatives=False, kd_loss_type=KDLossType.kl_div),
 }
 STEP = 2
 
@@ -42,8 +53,11 @@ def m3_batch() -> TokenBatch:
                     weights[row] = 0
         return torch.cat([vectors, weights.unsqueeze(1), ids.unsqueeze(1)], dim=1)
 
+    keys = list(batch.document_keys)
+    keys[5] = keys[3]  # a negative of query 2 equals its positive
     return replace(
         batch,
+        document_keys=tuple(keys),
         queries=rows(batch.queries, batch.query_rows),
         candidates=rows(batch.candidates, batch.candidate_rows),
     )
@@ -75,15 +89,31 @@ def formula(config: M3LossConfig, batch: TokenBatch, step: int = STEP) -> Tensor
             for column, key in enumerate(batch.document_keys)
             if column == first or not (config.mask_duplicates and key in answers)
         ]
+        own = [column for column in batch.documents_of([row]) if column in kept]
+        if not config.in_batch_negatives:
+            kept = own
         logs = [score[row, kept].log_softmax(dim=0) for score in (*scores, hybrid)]
-        position = kept.index(first)
-        loss = sum(-weight * log[position] for weight, log in zip(config.loss_weights, logs, strict=True)) / 4
+        target = (torch.tensor(batch.labels, dtype=torch.float64)[own] / config.teacher_temperature).softmax(dim=0)
+        losses = [_term(config.kd_loss_type, score[row], kept, own, target) for score in (*scores, hybrid)]
+        loss = sum(weight * term for weight, term in zip(config.loss_weights, losses, strict=True)) / 4
         if config.self_distillation and step >= config.self_distillation_start_step:
             target = logs[3].detach().exp()
             distilled = sum(-w * target @ log for w, log in zip(config.loss_weights[:3], logs[:3], strict=True)) / 3
             loss = (loss + distilled) / 2
         terms.append(loss)
     return torch.stack(terms).mean()
+
+
+def _term(kind: KDLossType, scores: Tensor, kept: list[int], own: list[int], target: Tensor) -> Tensor:
+    """Of one kind of score of a query; `target` are the teacher's weights of its `own` documents."""
+    if kind is KDLossType.m3_kd_loss:
+        terms = [
+            scores[[column for column in kept if column not in own[:k]]].logsumexp(dim=0) - scores[own[k]]
+            for k in range(len(own))
+        ]
+        return target @ torch.stack(terms)
+    entropy = scores[kept].logsumexp(dim=0) - scores[own[0]]
+    return entropy - target @ scores[own].log_softmax(dim=0) if kind is KDLossType.kl_div else entropy
 
 
 def local(values: Tensor, sizes: tuple[int, ...], texts: list[int]) -> Tensor:

@@ -122,7 +122,10 @@ FLAGEMBEDDING = (
         also="negatives hard_negatives num_negatives n_negatives num_hard_negatives negative_number",
     ),
     Row("cache_path", "`data.cache_dir`", same),
-    Row("knowledge_distillation kd_loss_type", "`loss=combined` of `infonce` and `distill_scores`"),
+    Row(
+        "knowledge_distillation kd_loss_type",
+        "`loss=combined` of `infonce` and `distill_scores`; with `loss=m3` `loss.kd_loss_type=m3_kd_loss`, or `kl_div`",
+    ),
     Row("sub_batch_size", "not needed: gradients are cached in chunks of `train.chunk_tokens`"),
     Row("use_lora lora_rank", "`model.lora.rank=16`, or another rank", _rank),
     Row("tokenizer_name", "`model.tokenizer`", same),

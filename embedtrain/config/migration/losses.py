@@ -83,7 +83,7 @@ LOSSES = (
         "`loss=batch_triplet` with `loss.mining`",
     ),
     Row("MarginMSELoss", "`loss=margin_mse`"),
-    Row("DistillKLDivLoss", "`loss=distill_scores`", also="KLDivLoss kl_div knowledge_distillation m3_kd_loss"),
+    Row("DistillKLDivLoss", "`loss=distill_scores`", also="KLDivLoss kl_div knowledge_distillation"),
     Row(
         "MSELoss EmbedDistillLoss",
         "`loss=distill_embeddings`; `MSELoss` of a CrossEncoder, which takes scores, is `loss=mse`",

@@ -68,6 +68,8 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
     assert source.m3 is not None and not source.has_new_head and source.m3.token_dimension == 8
     reported = evaluate(model, [str(inputs / "dev")], precision="fp32", quiet=True)
     assert {name: reported[name]["ndcg@10"] for name in ROWS} == pytest.approx(measured, abs=1e-6)
+    lexical = evaluate(model, [str(inputs / "dev")], precision="fp32", quiet=True, hybrid_weights=[0, 1, 0])
+    assert lexical["dev"] == reported["dev@lexical"]
 
 
 def test_search_and_load_encoder(inputs, tmp_path):
@@ -81,17 +83,26 @@ def test_search_and_load_encoder(inputs, tmp_path):
         names = "sentence_embedding", "lexical_weights", "token_embeddings"
         encoded = {name: loaded.encode([query, *corpus.values()], output_value=name) for name in names}
     dense, lexical, tokens = (encoded[name] for name in names)
-    expected: dict[str, float] = {}
+    scores: dict[str, list[float]] = {}
     for number, name in enumerate(corpus, 1):
         shared = sum(weight * lexical[number].get(token, 0.0) for token, weight in lexical[0].items())
         multi = (tokens[0] @ tokens[number].T).amax(dim=1).mean().item()
-        expected[name] = float(dense[0] @ dense[number]) + 0.3 * shared + multi
-    printed = call(
-        "embedtrain.search", f"model={model}", f"corpus={path}", f"query={query}", "top_k=3", "precision=fp32"
-    )
-    best = sorted(expected, key=lambda name: -expected[name])[:3]
-    lines = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[name] for name in corpus]]
-    assert lines == [[f"{expected[name]:.3f}", name] for name in best]
+        scores[name] = [float(dense[0] @ dense[number]), shared, multi]
+    arguments = [f"model={model}", f"corpus={path}", f"query={query}", "top_k=3", "precision=fp32"]
+    for weights, option in (((1, 0.3, 1), []), ((0, 2, 0.5), ["hybrid_weights=[0,2,0.5]"])):
+        expected = {name: sum(w * score for w, score in zip(weights, scores[name], strict=True)) for name in corpus}
+        printed = call("embedtrain.search", *arguments, *option)
+        best = sorted(expected, key=lambda name: -expected[name])[:3]
+        lines = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[name] for name in corpus]]
+        assert lines == [[f"{expected[name]:.3f}", name] for name in best]
+
+
+def test_weights_of_scores_are_for_models_of_three(inputs, tmp_path):
+    model, _ = save_m3(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"^hybrid_weights=\[1\.0,-1\.0,1\.0\]: "):
+        evaluate(model, [str(inputs / "dev")], quiet=True, hybrid_weights=[1, -1, 1])
+    with pytest.raises(ConfigError, match=r"^hybrid_weights=\[1\.0,1\.0,1\.0\]: "):
+        evaluate(model, [str(inputs / "dev")], quiet=True, hybrid_weights=[1, 1, 1], pooling="cls")
 
 
 @pytest.mark.parametrize(

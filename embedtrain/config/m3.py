@@ -1,7 +1,10 @@
 """Options and settings of models in the manner of BGE-M3: dense, lexical and multi-vector representations of a text."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from embedtrain.config.validation import OptionChecks
 
 
 class HybridWeights(NamedTuple):
@@ -20,6 +23,20 @@ class M3Config:
     # Weights of the dense, lexical and multi-vector scores in the score of two texts, when training and searching;
     # default: those of the directory, else [1, 0.3, 1].
     hybrid_weights: list[float] | None = None
+
+
+def check_hybrid_weights(weights: list[float] | None, check: OptionChecks) -> None:
+    """Raise a ConfigError unless they are weights of the three scores."""
+    check.require(
+        weights is None
+        or (
+            len(weights) == len(HybridWeights._fields)
+            and all(0 <= weight < math.inf for weight in weights)
+            and any(weights)
+        ),
+        "hybrid_weights",
+        f"must be the weights of the {', '.join(HybridWeights._fields)} scores, at least 0 and one above 0",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
-from embedtrain.config.m3 import HybridWeights, M3Config
+from embedtrain.config.m3 import M3Config, check_hybrid_weights
 from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS
 from embedtrain.config.recipe import (
     ADAPTER,
@@ -127,17 +127,7 @@ def _check_m3(model: ModelConfig) -> None:
             f"is for model.kind=m3, not {model.kind.value}; leave it out",
         )
     check.at_least(1, "dim")
-    weights = options.hybrid_weights
-    check.require(
-        weights is None
-        or (
-            len(weights) == len(HybridWeights._fields)
-            and all(0 <= weight < math.inf for weight in weights)
-            and any(weights)
-        ),
-        "hybrid_weights",
-        f"must be the weights of the {', '.join(HybridWeights._fields)} scores, at least 0 and one above 0",
-    )
+    check_hybrid_weights(options.hybrid_weights, check)
 
 
 def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:

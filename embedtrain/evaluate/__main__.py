@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.cli import run_command
+from embedtrain.config.m3 import M3Config
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
@@ -143,7 +145,8 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     from embedtrain.loading.encoder_model import load_encoder_model
 
     with console.phase("loading the model"):
-        model = load_encoder_model(command_model_config(options), options.precision, world)
+        config = replace(command_model_config(options), m3=M3Config(hybrid_weights=options.hybrid_weights))
+        model = load_encoder_model(config, options.precision, world)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     if options.vectors:
         check_kind_of_vectors(model.source.kind, "vectors")

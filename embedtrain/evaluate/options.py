@@ -9,6 +9,7 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.reranker import parse_reranker
@@ -18,7 +19,7 @@ BM25, MODEL = "bm25", "model"  # of `first_stage`
 # Options of the bi-encoder, without effect if there is only a reranker.
 OF_MODELS = (
     "adapter", "pooling", "normalize", "max_length", "query_prompt", "document_prompt", "revision", "truncate_dims",
-    "vectors", "vectors_dir", "function",
+    "vectors", "vectors_dir", "function", "hybrid_weights",
 )  # fmt: skip
 
 HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
@@ -70,6 +71,9 @@ class EvaluateOptions:
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
+    # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
+    # default: the model's.
+    hybrid_weights: list[float] | None = None
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
     precision: Precision = Precision.fp32
@@ -95,6 +99,7 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")
     check.at_least(1, "calibration")
+    check_hybrid_weights(options.hybrid_weights, check)
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "chunk_tokens")
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")

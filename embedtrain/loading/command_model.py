@@ -41,6 +41,7 @@ def command_model_config(options: ModelOptions) -> ModelConfig:
 MODEL_OPTION_NAMES = {
     "path": "model",
     "lora.path": "adapter",
+    "m3.hybrid_weights": "hybrid_weights",
     **{name: name for name in ("pooling", "normalize", "max_length", "revision", "trust_remote_code")},
 }
 RERANKER_OPTION_NAMES = {
@@ -68,5 +69,5 @@ def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
         message = re.sub(
             r"set model\.kind=cross_encoder,.*", "write it as reranker (evaluate, search) or teacher (mine)", str(error)
         )
-        message = re.sub(r"\bmodel\.((?:lora\.)?\w+)", lambda match: options.get(match[1], match[0]), message)
+        message = re.sub(r"\bmodel\.((?:lora\.|m3\.)?\w+)", lambda match: options.get(match[1], match[0]), message)
         raise type(error)(message) from error.__cause__

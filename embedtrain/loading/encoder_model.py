@@ -22,7 +22,7 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
 
     With `model.pooling` or `model.normalize`, one with three representations is opened as a dense model.
 
-    A ConfigError for an option of dense models that a late-interaction model does not have.
+    A ConfigError for an option that this kind of model does not have.
     """
     what = late_interaction_of(model)
     if what is not None:
@@ -40,6 +40,11 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
         directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
         if is_m3(directory):
             model = replace(model, kind=ModelKind.m3)
+    if model.m3.hybrid_weights is not None and model.kind is not ModelKind.m3:
+        raise ConfigError(
+            f"model.m3.hybrid_weights={written(model.m3.hybrid_weights)}: {model.path} is opened as a model of one "
+            f"representation ({model.kind.value}); leave it out"
+        )
     return model, open_model_source(model)
 
 

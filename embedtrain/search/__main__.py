@@ -32,6 +32,7 @@ def compose(arguments: list[str]) -> SearchOptions:
 
 def main(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
+    from embedtrain.config.m3 import M3Config
     from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.any_corpus import read_any_corpus
@@ -47,7 +48,12 @@ def main(options: SearchOptions) -> None:
     console = Console()
     with joined_world() as world:
         reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
-        config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+        config = ModelConfig(
+            path=options.model,
+            revision=options.revision,
+            m3=M3Config(hybrid_weights=options.hybrid_weights),
+            trust_remote_code=options.trust_remote_code,
+        )
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)

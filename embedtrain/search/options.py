@@ -5,6 +5,7 @@ from typing import Any
 
 from embedtrain.config.arguments import quote_value
 from embedtrain.config.compose import compose_command
+from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks, require_single_process
@@ -25,6 +26,9 @@ class SearchOptions:
     corpus: str = ""  # BEIR folder, file of documents, or training rows, whose documents are searched
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
+    # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
+    # default: the model's.
+    hybrid_weights: list[float] | None = None
     top_k: int = 5  # results per query
     # A cross-encoder or late-interaction model that orders the first documents again: options of RerankerConfig, or its
     # path. Scores are its own.
@@ -47,6 +51,7 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     )
     check.at_least(1, "chunk_tokens")
     check.at_least(1, "top_k")
+    check_hybrid_weights(options.hybrid_weights, check)
     check.at_least(1, "rerank_depth")
     options.reranker = parse_reranker(options.reranker, "reranker")
     if options.reranker is None:

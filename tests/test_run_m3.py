@@ -1,6 +1,7 @@
 """Whole runs of models of three representations (BGE-M3): trained, evaluated, exported, resumed and searched."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from embedtrain import evaluate, load_encoder
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ConfigError
+from embedtrain.models.build import full_state_dict
 from embedtrain.models.m3_files import LAYERS
 from embedtrain.models.source import open_model_source
 from tests.commands import call
@@ -72,6 +74,25 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
     assert lexical["dev"] == reported["dev@lexical"]
 
 
+def test_adapters_are_trained_beside_both_layers(ranks, inputs, tmp_path):
+    """Resumed on another number of ranks, and merged: the exported model has the metrics of the run."""
+    arguments = ["model.lora.rank=2", "checkpoint.every=2", "model.lora.modules_to_save=[norms]"]
+    output_dir, resumed = tmp_path / "run", tmp_path / "resumed"
+    ranks(2, run, *options(inputs, output_dir, *arguments))
+    ranks(1, run, *options(inputs, rewind_run(output_dir, resumed, 2), *arguments))
+    assert losses(resumed) == pytest.approx(losses(output_dir), rel=1e-4)
+    rows = [row for row in metric_rows(output_dir) if "set" in row]
+    measured = {row["set"]: row["ndcg@10"] for row in rows if row["step"] == rows[-1]["step"]}
+    reported = evaluate(output_dir / "model", [str(inputs / "dev")], precision="fp32", quiet=True)
+    assert {name: reported[name]["ndcg@10"] for name in ROWS} == pytest.approx(measured, abs=1e-6)
+    before = open_model_source(ModelConfig(path=str(inputs / "model"), kind=ModelKind.m3))
+    assert before.has_new_head
+    first = full_state_dict(open_model_source(ModelConfig(path=str(output_dir / "model"), kind=ModelKind.m3)), 0)
+    second = full_state_dict(replace(before, m3=replace(before.m3, token_dimension=8)), 0)
+    for name in LAYERS:
+        assert not torch.equal(first[f"{name}.weight"], second[f"{name}.weight"])
+
+
 def test_search_and_load_encoder(inputs, tmp_path):
     """The layers of a new model are those of a seed; the scores are the weighted sum of those of FlagEmbedding."""
     model, _ = save_m3(tmp_path / "model")
@@ -113,7 +134,7 @@ def test_weights_of_scores_are_for_models_of_three(inputs, tmp_path):
         ("loss.loss_weights=[1,1]", r"loss\.loss_weights=\[1\.0, ?1\.0\]: must be 4"),
         ("loss.kd_loss_type=mse", r"loss\.kd_loss_type.*m3_kd_loss"),
         ("model.m3.hybrid_weights=[1,2]", r"model\.m3\.hybrid_weights"),
-        ("model.lora.rank=4", r"model\.lora: .*model\.kind=m3"),
+        ("export.formats=[adapter]", r"export\.formats=\[adapter\]: .*"),
         ("evaluation.index.dtype=bf16", r"evaluation\.index\.dtype=bf16: .*fp32"),
         ("model.kind=dense", r"model\.m3\.dim=8: is for model\.kind=m3"),
     ],

@@ -272,16 +272,15 @@ def is_repository_name(name: str) -> bool:
 
 def _check_m3(recipe: Recipe) -> None:
     """What models of three representations cannot do."""
-    if recipe.model.lora.on:
-        raise ConfigError("model.lora: adapters are not supported with model.kind=m3; leave model.lora out")
     OptionChecks(recipe.evaluation.index, "evaluation.index.").require(
         recipe.evaluation.index.dtype is VectorDtype.fp32,
         "dtype",
         "must be fp32 for model.kind=m3, whose rows hold ids of tokens",
     )
-    OptionChecks(recipe.export, "export.").require(
-        ONNX not in recipe.export.formats, "formats", f"{ONNX} is not supported with model.kind=m3; leave it out"
-    )
+    for name in (ONNX, ADAPTER):
+        OptionChecks(recipe.export, "export.").require(
+            name not in recipe.export.formats, "formats", f"{name} is not supported with model.kind=m3; leave it out"
+        )
 
 
 def _check_cross_encoder(recipe: Recipe) -> None:

@@ -25,6 +25,8 @@ from embedtrain.models.cross_encoder import HEAD, CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
 from embedtrain.models.late_interaction import LateInteractionEncoder
+from embedtrain.models.m3 import M3Encoder
+from embedtrain.models.m3_files import LAYERS
 
 EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 NAME = "default"  # PEFT's default name of an adapter
@@ -41,7 +43,7 @@ class AdapterInfo:
     stored: tuple[str, ...]  # the encoder's names of the weights in `files`
     # Modules that are trained in full: the backbone's, and in transformers' class those of a cross-encoder's head.
     modules_to_save: tuple[str, ...]
-    heads: bool  # whether dense heads are trained, which PEFT's format cannot store
+    heads: tuple[str, ...]  # layers after the backbone that are trained, which PEFT's format cannot store
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,11 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         _inject(encoder, config, files)
     if isinstance(encoder, CrossEncoder):
         modules[HEAD.rstrip(".")] = encoder.head  # as PEFT does for sequence classification
+    # New ones would stay random.
     if isinstance(encoder, LateInteractionEncoder):
-        modules |= find_modules(encoder, [DENSE])  # a new projection would stay random
+        modules |= find_modules(encoder, [DENSE])
+    if isinstance(encoder, M3Encoder):
+        modules |= {name: encoder.get_submodule(name) for name in LAYERS}
     for module in modules.values():
         for parameter in module.parameters():
             parameter.requires_grad_(True)
@@ -102,7 +107,7 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         files=files,
         stored=tuple(dict.fromkeys(stored)) if files is not None else (),
         modules_to_save=saved,
-        heads=any(name.startswith("dense") for name in modules),
+        heads=tuple(dict.fromkeys(name.split(".")[0] for name in modules if name.startswith((DENSE, *LAYERS)))),
     )
 
 
@@ -246,7 +251,7 @@ def describe_adapters(adapters: AdapterInfo, encoder: Encoder) -> str:
         str(parameter.dtype).removeprefix("torch.") for parameter in encoder.parameters() if not parameter.requires_grad
     ]
     num_layers = sum(isinstance(module, LoraLayer) for module in encoder.modules())
-    modules = (*adapters.modules_to_save, *[DENSE] * adapters.heads)
+    modules = (*adapters.modules_to_save, *adapters.heads)
     in_full = f", in full: {', '.join(modules)}" if len(modules) <= 4 else f", {len(modules)} modules in full"
     config = adapters.config
     return (

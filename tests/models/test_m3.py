@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.m3 import M3Config
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.m3_files import LAYERS, write_m3_layer
@@ -140,3 +141,12 @@ def test_tokenizers_without_special_tokens_are_rejected():
     tokenizer.backend_tokenizer.post_processor = None
     with pytest.raises(ConfigError, match=r"model\.kind=m3: needs at least two tokens"):
         M3Tokenizer(tokenizer, 16)
+
+
+def test_both_layers_are_trained_beside_adapters():
+    encoder = assemble_encoder(open_model_source(m3_model()))
+    adapted = add_adapters(encoder, LoraConfig(rank=2), None, torch.float32)
+    trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    in_full = {name for name in trained if ".lora_" not in name}
+    assert in_full == {f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias")} and in_full < trained
+    assert set(adapted.heads) == set(LAYERS)

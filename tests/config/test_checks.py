@@ -102,7 +102,7 @@ CASES = [
     option("model.m3.dim", 8),
     option("model.m3.dim", 0, **M3),
     option("model.m3.hybrid_weights", [1.0, 0.0], **M3),
-    case(r"model\.lora: .*model\.kind=m3", model__lora__rank=4, **M3),
+    option("export.formats", ["adapter"], model__lora__rank=4, **M3),
     option("evaluation.index.dtype", VectorDtype.bf16, **M3),
     option("export.formats", ["onnx"], **M3),
     option("sparsity.query_weight", 0.5),

@@ -135,6 +135,8 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
         group, _, name = error.missing_cfg_file.partition("/")
         if group == "loss":
             return unknown_loss("loss", name)
+        if group == "recipe" and name.startswith("pipelines/"):
+            return f"recipe={name}: is a pipeline, which train runs and plan estimates; name one training"
         own = "; your own are DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
         if group == "model" and "/" in name:
             return f"model={name}: for a directory or a Hub id write model.path={name}"

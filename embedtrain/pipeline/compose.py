@@ -230,19 +230,12 @@ def _set_init(values: dict[str, Any], references: References, kind: StageKind) -
 
 def _selection(selections: Mapping[str, str], expanded: Expanded) -> Selection:
     names = list(expanded.stages)
-    chosen: dict[str, str | None] = {}
-    for option in _SELECTIONS:
-        value = selections.get(option)
-        if value is not None:
-            members = expanded.groups.get(value, [expanded.aliases.get(value, value)])
-            value = members[-1 if option == "until" else 0]
-            if value not in names or (len(members) > 1 and option != "until"):
-                several = (
-                    f": {selections[option]} has the members {', '.join(members)}; write one"
-                    if len(members) > 1
-                    else ""
-                )
-                hint = several or f": there is no such stage{did_you_mean(value, names)} There are {', '.join(names)}"
-                raise ConfigError(f"{option}={selections[option]}{hint}")
-        chosen[option] = value
-    return Selection(chosen["from"], chosen["until"], chosen["only"])
+    chosen: dict[str, list[str]] = {}
+    for option, value in selections.items():
+        chosen[option] = expanded.groups.get(value, [expanded.aliases.get(value, value)])
+        if chosen[option][0] not in names:
+            raise ConfigError(
+                f"{option}={value}: there is no such stage{did_you_mean(value, names)} There are {', '.join(names)}"
+            )
+    until = chosen.get("until")
+    return Selection(tuple(chosen.get("from", ())), until[-1] if until else None, tuple(chosen.get("only", ())))

@@ -86,7 +86,7 @@ class _PipelineRun:
             self._run_stage(stage)
         with world.fail_together("writing the report"):
             if world.is_main:
-                if self.pipeline.selection.until is None and self.pipeline.selection.only is None:
+                if self.pipeline.selection.until is None and not self.pipeline.selection.only:
                     (root / "from.json").unlink(missing_ok=True)
                 report = write_pipeline_report(self.pipeline, self.state)
                 if report is not None:
@@ -94,8 +94,8 @@ class _PipelineRun:
 
     def _selected(self) -> list[Stage]:
         selection, stages = self.pipeline.selection, self.pipeline.stages
-        if selection.only is not None:
-            return [self.pipeline.stage(selection.only)]
+        if selection.only:
+            return [self.pipeline.stage(name) for name in selection.only]
         names = [stage.name for stage in stages]
         last = len(stages) if selection.until is None else names.index(selection.until) + 1
         return list(stages[:last])
@@ -103,13 +103,14 @@ class _PipelineRun:
     def _set_aside(self) -> None:
         """Set the stages of `from=` aside, once: the same command after an interruption resumes them."""
         start, marker = self.pipeline.selection.start, self.pipeline.output_dir / "from.json"
-        if start is None:
+        if not start:
             return
-        repeated = [self.pipeline.stage(start), *self.pipeline.dependents(start)]
+        names = {*start, *(stage.name for name in start for stage in self.pipeline.dependents(name))}
+        repeated = [stage for stage in self.pipeline.stages if stage.name in names]
         begun_before: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             begun_before = json.loads(marker.read_bytes())
-        first = begun_before.get("from") != start
+        first = begun_before.get("from") != list(start)
         for stage in self.pipeline.stages:  # before anything is renamed
             if (
                 stage not in repeated
@@ -123,7 +124,7 @@ class _PipelineRun:
                 if path is not None:
                     self.console.note(f"stage {stage.name}: its earlier result is now {path}")
         with atomic_write(marker) as file:
-            file.write_text(json.dumps({"from": start}) + "\n", encoding="utf-8")
+            file.write_text(json.dumps({"from": list(start)}) + "\n", encoding="utf-8")
 
     def _has_ended(self, stage: Stage) -> bool:
         record = self.state.read(stage)

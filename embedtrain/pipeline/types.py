@@ -24,9 +24,9 @@ def naming(name: str) -> Iterator[None]:
 class Selection:
     """Which stages a command runs; names of stages as in the recipe, None for no restriction."""
 
-    start: str | None = None  # `from`: this stage and those that use its results are repeated
+    start: tuple[str, ...] = ()  # `from`: this stage, or the members, and those that use its results are repeated
     until: str | None = None  # the last stage to run
-    only: str | None = None  # the one stage to run
+    only: tuple[str, ...] = ()  # the one stage to run, or all of its members
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import yaml
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.expand import expand
+from embedtrain.pipeline.types import Selection
 from embedtrain.plan.options import compose_pipeline_plan
 from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
 from embedtrain.tracking.pages import Page
@@ -120,7 +121,8 @@ def test_unknown_keys_of_the_recipe(run_inputs, tmp_path):
 def test_members_of_a_fan_out(run_inputs, tmp_path):
     content = changed(run_inputs, "tuned", each={"low": {"optim": {"lr": 1e-4}}, "high": {"seed": 7}})
     content["stages"]["final"]["run"] = "${out:tuned-low.run}"
-    pipeline = compose(tmp_path, content)
+    pipeline = compose(tmp_path, content, "from=tuned", "until=tuned")
+    assert pipeline.selection == Selection(("tuned-low", "tuned-high"), "tuned-high")
     low, high = pipeline.stage("tuned-low"), pipeline.stage("tuned-high")
     assert (low.options.optim.lr, high.options.optim.lr) == (1e-4, 1e-3)
     assert (low.options.seed, high.options.seed) == (42, 7)

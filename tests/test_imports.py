@@ -15,6 +15,7 @@ COMMANDS = (
     "filter",
     "search",
     "export",
+    "merge",
     "plan",
     "inspect",
     "split",

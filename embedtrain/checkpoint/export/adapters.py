@@ -35,6 +35,7 @@ from embedtrain.models.adapters import (
     adapter_settings,
     add_adapters,
     base_name,
+    initial_adapters,
     is_lora_a,
     lora_b_name,
 )
@@ -171,6 +172,40 @@ def load_rows(weights: Iterable[WeightRows], state: Mapping[str, Tensor]) -> Non
         (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)
 
 
+def _stored_weights(source: ModelSource, specs: Mapping[str, TensorSpec], seed: int) -> Iterable[tuple[str, Tensor]]:
+    """The weights of a model, one tensor at a time if its files allow it."""
+    locations = locate_weights(source, {name: torch.Size(spec.shape) for name, spec in specs.items()})
+    if locations is None:
+        return full_state_dict(source, seed).items()
+    stored = ((name, _read(location)) for name, location in locations.items())
+    return itertools.chain(stored, head_weights(source).items())
+
+
+def _merge_trained(
+    encoder: Encoder,
+    specs: Mapping[str, TensorSpec],
+    base_weights: Iterable[tuple[str, Tensor]],
+    trained: Mapping[str, Tensor],
+) -> WeightStream:
+    """The weights of a base model, with the trained ones merged or in their place; `encoder` has the adapters."""
+    deltas = adapter_deltas(trained, adapter_scales(encoder))
+    base = ((name, 0, tensor) for name, tensor in base_weights if name not in trained)
+    all_specs = dict(specs) | {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
+    weights = itertools.chain(base, ((name, 0, tensor) for name, tensor in trained.items()))
+    return _merge(all_specs, weights, deltas, _adapter_weights(encoder))
+
+
+def merged_adapter(base: ModelSource, lora: LoraConfig, files: AdapterFiles) -> WeightStream:
+    """All weights of a model with the adapter in `files` merged, in float32, one tensor at a time.
+
+    Raises ModelError if the adapter is of another model.
+    """
+    encoder = build_encoder(base)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
+    trained = initial_adapters(encoder, add_adapters(encoder, lora, files, torch.float32), seed=0)
+    return _merge_trained(encoder, specs, _stored_weights(base, specs, 0), trained)
+
+
 @dataclass(frozen=True)
 class AdapterCheckpoint:
     """A checkpoint of adapters, and their base model."""
@@ -211,11 +246,7 @@ class AdapterCheckpoint:
         for name, _, rows in self._trained_rows(encoder):
             parts.setdefault(name, []).append(rows)
         trained = {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
-        deltas = adapter_deltas(trained, adapter_scales(encoder))
-        base = ((name, 0, tensor) for name, tensor in self._base_weights(specs) if name not in trained)
-        specs |= {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
-        weights = itertools.chain(base, ((name, 0, tensor) for name, tensor in trained.items()))
-        return _merge(specs, weights, deltas, _adapter_weights(encoder))
+        return _merge_trained(encoder, specs, self._base_weights(specs), trained)
 
     def _attach(self, encoder: Encoder, *, load_in_4bit: bool = False) -> None:
         heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.reader.specs) else []
@@ -229,13 +260,7 @@ class AdapterCheckpoint:
         return encoder_rows(self.reader, state, ignored=buffers)
 
     def _base_weights(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-        locations = locate_weights(self.base, {name: torch.Size(spec.shape) for name, spec in specs.items()})
-        weights: Iterable[tuple[str, Tensor]]
-        if locations is None:
-            weights = full_state_dict(self.base, self.seed).items()
-        else:
-            stored = ((name, _read(location)) for name, location in locations.items())
-            weights = itertools.chain(stored, head_weights(self.base).items())
+        weights = _stored_weights(self.base, specs, self.seed)
         quantized = self._quantized_weights()
         for name, tensor in weights:
             yield name, quantization_round_trip(tensor) if name in quantized else tensor

@@ -35,10 +35,11 @@ def require_export_support(export: ExportConfig) -> None:
         )
 
 
-def upload_model(directory: Path, name: str, *, private: bool, step: int) -> str:
+def upload_model(directory: Path, name: str, *, private: bool, step: int | None = None) -> str:
     """Upload a model directory to the repository `name` in one commit; returns the repository's address.
 
-    A missing repository is created. Raises CheckpointError if the Hub cannot be reached, or rejects the upload.
+    `step` is that of a run; None: the model was merged. A missing repository is created. Raises
+    CheckpointError if the Hub cannot be reached, or rejects the upload.
     """
     api = HfApi()
     try:
@@ -46,7 +47,7 @@ def upload_model(directory: Path, name: str, *, private: bool, step: int) -> str
         api.upload_folder(
             repo_id=repository.repo_id,
             folder_path=directory,
-            commit_message=f"Model of step {step}",
+            commit_message="Merged model" if step is None else f"Model of step {step}",
             delete_patterns=_REPLACED_FILES,
             ignore_patterns=[RECORD],
         )

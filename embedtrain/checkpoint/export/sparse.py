@@ -14,7 +14,6 @@ from embedtrain.checkpoint.export.cross_encoder import (
     open_checked,
     write_modules,
 )
-from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
@@ -88,9 +87,9 @@ def write_sparse_settings(directory: Path, source: ModelSource, tokenizer: TextT
     )
 
 
-def usage_of_words(name: str, prompts: Mapping[str, str], run_dir: Path) -> list[str]:
+def usage_of_words(name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
     """Lines of a model card; `name` is that of the model's directory or repository."""
-    is_static = (RunDirectory(run_dir).architecture / QUERY_FOLDER).is_dir()
+    is_static = (architecture / QUERY_FOLDER).is_dir()
     static = [
         "Only documents are encoded. The weights of a query's words are those of its tokens "
         f"(`{QUERY_FOLDER}`, and `{IDF_FILE}` for OpenSearch), without inference.",

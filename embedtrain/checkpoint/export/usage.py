@@ -1,0 +1,175 @@
+"""The parts of a model card that depend on the kind of model: description, tags, and usage."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from embedtrain.checkpoint.export.cross_encoder import renders_pairs
+from embedtrain.checkpoint.export.late_interaction import pylate_usage
+from embedtrain.checkpoint.export.sparse import usage_of_words
+from embedtrain.config.recipe import ModelKind
+
+# What the card calls a model.
+_KINDS = {
+    ModelKind.dense: "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens",
+    ModelKind.cross_encoder: (
+        "A reranker: a cross-encoder that scores pairs of a query and a document of up to {max_length} tokens together"
+    ),
+    ModelKind.late_interaction: (
+        "A late-interaction model (ColBERT): a vector of {dimension} dimensions for each token of a text of up to "
+        "{max_length} tokens, and the sum of the largest similarities of a query's tokens as score"
+    ),
+    ModelKind.m3: (
+        "A model of three representations of a text of up to {max_length} tokens, in the manner of BGE-M3: a vector of "
+        "{dimension} dimensions, a weight of each token, and a vector of each token"
+    ),
+    ModelKind.sparse: (
+        "A learned sparse model (SPLADE): weights of the {dimension} words of a vocabulary, most of them 0, for texts "
+        "of up to {max_length} tokens"
+    ),
+}
+TAGS = {
+    ModelKind.dense: ["sentence-similarity", "feature-extraction"],
+    ModelKind.cross_encoder: ["cross-encoder", "reranker"],
+    ModelKind.sparse: ["sparse-encoder", "splade", "sparse", "feature-extraction"],
+    ModelKind.late_interaction: ["multi-vector", "ColBERT", "late-interaction", "feature-extraction"],
+    ModelKind.m3: ["sentence-similarity", "feature-extraction", "multi-vector", "sparse", "bge-m3"],
+}
+_PIPELINES = {ModelKind.dense: "sentence-similarity", ModelKind.cross_encoder: "text-ranking"}
+LOGIT_SCORE_USAGE = [
+    "`logit_score` is the same model as a causal language model, whose score is the logit of a token, or the "
+    "difference of two, for sentence-transformers 6 (`LogitScore`).",
+    "",
+]
+_MAX_PROMPT = 60  # characters in the table of prompts
+
+
+def describe_model(kind: ModelKind, *, dimension: int, max_length: int) -> str:
+    """What the card calls a model, without a full stop."""
+    return _KINDS[kind].format(dimension=dimension, max_length=max_length)
+
+
+def pipeline_tag(kind: ModelKind) -> str:
+    """The task of the Hub."""
+    return _PIPELINES.get(kind, "feature-extraction")
+
+
+def usage(kind: ModelKind, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+    """How libraries open the model `name` and compute its outputs; `architecture` has its files."""
+    by_kind = {
+        ModelKind.cross_encoder: _usage_of_scores,
+        ModelKind.late_interaction: _usage_of_token_vectors,
+        ModelKind.m3: _usage_of_m3,
+        ModelKind.sparse: usage_of_words,
+    }
+    return by_kind.get(kind, _usage_of_vectors)(name, prompts, architecture)
+
+
+def graph_usage(kind: ModelKind) -> list[str]:
+    """The paragraph about the ONNX graph."""
+    what = "the tokens of pairs to `logits`, the scores before the activation"
+    what = what if kind is ModelKind.cross_encoder else "token ids to `last_hidden_state`"
+    return [
+        f"`onnx/model.onnx` is the same model in fp32, from {what}, for onnxruntime, or for sentence-transformers and "
+        'optimum with `backend="onnx"`.',
+        "",
+    ]
+
+
+def _usage_of_scores(name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+    texts = [f"{kind} with {_code(text)}" for kind, text in prompts.items() if text]
+    rest = "the library does not prepend it."
+    note = f"Begin every {', and every '.join(texts)}: {rest}" if texts else ""
+    if renders_pairs(architecture):
+        note = (
+            "sentence-transformers 6 formats pairs with `chat_template.jinja`; its argument `prompt` is an instruction "
+            "for the query. The scores of other software, and of older versions, are only right for texts that are "
+            "formatted as the template does."
+        )
+    return [
+        "```python",
+        "from sentence_transformers import CrossEncoder",
+        "",
+        f'model = CrossEncoder("{name}")',
+        'scores = model.predict([("a question", "a text that answers it"), ("a question", "another text")])',
+        'ranking = model.rank("a question", ["a text that answers it", "another text"])',
+        "```",
+        "",
+        *([note, ""] if note else []),
+    ]
+
+
+def _usage_of_m3(name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+    return [
+        "sentence-transformers computes the vector of a text, FlagEmbedding all three representations:",
+        "",
+        *_usage_of_vectors(name, prompts, architecture),
+        "```python",
+        "from FlagEmbedding import BGEM3FlagModel",
+        "",
+        f'model = BGEM3FlagModel("{name}")',
+        'model.encode(["a text"], return_dense=True, return_sparse=True, return_colbert_vecs=True)',
+        "```",
+        "",
+    ]
+
+
+def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+    lines = [
+        "```python",
+        "from sentence_transformers import MultiVectorEncoder",
+        "",
+        f'model = MultiVectorEncoder("{name}")',
+        'queries = model.encode_query(["a question"])',
+        'documents = model.encode_document(["a text that answers it", "another text"])',
+        "print(model.similarity(queries, documents))",
+        "```",
+        "",
+    ]
+    opens, by_name = pylate_usage(architecture)
+    if not opens:
+        return [*lines, "PyLate cannot open this model, because it has settings that PyLate does not have.", ""]
+    query, document = (f', prompt_name="{role}"' if role in by_name else "" for role in ("query", "document"))
+    return [
+        *lines,
+        "With PyLate:",
+        "",
+        "```python",
+        "from pylate import models, rank",
+        "",
+        f'model = models.ColBERT("{name}")',
+        f'queries = model.encode(["a question"], is_query=True{query})',
+        f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
+        'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, documents_embeddings=documents))',
+        "```",
+        "",
+    ]
+
+
+def _usage_of_vectors(name: str, prompts: Mapping[str, str], _: Path) -> list[str]:
+    lines = [
+        "```python",
+        "from sentence_transformers import SentenceTransformer",
+        "",
+        f'model = SentenceTransformer("{name}")',
+        'queries = model.encode_query(["a question"])',
+        'documents = model.encode_document(["a text that answers it"])',
+        "print(model.similarity(queries, documents))",
+        "```",
+        "",
+    ]
+    if any(prompts.values()):
+        lines += [
+            "`encode_query` and `encode_document` prepend the prompts that the model was trained with. Other software "
+            "must prepend them too:",
+            "",
+            "| texts | prompt |",
+            "| --- | --- |",
+            *(f"| {kind} | {_code(text)} |" for kind, text in prompts.items() if text),
+            "",
+        ]
+    return lines
+
+
+def _code(prompt: str) -> str:
+    shown = prompt if len(prompt) <= _MAX_PROMPT else f"{prompt[:_MAX_PROMPT]}..."
+    return "`` " + repr(shown).replace("|", "\\|") + " ``"

@@ -16,6 +16,7 @@ from embedtrain import evaluate, load_encoder, mine
 from embedtrain.config.recipe import ModelKind
 from tests.commands import call
 from tests.small import WORDS, save_language_model, small_model, text
+from tests.tracking.report.runs import make_run
 
 CORPUS = {f"d{i}": text(i, 2 + i % 9) for i in range(40)}
 QUERIES = {f"q{i}": f"{WORDS[i]} {WORDS[i * 5 % 13]}" for i in range(12)}
@@ -117,3 +118,18 @@ def test_load_encoder(model_dir: Path, theirs: Any) -> None:
             torch.testing.assert_close(
                 torch.as_tensor(ours(texts)), other(texts, convert_to_sparse_tensor=False), atol=1e-5, rtol=0
             )
+
+
+def test_inspect_and_report(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
+    """Lengths are those of the model's tokens, and the page of a run has the measures of sparse vectors."""
+    rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = call("embedtrain.inspect", f"data={data}", f"model={model_dir}", f"cache_dir={tmp_path / 'cache'}")
+    assert "<s> mu alpha alpha </s>" in printed
+    measures = ["queries/flops", "documents/active_words", "documents/empty_texts"]
+    run = make_run(tmp_path / "run", extra_metrics=measures)
+    call("embedtrain.report", str(run))
+    page = (run / "report.html").read_text()
+    assert "Active words of documents" in page
+    assert "FLOPS of queries" in page

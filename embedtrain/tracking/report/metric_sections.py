@@ -1,7 +1,7 @@
 """The sections of the page about training metrics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from embedtrain.tracking.report.axes import NumberFormat, format_value
@@ -96,6 +96,14 @@ METRICS = {
     "communication": MetricInfo("Communication", "fraction of step time", _SPEED, _FRACTION, "% of time"),
     "padding": MetricInfo("Padding", "fraction of computed tokens", _SPEED, _FRACTION, "% of tokens"),
 }
+# Of sparse models; keys are `queries/flops`, `documents/active_words`, ...
+_WORDS = {
+    "flops": MetricInfo("FLOPS", "sum over words of the squared mean weight of the {texts}", _TRAINING),
+    "active_words": MetricInfo("Active words", "mean over the {texts}", _TRAINING, _RATE, "words"),
+    "active_words_p99": MetricInfo("Active words, 99th percentile", "of the {texts}", _TRAINING, _RATE, "words"),
+    "density": MetricInfo("Density", "active fraction of the vocabulary, mean over the {texts}", _TRAINING),
+    "empty_texts": MetricInfo("Empty", "fraction of the {texts} without active words", _TRAINING, _FRACTION),
+}
 _ORDER = {name: index for index, name in enumerate(METRICS)}
 
 
@@ -113,6 +121,10 @@ def metric_info(key: str) -> MetricInfo:
         return MetricInfo(
             f"Loss of {key.removeprefix(_SOURCE_LOSS)}", "mean over this source's rows", Group.training, unit="loss"
         )
+    texts, _, name = key.partition("/")
+    if texts in ("queries", "documents") and name in _WORDS:
+        info = _WORDS[name]
+        return replace(info, title=f"{info.title} of {texts}", description=info.description.format(texts=texts))
     return MetricInfo(key, "", Group.other)
 
 

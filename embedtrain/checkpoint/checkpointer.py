@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain import __version__
 from embedtrain.checkpoint.snapshot import (
+    AVERAGE,
     OPTIMIZER,
     WEIGHTS,
     ShardPosition,
@@ -76,6 +77,7 @@ class Checkpointer:
         self._cpu_world: World | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=thread_initializer())
         self._pending: Future[None] | None = None
+        self.average: Mapping[str, Tensor] | None = None  # of the weights, by their names; saved and loaded with them
         self._newest: int | None = None  # step of the newest intact checkpoint
 
     def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -136,7 +138,8 @@ class Checkpointer:
         return self._cpu_world
 
     def _take_snapshot(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-        return take_snapshot(trained, optimizer if self.config.contents is CheckpointContents.all else None)
+        complete = self.config.contents is CheckpointContents.all
+        return take_snapshot(trained, optimizer if complete else None, self.average)
 
     def _write(self, snapshot: Snapshot, state: Mapping[str, Any], world: World) -> None:
         """Write one complete checkpoint, or leave nothing of it; runs in the thread if saves are asynchronous."""
@@ -250,6 +253,9 @@ class Checkpointer:
         phase = f"reading {checkpoint.path}"
         with self.world.fail_together(phase), _os_errors(phase, checkpoint.path):
             read_tensors(checkpoint, trained, optimizer if complete else None)
+            if self.average is not None:
+                # That of a run which had none so far begins with the weights.
+                _read_into(self.average, checkpoint, AVERAGE if complete and AVERAGE in checkpoint.kinds else WEIGHTS)
         return dict(checkpoint.manifest.state) if complete else None
 
     def __enter__(self) -> Self:
@@ -271,14 +277,18 @@ class Checkpointer:
             self._cpu_world = None
 
 
-def read_tensors(checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def read_tensors(
+    checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer | None, kind: str = WEIGHTS
+) -> None:
     """Load the weights of the sharded encoder and its loss, and the optimizer state unless it is None.
+
+    `kind` is WEIGHTS, or AVERAGE for their moving average.
 
     Each rank reads its own rows, whatever number of ranks wrote them; no collective. Raises CheckpointError if a tensor
     is missing, unexpected, or of another shape than the model's.
     """
     # The state dict refers to the parameters' own memory, so reading into it is enough.
-    _read_into(checkpointed_weights(trained), checkpoint, WEIGHTS)
+    _read_into(checkpointed_weights(trained), checkpoint, kind)
     if optimizer is None:
         return
     _read_into(optimizer_tensors(trained, optimizer), checkpoint, OPTIMIZER)

@@ -17,7 +17,7 @@ from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.distributed.weights import row_range
 from embedtrain.models.adapters import has_adapters
 
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
+WEIGHTS, OPTIMIZER, AVERAGE = "weights", "optimizer", "ema"
 ENCODER = "encoder."  # prefix of the encoder's weights; the loss's own have the prefix `loss.`
 
 
@@ -50,7 +50,7 @@ class Snapshot:
     """The tensors of a model and its optimizer at one step, as far as this rank holds them."""
 
     position: ShardPosition
-    # Kind (`weights`, and `optimizer` if it is saved) -> name -> shard.
+    # Kind (`weights`, `ema` and `optimizer` if they are saved) -> name -> shard.
     tensors: Mapping[str, Mapping[str, LocalShard]]
 
     @property
@@ -59,10 +59,14 @@ class Snapshot:
         return sum(shard.spec.num_bytes for shards in self.tensors.values() for shard in shards.values())
 
 
-def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapshot:
-    """The current tensors themselves, not copies, without the optimizer state if it is None; no collective."""
+def take_snapshot(
+    trained: nn.Module, optimizer: torch.optim.Optimizer | None, average: Mapping[str, Tensor] | None = None
+) -> Snapshot:
+    """The current tensors themselves, not copies; without optimizer or average if they are None. No collective."""
     model = checkpointed_weights(trained)
     tensors = {WEIGHTS: local_shards(model)}
+    if average is not None:
+        tensors[AVERAGE] = local_shards(average)
     if optimizer is not None:
         tensors[OPTIMIZER] = local_shards(optimizer_tensors(trained, optimizer))
     return Snapshot(shard_position(model), tensors)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, checkpointed_weights
+from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError
@@ -56,10 +56,10 @@ class Manifest:
     recipe: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for no shards, and for tensors that are neither weights nor optimizer: both name files."""
+        """Raise ValueError for no shards, and for tensors of an unknown kind: both name files."""
         if self.shards < 1:
             raise ValueError(f"shards={self.shards}")
-        if not {WEIGHTS} <= self.tensors.keys() <= {WEIGHTS, OPTIMIZER}:
+        if not {WEIGHTS} <= self.tensors.keys() <= {WEIGHTS, OPTIMIZER, AVERAGE}:
             raise ValueError(f"its tensors are {', '.join(map(repr, self.tensors))}")
 
 
@@ -77,7 +77,7 @@ class Checkpoint:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors it holds: `weights`, and `optimizer` unless it was saved without."""
+        """Kinds of tensors it holds: `weights`, `optimizer` unless it was saved without, `ema` if the run has one."""
         return tuple(self.manifest.tensors)
 
     def tensors(self, kind: str) -> TensorReader:

@@ -98,6 +98,8 @@ class OptimConfig:
     min_lr_ratio: float | None = None  # the same as a fraction of lr; null: 0
     schedule_steps: int | None = None  # all steps, as the schedule counts them; null: those of the run
     loss_lr: float | None = None  # learning rate of the loss's parameters (a temperature, a classifier); default: lr
+    # Decay of a moving average of the weights, such as 0.999, which is evaluated and exported; null: none.
+    ema: float | None = None
     head_lr: float | None = None  # learning rate of what follows the backbone: heads, projections; default: lr
     # Of L blocks, counted from 0, block l has lr * layer_decay^(L - l), embeddings lr * layer_decay^(L + 1).
     layer_decay: float | None = None
@@ -105,15 +107,15 @@ class OptimConfig:
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Bytes of the optimizer's state for each trained weight: of matrices of blocks, and of other parameters."""
-        size = 4 if self.state_dtype is StateDtype.fp32 else 2
+        """Bytes of moments and of `ema` for each trained weight: of matrices of blocks, and of other parameters."""
+        size, average = 4 if self.state_dtype is StateDtype.fp32 else 2, 0 if self.ema is None else 4
         match self.name:
             case OptimizerName.lion:
-                return size, size
+                return size + average, size + average
             case OptimizerName.muon:
-                return size, 2 * size
+                return size + average, 2 * size + average
             case _:
-                return 2 * size, 2 * size
+                return 2 * size + average, 2 * size + average
 
     @property
     def floor(self) -> float:
@@ -147,6 +149,7 @@ def check_optim(optim: OptimConfig) -> None:
     check.positive("eps")
     check.at_least(0, "weight_decay")
     check.positive("max_grad_norm", "null switches clipping off")
+    check.within(0, 0.9999999, "ema", "such as 0.999; null keeps no average")
     check.positive("head_lr", "null takes optim.lr")
     check.within(0.01, 1, "layer_decay", "such as 0.9; null gives all layers the same learning rate")
     _check_schedule(optim, check)

@@ -16,7 +16,7 @@ from embedtrain.checkpoint.export.model_export import (
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checkpoint.snapshot import WEIGHTS
+from embedtrain.checkpoint.snapshot import AVERAGE, WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
@@ -68,7 +68,10 @@ def export_checkpoint(
         base = open_model_source(recipe.model)
         require_logit_score(base, run_dir.architecture)
     reference: ExportReference | None = None
-    with export_lock(output_dir) as unfinished, checkpoint.tensors(WEIGHTS) as reader:
+    kind = AVERAGE if AVERAGE in checkpoint.kinds else WEIGHTS
+    if kind == AVERAGE:
+        console.note("exporting the moving average of the weights (optim.ema)")
+    with export_lock(output_dir) as unfinished, checkpoint.tensors(kind) as reader:
         adapters: AdapterCheckpoint | None = None
         adapter: AdapterBase | None = None
         if recipe.model.lora.on:

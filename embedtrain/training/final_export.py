@@ -17,6 +17,7 @@ from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.sparse import probe_words
 from embedtrain.checkpoint.export.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checkpoint.snapshot import AVERAGE, WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Precision, Recipe
@@ -55,7 +56,8 @@ def export_run(
     if step != state.step:
         with world.fail_together("opening the best checkpoint"):
             folder = open_checkpoint(step_path(run_dir.checkpoints, step))
-        read_tensors(folder, trained, None)
+        has_average = recipe.optim.ema is not None and AVERAGE in folder.kinds
+        read_tensors(folder, trained, None, AVERAGE if has_average else WEIGHTS)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
     config, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
     reference: ExportReference | None = None

@@ -57,6 +57,8 @@ def trained_parameters(encoder: nn.Module, optim: OptimConfig, loss: nn.Module |
         )
     decays = {} if optim.layer_decay is None else _layer_factors(encoder, optim.layer_decay)
     rules = _matrices_of_blocks(encoder) if optim.name is OptimizerName.muon else {}
+    if optim.name is OptimizerName.muon and not any(name in rules for name, _ in named):
+        raise ConfigError("optim.name=muon: the model trains no matrices of its blocks; write optim.name=adamw")
     trained = []
     for name, parameter in named:
         label, factor = decays.get(name, (ENCODER, 1.0))
@@ -174,7 +176,8 @@ def describe_groups(trained: Sequence[TrainedParameter], optim: OptimConfig) -> 
     """Numbers of parameters and settings by label; empty if the recipe sets no groups."""
     by_label: dict[str, list[TrainedParameter]] = {}
     for item in trained:
-        by_label.setdefault(item.settings.label, []).append(item)
+        is_muon = item.settings.rule is OptimizerName.muon
+        by_label.setdefault(item.settings.label + " (muon)" * is_muon, []).append(item)
     if by_label.keys() <= {ENCODER, LOSS} and optim.loss_lr is None:
         return {}
     return {label: _described(items, optim) for label, items in by_label.items()}

@@ -6,6 +6,7 @@ import itertools
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
@@ -80,6 +81,7 @@ class PeriodicEvaluation:
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`; None if the recipe sets none
     state: TrainState
     tracker: Tracker
+    weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # that are evaluated
 
     def __call__(self, stop: Callable[[], bool]) -> bool:
         """Evaluate the current step, and return whether it is the best so far.
@@ -88,7 +90,7 @@ class PeriodicEvaluation:
         """
         state = self.state
         try:
-            with self.tracker.progress() as progress, automatic_collection():
+            with self.tracker.progress() as progress, automatic_collection(), self.weights():
                 record = functools.partial(self.tracker.set_evaluated, state.step)
                 record_queries = functools.partial(self.tracker.queries_evaluated, state.step)
                 metrics = self.evaluator.evaluate(

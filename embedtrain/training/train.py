@@ -22,6 +22,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import metrics_at
 from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.training.early_checks import truncate_dims
+from embedtrain.training.ema import WeightAverage
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
@@ -94,12 +95,18 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
     checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes))
+    average = None
+    if recipe.optim.ema is not None:
+        average = WeightAverage(parts.module, recipe.optim.ema, checkpointer.wait_for_staging)
+    checkpointer.average = None if average is None else average.tensors
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
     if start.checkpoint is not None and state.step:
         saved = start.checkpoint.manifest.recipe
         change = schedule_change(saved, recipe, state.step, lambda other: run_length(other, inputs.data)[0])
         if change is not None:
             run.console.warn(change)
+    if average is not None:
+        parts.optimizer.register_step_post_hook(lambda *_: average.update(state.step))
     model = parts.model
     if not start.from_scratch:  # its weights have only now been read
         model = verify_packing(model, recipe.model, recipe.parallel, world, progress=run.console.note)
@@ -154,6 +161,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
                 best_metric=inputs.best_metric,
                 state=state,
                 tracker=tracker,
+                weights=contextlib.nullcontext if average is None else average.in_place,
             ),
             checkpointer=checkpointer,
             tracker=tracker,
@@ -167,6 +175,8 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             reporter.report_stopped()
         else:
             checkpointer.wait()
+            if average is not None:
+                average.swap()
             exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
             step = exported_step(recipe, state)

@@ -226,6 +226,7 @@ CASES = [
     option("optim.momentum", 1.0, optim__name=OptimizerName.muon),
     option("optim.momentum", 0.9),
     option("optim.muon_dtype", StateDtype.bf16),
+    option("optim.ema", 1.0),
     option("optim.head_lr", 0.0),
     option("optim.layer_decay", 1.5),
     in_group("match", "(", lr=0.1),

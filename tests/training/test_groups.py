@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.checkpoint.checkpointer import Checkpointer, read_tensors
 from embedtrain.checkpoint.snapshot import optimizer_tensors
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.optim import OptimConfig, ParameterGroup
+from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup
 from embedtrain.config.recipe import CheckpointConfig, LoraConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -65,6 +65,20 @@ def test_heads_adapters_and_the_first_match():
     groups = [ParameterGroup(match="lora_B", name="b", lr=0.16), ParameterGroup(match=r"lora_|bias", lr_scale=3.0)]
     factors = {name.split(".")[-3]: rest for name, rest in settings_of(adapted, groups=groups).items()}
     assert factors == {"lora_B": ("b", 16.0, 0.5), "lora_A": ("lora_|bias", 3.0, 0.5)}
+
+
+def test_muon_updates_matrices_of_blocks_only():
+    optim = OptimConfig(name=OptimizerName.muon)
+    trained = trained_parameters(encoder_of(small_model("llama")), optim)
+    matrices = {item.name for item in trained if item.settings.rule is OptimizerName.muon}
+    names = (f"{part}_proj" for part in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate"))
+    assert matrices > {f"backbone.layers.0.{name}.weight" for name in names}
+    assert all("layers." in name and "norm" not in name for name in matrices)
+    assert list(describe_groups(trained, optim)) == ["encoder", "encoder (muon)"]
+    adapted = small_model("llama")
+    adapted.lora = LoraConfig(rank=2)
+    with pytest.raises(ConfigError, match=r"optim\.name=muon"):
+        trained_parameters(encoder_of(adapted), optim)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from embedtrain.plan.compute import plan
 from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
 from tests.conftest import ROOT
-from tests.small import batch, save_language_model, save_small, small_model, text, write_rows
+from tests.small import batch, save_language_model, save_small, small_model, small_tokenizer, text, write_rows
 from tests.token_rerankers import save_causal
 
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -294,10 +294,13 @@ def test_a_small_late_interaction_model_trains(ranks, tmp_path, name):
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_recipes_train(ranks, tmp_path, name):
-    model = save_language_model(small_model(SPARSE[name]), tmp_path / "model")
+    small = small_model(SPARSE[name])
+    small.config["vocab_size"] = len(small_tokenizer())  # as static queries need
+    model = save_language_model(small, tmp_path / "model")
     write_rows(tmp_path / "train.jsonl", 12)
     ranks(1, run_recipe, name, tmp_path, model)
-    assert (tmp_path / "run" / "model" / "1_SpladePooling" / "config.json").is_file()
+    folder = "document_1_SpladePooling" if name == "splade_doc" else "1_SpladePooling"
+    assert (tmp_path / "run" / "model" / folder / "config.json").is_file()
 
 
 def run_recipe(world: World, name: str, folder: Path, model: Path) -> None:

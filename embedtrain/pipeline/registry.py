@@ -90,6 +90,15 @@ KINDS = {
             resumes=False,
         ),
         StageKind("filter", "embedtrain.filter", "FilterOptions", outputs={DATA: "*.jsonl"}),
+        StageKind(
+            "merge",
+            "embedtrain.merge",
+            "MergeOptions",
+            folder="model",
+            outputs={MODEL: "model"},
+            resumes=False,
+            ignored=("check", "push_to_hub", "private"),
+        ),
         StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(
             "export",

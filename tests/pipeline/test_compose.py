@@ -140,6 +140,14 @@ def test_repeat_makes_members_with_other_seeds():
     assert [stage["seed"] for stage in expanded.stages.values()] == [5, 6, 7]
 
 
+def test_models_of_stages_are_merged(run_inputs, tmp_path):
+    content = small_pipeline(run_inputs)
+    content["stages"]["merged"] = {"do": "merge", "models": ["${out:weak.model}", "${out:tuned.model}"]}
+    content["evaluation"]["after"].append("merged")
+    names = [stage.name for stage in compose(tmp_path, content).stages]
+    assert names[-2:] == ["merged", "merged-evaluation"]
+
+
 def test_rounds_of_mining_and_training():
     mined = {"do": "mine", "model": "${out:rounds.model}", "data": "rows.jsonl"}
     tuned = {"do": "train", "init": {"from": "rounds"}, "data": {"train": ["${out:mined.data}", "${out:clean.data}"]}}

@@ -31,7 +31,7 @@ _PATHS = (
     *("tokenizer", "base", "documents", "guide", "members"),
 )
 # Files of a directory that say how it was made; the results do not depend on them.
-_DESCRIPTIONS = (RECORD, "lineage.json", "summary.json")
+_DESCRIPTIONS = (RECORD, "lineage.json", "summary.json", "merge.json")
 
 
 def options_of(stage: Stage) -> dict[str, Any]:

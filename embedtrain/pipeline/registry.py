@@ -97,7 +97,7 @@ KINDS = {
             folder="model",
             outputs={MODEL: "model"},
             resumes=False,
-            ignored=("check", "push_to_hub", "private"),
+            ignored=("check", "push_to_hub", "private", "find.chunk_tokens"),
         ),
         StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(

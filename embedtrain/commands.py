@@ -42,6 +42,7 @@ COMMANDS = {
         Command("evaluate", "embedtrain.evaluate", "measure a model on evaluation sets or MTEB", has_ranks=True),
         Command("mine", "embedtrain.mine", "mine hard negatives for training data", has_ranks=True),
         Command("filter", "embedtrain.filter", "keep the training rows whose positives rank high", has_ranks=True),
+        Command("vectors", "embedtrain.vectors", "compute a teacher's vectors of training data once", has_ranks=True),
         Command("search", "embedtrain.search", "search a corpus with a model"),
         Command("export", "embedtrain.export", "write a model directory from a checkpoint"),
         Command("merge", "embedtrain.merge", "merge the weights of several models", has_ranks=True),

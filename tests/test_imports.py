@@ -13,6 +13,7 @@ COMMANDS = (
     "evaluate",
     "mine",
     "filter",
+    "vectors",
     "search",
     "export",
     "merge",

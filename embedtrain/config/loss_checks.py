@@ -12,7 +12,6 @@ from embedtrain.config.losses import (
     CombinedConfig,
     ContrastiveConfig,
     CustomConfig,
-    DistillEmbeddingsConfig,
     Hardness,
     InfoNCEConfig,
     KDLossType,
@@ -30,11 +29,7 @@ from embedtrain.config.losses import (
 from embedtrain.config.names import unknown_loss
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
-from embedtrain.config.similarity_losses import (
-    DistillSimilaritiesConfig,
-    SimilarityMSEConfig,
-    check_similarity_loss,
-)
+from embedtrain.config.similarity_losses import TeacherConfig, check_teacher_loss
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -59,12 +54,8 @@ def guide_paths(loss: LossConfig) -> list[str]:
             return list(dict.fromkeys(path for part in parts for path in guide_paths(part)))
         case InfoNCEConfig(guide=path) | SentenceTransformersConfig(guide=path):
             return [] if path is None else [path]
-        case (
-            DistillEmbeddingsConfig(teacher=path)
-            | DistillSimilaritiesConfig(teacher=path)
-            | SimilarityMSEConfig(teacher=path)
-        ):
-            return [] if path is None else [path]
+        case TeacherConfig():
+            return loss.teacher_paths
         case _:
             return []
 
@@ -122,14 +113,8 @@ def _check(loss: LossConfig, option: str) -> None:
                 "mean_weight",
                 "second_moment_weight is 0 as well",
             )
-        case DistillEmbeddingsConfig():
-            check.require(
-                not loss.project or loss.matryoshka_dims is None,
-                "project",
-                "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
-            )
-        case DistillSimilaritiesConfig():
-            check_similarity_loss(loss, check)
+        case TeacherConfig():
+            check_teacher_loss(loss, check)
         case BCEConfig():
             check.positive("pos_weight", "1 weighs positives and negatives alike")
         case SoftmaxConfig():

@@ -18,7 +18,6 @@ from embedtrain.config.losses import (
     CoSENTConfig,
     CosineMSEConfig,
     CustomConfig,
-    DistillEmbeddingsConfig,
     DistillScoresConfig,
     InfoNCEConfig,
     LossConfig,
@@ -31,7 +30,7 @@ from embedtrain.config.losses import (
     TripletConfig,
     XTRConfig,
 )
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
+from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, DistillSimilaritiesConfig, SimilarityMSEConfig
 
 LOSSES: dict[str, type[LossConfig]] = {
     kind.name: kind

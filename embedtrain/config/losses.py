@@ -94,14 +94,6 @@ class KDLossType(str, Enum):
     m3_kd_loss = "m3_kd_loss"
 
 
-class EmbeddingDistance(str, Enum):
-    """Distance of a vector from the teacher's."""
-
-    cosine = "cosine"
-    mse = "mse"
-    l2 = "l2"
-
-
 # Of similarities of vectors, which differ by at most 2.
 VECTOR_TEMPERATURE = 0.02
 # Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
@@ -138,7 +130,8 @@ class InfoNCEConfig(LossConfig):
     false_negative_margin: float | None = (
         None  # exclude negatives more similar than the positive by this margin (may be negative)
     )
-    # A model directory or Hub id (ID@REVISION); excludes negatives that it finds closer than the positive (GISTEmbed).
+    # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; excludes negatives that it finds
+    # closer than the positive (GISTEmbed).
     guide: str | None = None
     guide_margin: float = 0.0  # exclude negatives from this margin below the positive's similarity on
     guide_margin_kind: MarginKind = MarginKind.absolute
@@ -278,16 +271,6 @@ class MarginMSEConfig(LossConfig):
 
     name: str = "margin_mse"
     similarity: Similarity = Similarity.dot
-
-
-@dataclass(kw_only=True)
-class DistillEmbeddingsConfig(LossConfig):
-    """Distance of vectors from a teacher's (Kim et al., 2023)."""
-
-    name: str = "distill_embeddings"
-    distance: EmbeddingDistance = EmbeddingDistance.cosine
-    teacher: str | None = None  # a model directory or Hub id (ID@REVISION); default: the vectors in the rows
-    project: bool = False  # train a projection onto the teacher's dimensions
 
 
 @dataclass(kw_only=True)

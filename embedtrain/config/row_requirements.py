@@ -8,13 +8,12 @@ from embedtrain.config.listwise_losses import SoftmaxConfig
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
-    DistillEmbeddingsConfig,
     KDLossType,
     LossConfig,
     M3LossConfig,
     SentenceTransformersConfig,
 )
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
+from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, TeacherConfig
 from embedtrain.errors import ConfigError
 
 
@@ -182,10 +181,9 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             )
         case M3LossConfig(kd_loss_type=KDLossType.kl_div | KDLossType.m3_kd_loss):
             return replace(_LOSSES["distill_scores"], loss=loss.name)
-        case DistillSimilaritiesConfig(teacher=teacher):
-            return RowRequirements(vectors=teacher is None, loss=loss.name)
-        case DistillEmbeddingsConfig(teacher=teacher) | SimilarityMSEConfig(teacher=teacher):
-            return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)
+        case TeacherConfig():
+            needs_documents = isinstance(loss, DistillSimilaritiesConfig)
+            return RowRequirements(documents=needs_documents, vectors=not loss.teacher_paths, loss=loss.name)
         case _:
             return replace(_LOSSES.get(loss.name, RowRequirements()), loss=loss.name)
 

@@ -1,10 +1,32 @@
-"""Options of the losses that compare the similarities within a batch with a teacher's."""
+"""Options of the losses that distil a teacher's vectors, or the similarities of a batch by them."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from embedtrain.config.losses import VECTOR_TEMPERATURE, Implementation, LossConfig, LossDirection, Similarity
+from embedtrain.config.losses import (
+    VECTOR_TEMPERATURE,
+    Implementation,
+    LossConfig,
+    LossDirection,
+    Similarity,
+)
 from embedtrain.config.validation import OptionChecks, written
+
+
+class EmbeddingDistance(str, Enum):
+    """Distance of a vector from the teacher's."""
+
+    cosine = "cosine"
+    mse = "mse"
+    l2 = "l2"
+
+
+class TeacherMap(str, Enum):
+    """How a teacher's vectors get the dimensions of the model, without training."""
+
+    truncate = "truncate"  # its first dimensions: Matryoshka teachers
+    orthogonal = "orthogonal"  # a random orthogonal projection, which `seed` draws
 
 
 class Divergence(str, Enum):
@@ -27,11 +49,36 @@ class CandidateSet(str, Enum):
 
 
 @dataclass(kw_only=True)
-class DistillSimilaritiesConfig(LossConfig):
+class TeacherConfig(LossConfig):
+    """Options of the losses with a teacher's vectors."""
+
+    # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; default: the vectors in the rows.
+    teacher: str | None = None
+    # Several of them in place of `teacher`: their normalised vectors are concatenated, so cosines are their mean.
+    teachers: list[str] | None = None
+    teacher_weights: list[float] | None = None  # of the cosine of each of `teachers` in the mean; default: 1 each
+
+    @property
+    def teacher_paths(self) -> list[str]:
+        """Their paths; none if the rows have the vectors."""
+        return self.teachers or ([] if self.teacher is None else [self.teacher])
+
+
+@dataclass(kw_only=True)
+class DistillEmbeddingsConfig(TeacherConfig):
+    """Distance of vectors from a teacher's (Kim et al., 2023)."""
+
+    name: str = "distill_embeddings"
+    distance: EmbeddingDistance = EmbeddingDistance.cosine
+    project: bool = False  # train a projection onto the teacher's dimensions
+    teacher_map: TeacherMap | None = None  # in place of `project`: map the teacher's vectors to the model's dimensions
+
+
+@dataclass(kw_only=True)
+class DistillSimilaritiesConfig(TeacherConfig):
     """Divergence of each query's softmax over the documents of the global batch from a teacher's."""
 
     name: str = "distill_similarities"
-    teacher: str | None = None  # a model directory or Hub id (ID@REVISION); default: the vectors in the rows
     temperature: float | None = None  # the student's similarities are divided by it; default: 0.02
     teacher_temperature: float | None = None  # the teacher's cosines are divided by it; default: as `temperature`
     divergence: Divergence = Divergence.kl
@@ -53,15 +100,45 @@ class DistillSimilaritiesConfig(LossConfig):
 
 
 @dataclass(kw_only=True)
-class SimilarityMSEConfig(LossConfig):
+class SimilarityMSEConfig(TeacherConfig):
     """Mean squared difference of all cosines between the texts of the global batch from a teacher's (Jasper, 2024)."""
 
     name: str = "similarity_mse"
-    teacher: str | None = None  # a model directory or Hub id (ID@REVISION); default: the vectors in the rows
 
 
-def check_similarity_loss(loss: DistillSimilaritiesConfig, check: OptionChecks) -> None:
-    """Reject options that have no effect or no meaning together."""
+def check_teacher_loss(loss: TeacherConfig, check: OptionChecks) -> None:
+    """Reject options of a loss with a teacher's vectors that have no effect or no meaning together."""
+    teachers, weights = loss.teachers, loss.teacher_weights
+    if teachers is not None:
+        check.require(loss.teacher is None, "teacher", "loss.teachers is set as well; keep one")
+        check.require(
+            len(teachers) > 1 and len(set(teachers)) == len(teachers) and all(teachers),
+            "teachers",
+            "must be two or more different models or directories of vectors; write teacher=PATH for one",
+        )
+    if weights is not None:
+        check.require(
+            teachers is not None and len(weights) == len(teachers) and all(0 < weight < math.inf for weight in weights),
+            "teacher_weights",
+            "must be a number above 0 for each of teachers",
+        )
+    match loss:
+        case DistillSimilaritiesConfig():
+            _check_distill_similarities(loss, check)
+        case DistillEmbeddingsConfig():
+            check.require(
+                not loss.project or loss.matryoshka_dims is None,
+                "project",
+                "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
+            )
+            check.require(
+                loss.teacher_map is None or not loss.project,
+                "teacher_map",
+                "project=true maps the model's vectors to the teacher's dimensions already; keep one",
+            )
+
+
+def _check_distill_similarities(loss: DistillSimilaritiesConfig, check: OptionChecks) -> None:
     directions = loss.directions
     check.require(
         bool(directions) and len(set(directions)) == len(directions),

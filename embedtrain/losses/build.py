@@ -10,14 +10,13 @@ from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
-    DistillEmbeddingsConfig,
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
     SentenceTransformersConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
+from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, DistillSimilaritiesConfig
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec

@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embedtrain.config.losses import DistillEmbeddingsConfig, DistillScoresConfig, EmbeddingDistance, MarginMSEConfig
+from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig
+from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherMap
+from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.lists import score_range
 from embedtrain.losses.score import Score, VectorScore
 from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, positions_in_row, sum_by_row
-from embedtrain.losses.types import FROM_ROWS, BatchInfo, EncodedLoss, Loss, LossOutput
+from embedtrain.losses.teachers import teacher_dimension, teacher_vectors
+from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput
 
 
 class DistillScores(EncodedLoss):
@@ -88,32 +91,49 @@ class DistillEmbeddings(Loss):
 
     The mean over all texts, queries and documents, of the distance from the teacher's vector: 1 - cosine, the
     mean over dimensions of the squared difference (mse), or the length of the difference (l2). Unless D equals T, a
-    projection has to be trained; `guide_dimensions` has T by `config.teacher` or FROM_ROWS, optional without one.
+    projection D -> T has to be trained (`project`), or the teacher's vectors are mapped T -> D (`teacher_map`), to
+    their first dimensions or by a fixed random matrix with orthonormal columns. `guide_dimensions` has T by the paths
+    of `config` or FROM_ROWS, optional without a projection.
     """
 
     def __init__(self, config: DistillEmbeddingsConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> None:
         super().__init__()
-        self.distance = config.distance
-        self.teacher = config.teacher or FROM_ROWS
-        self.dimension = dimension
+        self.config, self.distance, self.dimension = config, config.distance, dimension
         self.projection: nn.Linear | None = None
-        width = guide_dimensions.get(self.teacher)
+        self.teacher_projection: Tensor | None
+        self.register_buffer("teacher_projection", None)
+        width = teacher_dimension(config, guide_dimensions)
         if config.project:
             if width is None:
                 raise ConfigError("loss.project=true: the dimension of the teacher's vectors is unknown")
             self.projection = nn.Linear(dimension, width)
+        elif config.teacher_map is not None:
+            if width is None or width < dimension:
+                raise ConfigError(
+                    f"loss.teacher_map={config.teacher_map.value}: the teacher's vectors have {width or 'unknown'} "
+                    f"dimensions, fewer than the {dimension} of the model's; write loss.project=true instead"
+                )
+            if config.teacher_map is TeacherMap.orthogonal:
+                random = torch.randn(width, dimension, dtype=torch.float64)
+                matrix = torch.linalg.qr(random)[0].float()
+                self.register_buffer("teacher_projection", matrix, persistent=False)
         elif width is not None:
             self._check_widths(dimension, width)
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's loss."""
-        guide = batch_info.guides[self.teacher]
+        guide = teacher_vectors(self.config, batch_info)
         student = torch.cat([at_least_float32(queries), at_least_float32(documents)])
         teacher = torch.cat([guide.queries, guide.documents]).to(student.dtype)
         if self.projection is not None:
             with torch.autocast(student.device.type, enabled=False):
                 student = self.projection(student)
         else:
+            if self.teacher_projection is not None:
+                with torch.autocast(student.device.type, enabled=False):
+                    teacher = teacher @ self.teacher_projection.to(student.dtype)
+            elif self.config.teacher_map is TeacherMap.truncate:
+                teacher = teacher[:, : self.dimension]
             self._check_widths(self.dimension, teacher.shape[1])
             if student.shape[1] < teacher.shape[1]:  # within Matryoshka, which normalises truncated vectors
                 teacher = F.normalize(teacher[:, : student.shape[1]], dim=1)
@@ -130,10 +150,13 @@ class DistillEmbeddings(Loss):
 
     def _check_widths(self, dimension: int, width: int) -> None:
         if dimension != width:
-            teacher = "the rows' vectors have" if self.teacher == FROM_ROWS else f"loss.teacher={self.teacher} has"
+            paths = self.config.teacher_paths
+            teacher = f"loss.teachers={written(paths)} have"
+            if len(paths) < 2:
+                teacher = f"loss.teacher={paths[0]} has" if paths else "the rows' vectors have"
             raise ConfigError(
-                f"{teacher} {width} dimensions and the model's vectors have {dimension}: "
-                "write loss.project=true to train a projection between them"
+                f"{teacher} {width} dimensions and the model's vectors have "
+                f"{dimension}: write loss.project=true to train a projection between them, or loss.teacher_map"
             )
 
 

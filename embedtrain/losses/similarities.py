@@ -25,7 +25,8 @@ from embedtrain.losses.divergence import (
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.infonce import choose_implementation
 from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, sum_by_row
-from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss, LossOutput, Prepared
+from embedtrain.losses.teachers import teacher_dimension, teacher_vectors
+from embedtrain.losses.types import BatchInfo, GlobalRows, Guide, Loss, LossOutput, Prepared
 
 
 class DistillSimilarities(Loss):
@@ -41,8 +42,7 @@ class DistillSimilarities(Loss):
     def __init__(self, config: DistillSimilaritiesConfig, guide_dimensions: Mapping[str, int]) -> None:
         super().__init__()
         self.config = config
-        self.teacher = config.teacher or FROM_ROWS
-        self.teacher_dimension = guide_dimensions.get(self.teacher)
+        self.teacher_dimension = teacher_dimension(config, guide_dimensions)
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """The excluded candidates."""
@@ -71,7 +71,7 @@ class DistillSimilarities(Loss):
         student = Guide(at_least_float32(queries), at_least_float32(documents))
         if self.config.similarity is Similarity.cosine:
             student = _normalized(student)
-        guide = batch_info.guides[self.teacher]
+        guide = teacher_vectors(self.config, batch_info)
         teacher = _normalized(Guide(guide.queries.to(student.queries), guide.documents.to(student.documents)))
         compute = self._within_rows if self.config.candidates is CandidateSet.row else self._within_batch
         with torch.autocast(queries.device.type, enabled=False):
@@ -148,11 +148,11 @@ class SimilarityMSE(Loss):
 
     def __init__(self, config: SimilarityMSEConfig) -> None:
         super().__init__()
-        self.teacher = config.teacher or FROM_ROWS
+        self.config = config
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's loss."""
-        guide = batch_info.guides[self.teacher]
+        guide = teacher_vectors(self.config, batch_info)
         with torch.autocast(queries.device.type, enabled=False):
             student = F.normalize(torch.cat([queries, documents]).double(), dim=1)
             teacher = F.normalize(torch.cat([guide.queries, guide.documents]).double(), dim=1)

@@ -19,10 +19,10 @@ from embedtrain.errors import ConfigError
 from embedtrain.submit.kubernetes import KubernetesConfig, check_kubernetes
 from embedtrain.submit.slurm_options import SlurmConfig, check_slurm, has_control_characters, read_cluster
 
-HELP = """embedtrain submit: train, evaluate, mine, filter or export as a job
+HELP = """embedtrain submit: a training or another command as a job of a cluster
 
   embedtrain submit recipe=NAME slurm.nodes=4 [any option of training]
-  embedtrain submit evaluate|mine|filter|export [options of it] [slurm.X=value ...]
+  embedtrain submit evaluate|mine|filter|vectors|export [options of it] [slurm.X=value ...]
   embedtrain submit recipe=NAME slurm.dry_run=true     print the script only
   embedtrain submit recipe=NAME to=kubernetes kubernetes.image=IMAGE ...
 
@@ -33,7 +33,7 @@ A SLURM job saves checkpoints and requeues itself. Its script stays in the run's
 directory. to=kubernetes and to=kubeflow print manifests for kubectl apply.
 Other options are those of the command: `embedtrain train --help`."""
 
-COMMANDS = ("train", "evaluate", "mine", "filter", "export")
+COMMANDS = ("train", "evaluate", "mine", "filter", "vectors", "export")
 
 
 class Target(str, Enum):

@@ -1,16 +1,19 @@
-"""Guides and teachers of a loss: frozen models that encode the same texts, sharded like the trained model."""
+"""Guides and teachers of a loss: frozen models that encode the same texts, or their vectors on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import restore_order
-from embedtrain.data.types import Tokens
+from embedtrain.data.types import Row, TextRole, Tokens
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, ModelError
+from embedtrain.errors import ConfigError, DataError, ModelError
+from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
 from embedtrain.loading.load import load_model
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
@@ -42,12 +45,73 @@ class GuideModel:
         return Guide(rows[:num_queries], rows[num_queries:])
 
 
+class StoredTeacher:
+    """A guide or teacher whose vectors were computed before."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.stored = path, StoredVectors.open(path)
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of its vectors."""
+        return self.stored.dimension
+
+    def __call__(self, rows: Sequence[Row]) -> Guide:
+        """The vectors of these rows' texts; a DataError for a text that has none."""
+        queries, documents = [row.query for row in rows], [text for row in rows for text in row.documents]
+        return Guide(self._vectors(TextRole.query, queries), self._vectors(TextRole.document, documents))
+
+    def _vectors(self, role: TextRole, texts: Sequence[str]) -> torch.Tensor:
+        rows = self.stored.rows(role, texts)
+        for index in np.flatnonzero(rows < 0)[:1].tolist():
+            raise DataError(self._missing(role, texts[index]))
+        return self.stored.vectors(rows)
+
+    def check(self, stores: Sequence[RowStore], world: World) -> None:
+        """Require a vector of every text, before the first step. A collective; the ranks share the work."""
+        with world.fail_together("looking for the teacher's vectors"):
+            for store in stores:
+                for batch in range(world.rank, len(store.rows.batch_starts) - 1, world.size):
+                    queries, *documents = (column.to_pylist() for column in store.rows.batch(batch).columns[:3])
+                    of_rows = [positives + negatives for positives, negatives in zip(*documents, strict=True)]
+                    owners = np.repeat(np.arange(len(queries)), [len(of_row) for of_row in of_rows])
+                    for role, texts, numbers in (
+                        (TextRole.query, queries, np.arange(len(queries))),
+                        (TextRole.document, [text for of_row in of_rows for text in of_row], owners),
+                    ):
+                        for index in np.flatnonzero(self.stored.rows(role, texts) < 0)[:1].tolist():
+                            example = store[int(store.rows.batch_starts[batch] + numbers[index])]
+                            raise DataError(f"{example.file}:{example.line}: {self._missing(role, texts[index])}")
+
+    def _missing(self, role: TextRole, text: str) -> str:
+        other = TextRole.document if role is TextRole.query else TextRole.query
+        hint = "write them with embedtrain vectors, from the same training data"
+        if self.stored.rows(other, [text])[0] >= 0:
+            hint = f"it has one as a {other.value}, with the prompt {self.stored.prompt(other)!r}; {hint}"
+        return (
+            f"the loss's guide or teacher {self.path} has no vector of the {role.value} {text[:60]!r} with the prompt "
+            f"{self.stored.prompt(role)!r}: {hint}"
+        )
+
+
+def stored_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
+    """The digests of the vectors on disk among guides and teachers: a resumed run must have the same."""
+    digests = {path: StoredVectors.open(path).digest for path in paths if is_stored_vectors(path)}
+    return {"teacher_vectors": digests} if digests else {}
+
+
 def load_guides(
     paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
-) -> tuple[dict[str, GuideModel], list[str]]:
+) -> tuple[dict[str, GuideModel | StoredTeacher], list[str]]:
     """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call."""
-    guides, notes = {}, []
+    guides, notes = dict[str, GuideModel | StoredTeacher](), list[str]()
     for path in paths:
+        if is_stored_vectors(path):
+            with world.fail_together("opening the teacher's vectors"):
+                teacher = StoredTeacher(path)
+            guides[path] = teacher
+            notes.append(f"the loss's guide or teacher {path}: {teacher.stored.describe()}")
+            continue
         name, revision = split_revision(path)
         options = ModelConfig(path=name, revision=revision, trust_remote_code=trust_remote_code)
         try:

@@ -32,7 +32,7 @@ from embedtrain.losses.sparsity import sparsity_warning
 from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.garbage import automatic_collection, scheduled_collection
-from embedtrain.training.guides import GuideModel
+from embedtrain.training.guides import GuideModel, StoredTeacher
 from embedtrain.training.profile import StepProfiler
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import TrainState, as_dict
@@ -50,7 +50,7 @@ class RankBatches:
     dimension: int  # of the embeddings
     tokenizer: TextTokenizer
     chunk_options: ChunkOptions
-    guides: Mapping[str, GuideModel]
+    guides: Mapping[str, GuideModel | StoredTeacher]
     world: World
     total: int  # global batches of the run
     verification: Verification  # of the cached data
@@ -60,13 +60,15 @@ class RankBatches:
         self.verification.check()
         batch = self.data.batch(number)
         source = batch.source or 0  # sources that are mixed in one batch share a loss and a teacher dimension
+        guides = {path: self.guides[path] for path in guide_paths(self.losses[source])}
         rank_batch = make_rank_batch(
             batch,
             self.world.rank,
             self.world.size,
             self.tokenizer,
             self.chunk_options,
-            guides={path: self.guides[path].texts for path in guide_paths(self.losses[source])},
+            guides={path: guide.texts for path, guide in guides.items() if isinstance(guide, GuideModel)},
+            stored_guides={path: guide for path, guide in guides.items() if isinstance(guide, StoredTeacher)},
             teacher_dimension=self.data.teacher_dimension(source),
         )
         rank_batch = rank_batch.prepared_for(self.loss, self.dimension)

@@ -183,6 +183,7 @@ def make_rank_batch(
     chunk_options: ChunkOptions,
     *,
     guides: Mapping[str, GuideTokenizer] | None = None,
+    stored_guides: Mapping[str, Callable[[Sequence[Row]], Guide]] | None = None,
     teacher_dimension: int | None = None,
 ) -> RankBatch:
     """The part of `batch` that rank `rank` computes. Queries and documents share chunks: one encoder serves both.
@@ -194,32 +195,35 @@ def make_rank_batch(
     Args:
         batch: the global batch, tokenised.
         guides: tokenizers of guide models, by path.
+        stored_guides: what reads the vectors of guides on disk, by path.
         teacher_dimension: dimension of the teacher's vectors in the rows, if there are any; also on ranks without rows.
     """
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
     inputs = tokenizer.encoder_inputs(tokens)
     chunks, exchanges, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
-    rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
+    rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides or stored_guides else None
     global_rows = _global_rows(tokens, inputs, rank, size)
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
     has_ids = batch.has_ids
     if has_ids is None:
         has_ids = batch.has_loss_columns and any(any(row.ids) for row in batch.rows)
+    batch_info = _make_batch_info(
+        rows,
+        global_rows,
+        has_ids=has_ids,
+        step=batch.step,
+        source=batch.source or 0,
+        teacher_dimension=teacher_dimension,
+        row_sources=row_sources,
+        num_negatives=None if batch.num_batch_negatives is None else batch.num_batch_negatives[rank::size],
+    )
+    stored = {path: read(rows or ()) for path, read in (stored_guides or {}).items()}
     return RankBatch(
         step=batch.step,
         chunks=tuple(chunks),
         num_queries=len(global_rows.local_rows) if inputs.num_queries else 0,
-        batch_info=_make_batch_info(
-            rows,
-            global_rows,
-            has_ids=has_ids,
-            step=batch.step,
-            source=batch.source or 0,
-            teacher_dimension=teacher_dimension,
-            row_sources=row_sources,
-            num_negatives=None if batch.num_batch_negatives is None else batch.num_batch_negatives[rank::size],
-        ),
+        batch_info=replace(batch_info, guides={**batch_info.guides, **stored}),
         num_rows=len(batch.rows),
         num_cached_graphs=chunk_options.num_cached_graphs(
             plan.max_tokens_per_chunk(inputs.costs, packed=tokenizer.packed)

@@ -51,7 +51,7 @@ from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
 from embedtrain.training.custom_code import import_code, parse_recipe_metric
 from embedtrain.training.early_checks import check_dimensions, check_local_inputs, instruction_warnings, truncate_dims
-from embedtrain.training.guides import GuideModel, load_guides
+from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, stored_identity
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.precision import use_tf32_products
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
@@ -65,7 +65,7 @@ def build_loss(
     losses: Sequence[LossConfig],
     data: TrainData,
     model: LoadedModel,
-    guides: Mapping[str, GuideModel],
+    guides: Mapping[str, GuideModel | StoredTeacher],
     world: World,
     console: Console,
 ) -> Loss:
@@ -106,7 +106,7 @@ def _ramp_batches(recipe: Recipe, data: TrainData) -> float:
     return ramp * (run_length(recipe, data)[1] if ramp < 1 else recipe.train.gradient_accumulation_steps)
 
 
-def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:
+def _guide_dimensions(guides: Mapping[str, GuideModel | StoredTeacher], data: TrainData) -> list[dict[str, int]]:
     """For each source: dimensions of the guides' embeddings, and of the vectors in its rows."""
     dimensions = {path: guide.dimension for path, guide in guides.items()}
     in_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
@@ -237,6 +237,8 @@ def claim_output_dir(run: Run) -> Iterator[None]:
 def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStart]:
     """The checkpoints of the run, and the one from which it starts."""
     identity = run_identity(run.recipe, inputs.data, inputs.losses, inputs.source.prompts)
+    with run.world.fail_together("opening the teacher's vectors"):
+        identity |= stored_identity([path for loss in inputs.losses for path in guide_paths(loss)])
     identity |= {BASE_WEIGHTS: run.world.broadcast(inputs.base_digest)}
     checkpointer = Checkpointer(
         run.run_dir.checkpoints,
@@ -256,7 +258,7 @@ class TrainedParts:
     """What a run trains, and what it needs for that."""
 
     model: LoadedModel
-    guides: Mapping[str, GuideModel]
+    guides: Mapping[str, GuideModel | StoredTeacher]
     loss: Loss
     module: EncoderWithLoss
     optimizer: torch.optim.Optimizer
@@ -286,6 +288,10 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
+    for source, loss_of_source in enumerate(inputs.losses):
+        for path in guide_paths(loss_of_source):
+            if isinstance(teacher := guides[path], StoredTeacher):
+                teacher.check([data.stores[source]], world)
     memory = f"memory in the lines of steps: {describe_peak_memory(world.device)}, on rank 0"
     run.note([*model.notes, *guide_notes, memory])
     loss = build_loss(recipe, inputs.losses, data, model, guides, world, run.console)
@@ -329,7 +335,7 @@ def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward
         seed=run.recipe.seed,
         dummy=parts.model.tokenizer.dummy(),
         reduce_per_step=parts.model.reduce_per_step,
-        guides=parts.guides,
+        guides={path: guide for path, guide in parts.guides.items() if isinstance(guide, GuideModel)},
         sources=data.names if len(data.names) > 1 else None,
         row_specs=[row_spec_of(loss) for loss in losses] if has_geometry else None,
     )

@@ -12,7 +12,6 @@ from embedtrain.config.losses import (
     ContrastiveConfig,
     CoSENTConfig,
     CustomConfig,
-    DistillEmbeddingsConfig,
     DistillScoresConfig,
     Hardness,
     Implementation,
@@ -29,7 +28,14 @@ from embedtrain.config.losses import (
     XTRConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
-from embedtrain.config.similarity_losses import CandidateSet, DistillSimilaritiesConfig, Divergence
+from embedtrain.config.similarity_losses import (
+    CandidateSet,
+    DistillEmbeddingsConfig,
+    DistillSimilaritiesConfig,
+    Divergence,
+    SimilarityMSEConfig,
+    TeacherMap,
+)
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
 
@@ -60,6 +66,16 @@ CASES: list[tuple[LossConfig, str]] = [
     (CustomConfig(path="my_losses"), r"loss\.path=my_losses"),
     (CustomConfig(path="a:B", kwargs=[1]), r"loss\.kwargs=\[1\]"),
     (CustomConfig(path="a:B", label=True, scores=True), r"loss\.label=true"),
+    (DistillSimilaritiesConfig(teachers=["a"]), r"loss\.teachers=\[a\]: .*teacher=PATH"),
+    (SimilarityMSEConfig(teacher="a", teachers=["b", "c"]), r"loss\.teacher=a: .*teachers"),
+    (
+        DistillEmbeddingsConfig(teachers=["b", "c"], teacher_weights=[1.0]),
+        r"loss\.teacher_weights=\[1\.0\]: .*each of teachers",
+    ),
+    (
+        DistillEmbeddingsConfig(project=True, teacher_map=TeacherMap.truncate),
+        r"loss\.teacher_map=truncate: project=true",
+    ),
     (DistillSimilaritiesConfig(directions=[]), r"loss\.directions=\[\]"),
     (DistillSimilaritiesConfig(teacher_temperature=0.0), r"loss\.teacher_temperature=0\.0"),
     (

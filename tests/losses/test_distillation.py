@@ -9,18 +9,13 @@ from sentence_transformers import losses
 from sentence_transformers.util import pairwise_cos_sim, pairwise_dot_score
 from torch import Tensor
 
-from embedtrain.config.losses import (
-    DistillEmbeddingsConfig,
-    DistillScoresConfig,
-    EmbeddingDistance,
-    MarginMSEConfig,
-    Similarity,
-)
+from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig, Similarity
+from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherMap
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
-from tests.losses.global_batch import GlobalVectors, check, run, vectors
+from tests.losses.global_batch import Case, GlobalVectors, check, check_all, run, vectors
 from tests.losses.reference_loss import assert_equals_reference
 
 UNEVEN = (2, 5, 1, 3, 2, 4)
@@ -234,6 +229,51 @@ def test_different_dimensions_need_a_projection(ranks):
     assert "loss.project=true" in message
     with pytest.raises(ConfigError, match=r"loss\.project=true"):
         build_loss(DistillEmbeddingsConfig(project=True), dimension=8, seed=0)
+    narrow = DistillEmbeddingsConfig(teacher="some/teacher", teacher_map=TeacherMap.truncate)
+    with pytest.raises(ConfigError, match=r"loss\.teacher_map=truncate: .* 5 dimensions.* 8"):
+        build_loss(narrow, dimension=8, guide_dimensions={"some/teacher": 5}, seed=0)
+
+
+MAPPED = [
+    DistillEmbeddingsConfig(teacher="some/teacher", teacher_map=TeacherMap.truncate, distance=EmbeddingDistance.mse),
+    DistillEmbeddingsConfig(teacher="some/teacher", teacher_map=TeacherMap.orthogonal),
+    DistillEmbeddingsConfig(teachers=["some/teacher", "other"], teacher_weights=[1.0, 3.0], project=True),
+]
+
+
+def test_teachers_of_other_dimensions(ranks):
+    """Mapped to the model's dimensions; several teachers, whose cosines are averaged."""
+    batch = with_teacher("some/teacher", width=11)
+    batch = replace(batch, guides={**batch.guides, **with_teacher("other", width=9).guides})
+
+    def followed_by(config: DistillEmbeddingsConfig):
+        def map_to_student(vectors: Tensor) -> Tensor:
+            if config.teacher_map is TeacherMap.truncate:
+                return vectors[:, :8]
+            loss = build_loss(config, dimension=8, guide_dimensions={"some/teacher": 11}, seed=0)
+            matrix = dict(loss.named_buffers())["teacher_projection"].double()
+            torch.testing.assert_close(matrix.T @ matrix, torch.eye(8, dtype=torch.float64), atol=1e-6, rtol=0)
+            return vectors @ matrix
+
+        def concatenated(parts: list[Tensor]) -> Tensor:
+            first, second = (part / part.norm(dim=1, keepdim=True) for part in parts)
+            return torch.cat([first * 0.5, second * 0.75**0.5], dim=1)
+
+        def textbook(batch: GlobalVectors, parameters: dict[str, Tensor]) -> Tensor:
+            guides = [batch.guides[config.teacher]] if config.teacher else list(batch.guides.values())
+            if config.teachers:
+                guide = Guide(
+                    concatenated([guide.queries for guide in guides]),
+                    concatenated([guide.documents for guide in guides]),
+                )
+            else:
+                guide = Guide(map_to_student(guides[0].queries), map_to_student(guides[0].documents))
+            one = replace(config, teacher="one", teachers=None)
+            return followed(one)(replace(batch, guides={"one": guide}), parameters)
+
+        return textbook
+
+    check_all(ranks, [Case(config, batch, followed_by(config)) for config in MAPPED], only=[0, 6])
 
 
 def test_projection_is_a_function_of_the_seed():

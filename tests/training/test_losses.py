@@ -22,7 +22,6 @@ from embedtrain.config.losses import (
     ContrastiveConfig,
     CoSENTConfig,
     CosineMSEConfig,
-    DistillEmbeddingsConfig,
     DistillScoresConfig,
     Hardness,
     Implementation,
@@ -41,7 +40,12 @@ from embedtrain.config.losses import (
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, Divergence, SimilarityMSEConfig
+from embedtrain.config.similarity_losses import (
+    DistillEmbeddingsConfig,
+    DistillSimilaritiesConfig,
+    Divergence,
+    SimilarityMSEConfig,
+)
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.mesh import ParallelLayout

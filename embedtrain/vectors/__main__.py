@@ -1,0 +1,100 @@
+"""`torchrun -m embedtrain.vectors model=DIR data=[PATH,...] output_dir=DIR`: a teacher's vectors on all ranks."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedtrain.cli import run_command
+from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.recipe import Precision
+from embedtrain.errors import ConfigError
+from embedtrain.loading.command_model import command_model_config
+from embedtrain.vectors.options import VectorsOptions, compose_vectors
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.models.source import ModelSource
+
+
+def compose(arguments: list[str]) -> VectorsOptions:
+    """The options, checked, with paths that exist."""
+    options = compose_vectors(arguments)
+    require_models(model=options.model, adapter=options.adapter)
+    require_sources(options.data)
+    return options
+
+
+def main(options: VectorsOptions) -> Path:
+    """Read the rows, encode each text once, and write the vectors. Returns the directory."""
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
+    from embedtrain.data.cache.read_sources import read_sources
+    from embedtrain.data.sources.layouts import TEXTS_ONLY
+    from embedtrain.data.sources.resolve import expand_sources
+    from embedtrain.distributed.sharding import resolve_precision
+    from embedtrain.distributed.world import explain_lost_contact, joined_world
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.vector_cache import model_identity
+    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
+    from embedtrain.loading.encoder_model import load_encoder_model, open_encoder_source
+    from embedtrain.loading.load import quiet_libraries
+    from embedtrain.tracking.console import Console
+    from embedtrain.vectors.writing import VectorDirectory, distinct_texts
+
+    quiet_libraries()
+    output_dir = Path(options.output_dir).expanduser()
+    with joined_world(options.timeout) as world:
+        console = Console(enabled=world.is_main)
+        default = Precision.auto if world.device.type == "cuda" else Precision.fp32
+        precision = resolve_precision(options.precision or default, world)
+        with world.fail_together("opening the model"), command_option_names(MODEL_OPTION_NAMES):
+            source = open_encoder_source(command_model_config(options))[1]
+            _require_vectors(options, source)
+        fallback = output_dir.with_name(f"{output_dir.name}.cache")
+        cache_dir = writable_cache_directory(options.cache_dir, fallback, world, console.note)
+        with world.fail_together("reading rows"), console.progress() as progress:
+            cache = Cache.of_world(cache_dir, world, progress=progress)
+            stores = read_sources(expand_sources(options.data), options.on_error, TEXTS_ONLY, cache)
+            cache.verification.wait()
+        for store in stores:
+            console.note(str(store.report))
+        prompts = source.prompts.get("query", ""), source.prompts.get("document", "")
+        with world.fail_together("collecting texts"):
+            texts = distinct_texts(stores, *prompts)
+        identity = {
+            **model_identity(source, precision, world),
+            "query_prompt": prompts[0],
+            "document_prompt": prompts[1],
+            "max_length": options.max_length,
+            "dims": options.dims,
+            "dtype": options.dtype.value,
+            # Not chunk_tokens, which only affects rounding: whoever lowers it after a lack of memory resumes.
+            "rows_per_part": options.rows_per_part,
+        }
+        directory = VectorDirectory(output_dir, options.model, identity, texts, world)
+        if directory.is_complete():
+            console.note(f"{options.output_dir} already holds the vectors of this command: nothing to do")
+            return output_dir
+        with console.phase("loading the model"):
+            model = load_encoder_model(command_model_config(options), precision, world)
+        for note in model.notes:
+            console.note(note)
+        encoder = SentenceEncoder.from_model(
+            model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard, truncate=False
+        )
+        encoder.truncate_dim = options.dims
+        console.note(f"{len(texts):,} distinct texts with their prompts")
+        with console.progress() as progress:
+            directory.write(encoder, progress)
+        with explain_lost_contact("writing the index"):
+            stored = directory.finish()
+        console.note(f"{options.output_dir}: {stored.describe()}")
+        return output_dir
+
+
+def _require_vectors(options: VectorsOptions, source: "ModelSource") -> None:
+    """A ConfigError for a model that does not give each text one vector, or one of fewer dimensions."""
+    if source.token_vectors is not None or source.m3 is not None or source.words is not None or source.head is not None:
+        raise ConfigError(f"model={options.model}: does not give each text one vector; write a dense embedding model")
+    source.require_dimensions([options.dims], "dims")
+
+
+if __name__ == "__main__":
+    run_command(compose, main, launches="embedtrain.vectors")

@@ -1,0 +1,226 @@
+"""Writes a directory of vectors, part by part, on any number of ranks.
+
+Parts are written beside the directory, to DIR.unfinished, which is renamed when it is complete.
+
+n: texts of all rows, with repetitions; U: distinct texts, each with its prompt.
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save
+
+from embedtrain.checksums import file_checksum
+from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.types import TextRole
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.files import atomic_write, make_folder, remove_tree
+from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.stored_vectors import (
+    FORMAT,
+    INDEX_FILE,
+    KEYS_FILE,
+    Keys,
+    StoredVectors,
+    is_stored_vectors,
+    part_file,
+    to_stored,
+    vector_keys,
+)
+
+_INPUTS_FILE = "inputs.json"
+
+
+@dataclass(frozen=True)
+class DistinctTexts:
+    """Where each distinct text is: arrays of U entries, in the order of the keys."""
+
+    stores: Sequence[RowStore]
+    keys: Keys  # ascending
+    sources: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int32]  # 0 for the query, then positives, then negatives
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def read(self, start: int, end: int) -> tuple[list[str], NDArray[np.bool_]]:
+        """The texts of these keys, and which of them are queries."""
+        texts = [""] * (end - start)
+        # Rows that lie beside each other are read one after the other.
+        for index in np.lexsort((self.rows[start:end], self.sources[start:end])).tolist():
+            source, row, position = (int(values[start + index]) for values in (self.sources, self.rows, self.positions))
+            example = self.stores[source][row]
+            texts[index] = (example.query, *example.positives, *example.negatives)[position]
+        return texts, self.positions[start:end] == 0
+
+
+def distinct_texts(stores: Sequence[RowStore], query_prompt: str, document_prompt: str) -> DistinctTexts:
+    """All queries, positives and negatives of all rows with their prompts, each once."""
+    keys: list[Keys] = []
+    sources, rows, positions = array("i"), array("q"), array("i")
+    for source, store in enumerate(stores):
+        first = 0
+        for number in range(len(store.rows.batch_starts) - 1):
+            columns = store.rows.batch(number).columns[:3]
+            queries, positives, negatives = (column.to_pylist() for column in columns)
+            documents = [[*of_row, *more] for of_row, more in zip(positives, negatives, strict=True)]
+            keys.append(vector_keys(query_prompt, queries))
+            keys.append(vector_keys(document_prompt, (text for of_row in documents for text in of_row)))
+            sources.extend([source] * (len(queries) + sum(map(len, documents))))
+            rows.extend(range(first, first + len(queries)))
+            positions.extend([0] * len(queries))
+            for row, of_row in enumerate(documents, first):
+                rows.extend([row] * len(of_row))
+                positions.extend(range(1, len(of_row) + 1))
+            first += len(queries)
+    distinct, occurrences = np.unique(np.concatenate(keys), return_index=True)
+    return DistinctTexts(
+        stores,
+        distinct,
+        np.frombuffer(sources, dtype=np.int32)[occurrences],
+        np.frombuffer(rows, dtype=np.int64)[occurrences],
+        np.frombuffer(positions, dtype=np.int32)[occurrences],
+    )
+
+
+class VectorDirectory:
+    """The directory of one command; all methods are collectives."""
+
+    def __init__(
+        self, directory: Path, model: str, identity: Mapping[str, Any], texts: DistinctTexts, world: World
+    ) -> None:
+        self.directory, self.model, self.identity, self.texts, self.world = directory, model, identity, texts, world
+        self.unfinished = directory.with_name(f"{directory.name}.unfinished")
+        digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
+        digest.update(texts.keys.tobytes())
+        self.inputs = digest.hexdigest()
+        self.rows_per_part = int(identity["rows_per_part"])
+        self.num_parts = -(-len(texts) // self.rows_per_part)
+
+    def is_complete(self) -> bool:
+        """Whether the directory holds the vectors of the same inputs; a ConfigError if it holds anything else."""
+        complete = False
+        with self.world.fail_together("looking for vectors"):
+            if self.directory.exists():
+                if not is_stored_vectors(str(self.directory)):
+                    raise ConfigError(f"output_dir={self.directory} exists and holds no vectors: write another one")
+                index = StoredVectors.open(str(self.directory)).index
+                if index.get("inputs") != self.inputs:
+                    raise ConfigError(
+                        f"output_dir={self.directory} holds vectors of {index['model']} of other inputs (digest "
+                        f"{index.get('inputs')}; this command has {self.inputs}): write another directory, or delete it"
+                    )
+                complete = True
+        return complete
+
+    def write(self, encoder: SentenceEncoder, progress: ProgressCallback) -> None:
+        """Encode and write the parts that an interrupted command has not written."""
+        written = self._written_parts()
+        for part in range(self.num_parts):
+            if part not in written:
+                self.write_part(part, encoder)
+            progress("encoding texts", part + 1, self.num_parts)
+
+    def _written_parts(self) -> set[int]:
+        """The intact parts of a command with the same inputs; others are removed."""
+        world, inputs_path = self.world, self.unfinished / _INPUTS_FILE
+        written: set[int] = set()
+        with world.fail_together("looking for an interrupted command"):
+            is_same = inputs_path.is_file() and inputs_path.read_text(encoding="ascii") == self.inputs
+            if world.is_main and not is_same:
+                remove_tree(self.unfinished)
+                make_folder(self.unfinished)
+                inputs_path.write_text(self.inputs, encoding="ascii")
+        with world.fail_together("verifying written parts"):
+            for part in range(world.rank, self.num_parts, world.size):
+                path, checksum = self.unfinished / part_file(part), self._checksum_path(part)
+                if (
+                    path.is_file()
+                    and checksum.is_file()
+                    and checksum.read_text(encoding="ascii") == file_checksum(path)
+                ):
+                    written.add(part)
+        return {part for of_rank in world.gather(sorted(written)) for part in of_rank}
+
+    def write_part(self, part: int, encoder: SentenceEncoder) -> None:
+        """Encode the texts of one part on all ranks, and write it on one."""
+        world, start = self.world, part * self.rows_per_part
+        end = min(start + self.rows_per_part, len(self.texts))
+        texts: list[str] = []
+        is_query = np.zeros(0, dtype=np.bool_)
+        with world.fail_together("reading texts"):
+            texts, is_query = self.texts.read(start, end)
+        vectors: torch.Tensor | None = None
+        for role, selected in ((TextRole.query, is_query), (TextRole.document, ~is_query)):
+            indices = np.flatnonzero(selected)
+            if not len(indices):
+                continue
+            prompt = self.identity[f"{role.value}_prompt"]
+            encoded = encoder.encode_all(
+                [texts[index] for index in indices],
+                prompt,
+                role=role,
+                max_length=self.identity["max_length"],
+                label="encoding texts",
+            ).cpu()
+            vectors = torch.empty(end - start, encoded.shape[1]) if vectors is None else vectors
+            vectors[torch.from_numpy(indices)] = encoded
+        assert vectors is not None
+        with world.fail_together("storing vectors"):
+            if part % world.size == world.rank:
+                path = self.unfinished / part_file(part)
+                try:
+                    with atomic_write(path, durable=True) as unfinished:
+                        unfinished.write_bytes(save(to_stored(vectors, self.identity["dtype"])))
+                    self._checksum_path(part).write_text(file_checksum(path), encoding="ascii")
+                except OSError as error:
+                    raise DataError(f"vectors cannot be stored in {self.unfinished}: {error}") from error
+
+    def _checksum_path(self, part: int) -> Path:
+        return self.unfinished / f"{part_file(part)}.checksum"
+
+    def finish(self) -> StoredVectors:
+        """Write keys and index, and rename the directory."""
+        with self.world.fail_together("completing the vectors"):
+            if self.world.is_main:
+                self._finish()
+        with self.world.fail_together("opening the vectors"):
+            return StoredVectors.open(str(self.directory))
+
+    def _finish(self) -> None:
+        parts = [part_file(part) for part in range(self.num_parts)]
+        digest = hashlib.blake2b(self.inputs.encode(), digest_size=16)
+        for part in range(self.num_parts):
+            digest.update(self._checksum_path(part).read_bytes())
+        np.save(self.unfinished / KEYS_FILE, self.texts.keys, allow_pickle=False)
+        with safe_open(self.unfinished / parts[0], framework="pt") as file:
+            dimension = file.get_slice("vectors").get_shape()[1]
+        index = {
+            "format": FORMAT,
+            "model": self.model,
+            **{name: self.identity[name] for name in ("query_prompt", "document_prompt", "max_length", "dtype")},
+            "count": len(self.texts),
+            "dimension": dimension,
+            "rows_per_part": self.rows_per_part,
+            "inputs": self.inputs,
+            "digest": digest.hexdigest(),
+            "sizes": {name: (self.unfinished / name).stat().st_size for name in (*parts, KEYS_FILE)},
+        }
+        with atomic_write(self.unfinished / INDEX_FILE, durable=True) as path:
+            path.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        for part in range(self.num_parts):
+            self._checksum_path(part).unlink()
+        (self.unfinished / _INPUTS_FILE).unlink()
+        os.replace(self.unfinished, self.directory)

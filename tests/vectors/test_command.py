@@ -1,0 +1,178 @@
+"""Vectors of a teacher: written once by any number of ranks, resumed, and the same loss as with the live teacher."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+from embedtrain.data.types import TextRole
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.inference.stored_vectors import StoredVectors
+from embedtrain.vectors import writing
+from embedtrain.vectors.__main__ import main
+from embedtrain.vectors.options import compose_vectors
+from tests.runs import losses, run_without_base
+from tests.small import batch, save_guide, save_small, small_model, text
+
+BASE = [
+    "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
+    "train.steps=3", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3", "export.check=false",
+    "loss=distill_similarities", "loss.temperature=0.2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A model, a teacher with prompts, and 26 rows, of which several have equal texts."""
+    folder = tmp_path_factory.mktemp("vectors")
+    save_small(small_model("xlm-roberta"), folder / "model")
+    guide = save_guide(small_model("bert"), folder, seed=1)
+    settings = guide / "config_sentence_transformers.json"
+    prompts = {"query": f"{text(900, 2)} ", "document": f"{text(901, 1)} "}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"prompts": prompts}))
+    lines = [
+        {"query": row.query, "pos": list(row.documents[:1]), "neg": [*row.documents[1:], text(400 + i % 5, 5)]}
+        for i, row in enumerate(batch(26).rows)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return folder
+
+
+def write(_world: Any, arguments: Sequence[str]) -> None:
+    main(compose_vectors(list(arguments)))
+
+
+def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
+    data = f"data=[{inputs / 'rows.jsonl'}]"
+    return [f"model={inputs / 'guide'}", data, f"output_dir={output_dir}", "rows_per_part=16", *more]
+
+
+def rejection(_world: Any, arguments: Sequence[str]) -> str:
+    with pytest.raises(EmbedtrainError) as error:
+        write(None, arguments)
+    return str(error.value)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def train(world: World, *arguments: str) -> str:
+    return run_without_base(world, *BASE, *arguments)[0]
+
+
+def training(inputs: Path, out: Path, teacher: Path, *more: str) -> list[str]:
+    rows = f"data.train=[{inputs / 'rows.jsonl'}]"
+    return [f"model.path={inputs / 'model'}", rows, f"output_dir={out}", f"loss.teacher={teacher}", *more]
+
+
+def test_vectors_are_those_of_the_teacher_on_any_number_of_ranks(ranks, inputs, tmp_path):
+    for size, name in ((1, "one"), (3, "three")):
+        ranks(size, write, options(inputs, tmp_path / name, "dtype=fp32"))
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    stored = StoredVectors.open(str(tmp_path / "one"))
+    teacher = SentenceTransformer(str(inputs / "guide"), device="cpu")
+    rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()]
+    queries, documents = [row["query"] for row in rows], [t for row in rows for t in (*row["pos"], *row["neg"])]
+    assert stored.index["count"] == len(set(queries)) + len(set(documents))
+    for role, texts in ((TextRole.query, queries), (TextRole.document, documents)):
+        expected = teacher.encode(texts, prompt_name=role.value, convert_to_tensor=True)
+        torch.testing.assert_close(stored.vectors(stored.rows(role, texts)), expected, rtol=1e-5, atol=1e-5)
+    assert (stored.rows(TextRole.query, documents[:1]) == -1).all()
+    for dtype, tolerance in (("bf16", 4e-3), ("fp16", 5e-4), ("int8", 4e-3)):
+        ranks(1, write, options(inputs, tmp_path / dtype, f"dtype={dtype}", "dims=8"))
+        narrow = StoredVectors.open(str(tmp_path / dtype))
+        assert narrow.dimension == 8
+        found = narrow.vectors(narrow.rows(TextRole.query, queries))
+        exact = stored.vectors(stored.rows(TextRole.query, queries))[:, :8]
+        torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance)
+
+
+class Killed(Exception):
+    """In place of a kill after some parts."""
+
+
+def write_partly(_world: Any, arguments: Sequence[str], parts: int) -> None:
+    original = writing.VectorDirectory.write_part
+
+    def stop_after(self: Any, part: int, encoder: Any) -> None:
+        if part == parts:
+            raise Killed
+        original(self, part, encoder)
+
+    writing.VectorDirectory.write_part = stop_after
+    try:
+        with pytest.raises(Killed):
+            write(None, arguments)
+    finally:
+        writing.VectorDirectory.write_part = original
+
+
+def test_an_interrupted_command_resumes(ranks, inputs, tmp_path):
+    ranks(1, write, options(inputs, tmp_path / "whole"))
+    again = options(inputs, tmp_path / "cut")
+    ranks(2, write_partly, again, 2)
+    unfinished = tmp_path / "cut.unfinished"
+    assert not (tmp_path / "cut").exists()
+    first, second = unfinished / "part-00000.safetensors", unfinished / "part-00001.safetensors"
+    damaged = bytearray(second.read_bytes())
+    damaged[-1] ^= 1
+    second.write_bytes(damaged)
+    before = first.stat().st_mtime_ns
+    ranks(1, write, again)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert (tmp_path / "cut" / first.name).stat().st_mtime_ns == before
+    assert not unfinished.exists()
+    (message,) = ranks(1, rejection, [*again, "query_prompt='other: '"])
+    digest = StoredVectors.open(str(tmp_path / "cut")).index["inputs"]
+    assert str(tmp_path / "cut") in message
+    assert digest in message
+
+
+def test_training_without_the_teacher(ranks, inputs, tmp_path):
+    """The losses of the live teacher, on another number of ranks; other vectors are another run."""
+    ranks(1, write, options(inputs, tmp_path / "stored", "dtype=fp32"))
+    ranks(1, train, *training(inputs, tmp_path / "live", inputs / "guide"))
+    out = tmp_path / "cached"
+    output = ranks(2, train, *training(inputs, out, tmp_path / "stored"))[0]
+    assert f"guide or teacher {tmp_path / 'stored'}" in output
+    assert losses(out) == pytest.approx(losses(tmp_path / "live"), rel=1e-4)
+    os.rename(tmp_path / "stored", tmp_path / "first")
+    ranks(1, write, options(inputs, tmp_path / "stored", "dtype=fp32", "query_prompt=''"))
+    digests = [StoredVectors.open(str(tmp_path / name)).digest for name in ("first", "stored")]
+    with pytest.raises(AssertionError, match=rf"teacher_vectors.*{digests[0]}.*{digests[1]}"):
+        ranks(1, train, *training(inputs, out, tmp_path / "stored", "train.steps=4"))
+
+
+def test_a_missing_text_is_named(ranks, inputs, tmp_path):
+    ranks(1, write, options(inputs, tmp_path / "stored"))
+    rows = (inputs / "rows.jsonl").read_text().splitlines()
+    row = json.loads(rows[3])
+    for changed, message in (
+        ({**row, "query": "new text"}, r"rows\.jsonl:4: .*stored has no vector of the query 'new text'"),
+        ({**row, "neg": [row["query"]]}, r"rows\.jsonl:4: .*of the document .* it has one as a query"),
+    ):
+        (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:3], json.dumps(changed), *rows[4:]]))
+        with pytest.raises(AssertionError, match=message):
+            ranks(2, train, *training(tmp_path, tmp_path / "out", tmp_path / "stored", f"model.path={inputs}/model"))
+
+
+def test_bad_options_and_directories(tmp_path, inputs):
+    for more, message in (
+        ("dims=0", r"^dims=0"),
+        ("rows_per_part=0", r"^rows_per_part=0"),
+        (f"output_dir={inputs}/sub data=[{inputs}]", r"^output_dir=.*sub is in"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compose_vectors([*options(inputs, tmp_path / "out"), *more.split()])
+    np.save(tmp_path / "keys.npy", np.zeros(2))
+    (tmp_path / "vectors.json").write_text('{"format": 1, "sizes": {"keys.npy": 3}}')
+    with pytest.raises(DataError, match=str(tmp_path)):
+        StoredVectors.open(str(tmp_path))

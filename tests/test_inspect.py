@@ -14,6 +14,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.pairs import PairFormat, PairTokenizer
+from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
 from embedtrain.inspect.costs import batch_cost
@@ -132,6 +133,9 @@ def test_what_lies_beside_texts_is_counted(tmp_path):
     )
     assert (query.num_tokens, positive.score, negative.score) == (6, 1.0, -1.0)
     assert query.num_untruncated > 6
+    static = UntruncatedTokenizer(StaticQueryTokenizer(small_tokenizer(), 6))
+    own = shown_texts(data.stores[0][0], data.settings[0].text_format, static, 4)
+    assert (own[0].num_untruncated, own[1].num_untruncated) == (query.num_untruncated - 2, 3)
     assert (positive.text, positive.num_tokens, positive.num_untruncated) == ("<s> p </s>", 3, 3)
 
 

@@ -76,11 +76,12 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
             )
     _check_late_interaction(model)
     _check_m3(model)
-    check.require(
-        model.kind is ModelKind.sparse or model.sparse == SparseConfig(),
-        "sparse",
-        f"is for model.kind=sparse, not {model.kind.value}; leave it out",
-    )
+    for name, default in vars(SparseConfig()).items():
+        OptionChecks(model.sparse, "model.sparse.").require(
+            model.kind is ModelKind.sparse or getattr(model.sparse, name) == default,
+            name,
+            f"is for model.kind=sparse, not {model.kind.value}; leave it out",
+        )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
     _check_score_tokens(model, check)

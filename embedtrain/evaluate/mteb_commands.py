@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
+from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import FailedElsewhere
 from embedtrain.inference.encode import SentenceEncoder
@@ -150,7 +151,8 @@ class CommandChannel:
             case StartTask(task):
                 self._task, self._index = task, None
             case EncodeTexts(texts, prompt):
-                return self.encoder.encode_all(texts, prompt, label="encoding texts")
+                role = TextRole.query if self.encoder.comparison.is_symmetric else TextRole.document
+                return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
             case NewIndex(priorities):
                 self._index = ShardedIndex(
                     torch.from_numpy(priorities), self.world, self._config, self.encoder.comparison

@@ -39,9 +39,9 @@ class UntruncatedTokenizer:
             return self.bound.limit(TextRole.query, text_format.query_max_length)
         return self.bound.limit(TextRole.document, text_format.document_max_length)
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text without truncation, including special tokens."""
-        return self._untruncated.ids(texts)
+    def ids(self, texts: Sequence[str], role: TextRole = TextRole.document) -> list[list[int]]:
+        """The tokens of each text without truncation, including special tokens if texts of this role have them."""
+        return self._untruncated.ids(texts, role=role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _as_tokens(
     """The tokens of a text; of a document for a cross-encoder, those of its pair with the query."""
     role = TextRole.query if text is query else TextRole.document
     (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
-    num_untruncated = len(tokenizer.ids([text.text])[0])
+    num_untruncated = len(tokenizer.ids([text.text], role)[0])
     if isinstance(tokenizer.bound, PairTokenizer) and text is not query:
         pairs = tokenizer.bound
         (of_query,) = pairs.ids([query.text], tokenizer.limit(text_format, of_queries=True))
@@ -150,7 +150,8 @@ def measure(
         limit = tokenizer.limit(text_format, of_queries=role == "queries")
         reach = np.flatnonzero(values >= limit)
         sample = reach[_spread(len(reach), MAX_SAMPLED_TEXTS)]
-        full = _untruncated_lengths(store, tokens.row_starts, texts[sample], text_format, tokenizer)
+        of_texts = TextRole.query if role == "queries" else TextRole.document
+        full = _untruncated_lengths(store, tokens.row_starts, texts[sample], text_format, tokenizer, of_texts)
         values[reach] = full[np.arange(len(reach)) * len(full) // max(1, len(reach))]  # of the nearest sampled text
         num_truncated = int(np.count_nonzero(values[reach] > limit))
         lengths[role] = Lengths(values, limit, num_truncated, len(values), is_exact=len(sample) == len(reach))
@@ -228,8 +229,9 @@ def _untruncated_lengths(
     texts: NDArray[np.int64],
     text_format: TextFormat,
     tokenizer: UntruncatedTokenizer,
+    role: TextRole,
 ) -> NDArray[np.int32]:
-    """Lengths of texts without truncation, by their indices in the token store."""
+    """Lengths of texts of one role without truncation, by their indices in the token store."""
     rows = np.searchsorted(first, texts, side="right") - 1
     lengths = np.empty(len(texts), dtype=np.int32)
     for start in range(0, len(texts), 256):  # in small blocks, because the texts are long
@@ -239,7 +241,7 @@ def _untruncated_lengths(
             prompts = _prompts(example, text_format, tokenizer)
             plain = (example.query, *example.positives, *example.negatives)[index]
             prompted.append(prompts[min(index, 1)](plain))
-        lengths[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted)]
+        lengths[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted, role)]
     return lengths
 
 

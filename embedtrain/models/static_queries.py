@@ -92,9 +92,7 @@ def static_queries_of(stored: StaticQueries | None, directory: Path | None, mode
                 )
         return None
     if model.lora.on:
-        raise ConfigError(
-            "model.lora.rank: adapters are not for static queries; leave it out, or set model.sparse.queries=encoded"
-        )
+        raise ConfigError("model.lora: adapters are not for static queries; leave it out")
     path = None if stored is None else stored.path
     if options.query_weights is not None:
         path = None if options.query_weights == IDF else Path(options.query_weights).expanduser()

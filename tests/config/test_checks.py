@@ -27,7 +27,7 @@ from embedtrain.config.recipe import (
     TrainSource,
     WandbMode,
 )
-from embedtrain.config.sparse import SparseConfig, SparsePooling, SparseQueries, SparseRegularizer
+from embedtrain.config.sparse import SparsePooling, SparseQueries, SparseRegularizer
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import EvaluateOptions, check_evaluate
@@ -112,7 +112,7 @@ CASES = [
     option("sparsity.ramp", -1.0, **SPARSE),
     option("export.formats", ["onnx"], **SPARSE),
     option("export.truncate_dim", 8, **SPARSE),
-    option("model.sparse", SparseConfig(pooling=SparsePooling.sum)),
+    option("model.sparse.pooling", SparsePooling.sum),
     option("model.sparse.query_weights", "idf", model__sparse__queries=SparseQueries.encoded, **SPARSE),
     option("model.sparse.query_weights", "weights.txt", **SPARSE),
     option("sparsity.query_weight", 0.5, model__sparse__queries=SparseQueries.static, **SPARSE),

@@ -12,7 +12,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, Precision
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision
 from embedtrain.config.sparse import SparseConfig, SparseQueries
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
@@ -222,17 +222,20 @@ def test_broken_weights_of_tokens_are_rejected(ranks, tmp_path, content, pattern
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
+        ({"lora": LoraConfig(rank=2)}, r"model\.lora: .*static"),
         ({"query_weights": "none.json"}, r"model\.sparse\.query_weights=none\.json"),
         ({"train_query_weights": True}, r"model\.sparse\.train_query_weights=True: .*queries=static"),
     ],
-    ids=["file", "encoded"],
+    ids=["adapters", "file", "encoded"],
 )
 def test_options_that_do_not_fit_the_files(tmp_path, options, pattern):
     language_model(tmp_path)
-    queries = SparseQueries.static if "query_weights" in options else None
+    options = dict(options)
+    lora = options.pop("lora", LoraConfig())
+    queries = SparseQueries.static if "query_weights" in options or lora.on else None
     sparse = SparseConfig(queries=queries, **options)
     with pytest.raises(ConfigError, match=pattern):
-        open_model_source(ModelConfig(path=str(tmp_path), kind=ModelKind.sparse, sparse=sparse))
+        open_model_source(ModelConfig(path=str(tmp_path), kind=ModelKind.sparse, sparse=sparse, lora=lora))
 
 
 def test_a_vocabulary_of_another_size_is_rejected(ranks, tmp_path):

@@ -99,6 +99,7 @@ KINDS = {
             resumes=False,
             ignored=("check", "push_to_hub", "private", "find.chunk_tokens"),
         ),
+        StageKind("vectors", "embedtrain.vectors", "VectorsOptions", folder="vectors", outputs={VECTORS: "vectors"}),
         StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(
             "export",

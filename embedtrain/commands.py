@@ -46,6 +46,7 @@ COMMANDS = {
         Command("search", "embedtrain.search", "search a corpus with a model"),
         Command("export", "embedtrain.export", "write a model directory from a checkpoint"),
         Command("merge", "embedtrain.merge", "merge the weights of several models", has_ranks=True),
+        Command("calibrate", "embedtrain.calibrate", "prepare vectors for compression", has_ranks=True),
         Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),
         Command("split", "embedtrain.split", "hold out queries of training data as an evaluation set"),
         Command("plan", "embedtrain.plan", "estimate memory, strategy and time before a GPU is booked"),

@@ -17,6 +17,7 @@ COMMANDS = (
     "search",
     "export",
     "merge",
+    "calibrate",
     "plan",
     "inspect",
     "split",

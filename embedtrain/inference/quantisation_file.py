@@ -1,6 +1,7 @@
 """quantisation.json in a model directory: the ranges with which its vectors become int8 or uint8.
 
-    {"version": 1, "documents": 10000, "ranges": {"384": {"min": [-0.13, ...], "max": [0.12, ...]}, "128": ...}}
+    {"version": 1, "origin": {"documents": 10000, ...},
+     "ranges": {"384": {"min": [-0.13, ...], "max": [0.12, ...]}, "128": ...}}
 
 They are those of unit vectors of so many first dimensions, normalised again. `min` and `max` are the two rows of the
 argument `ranges` of sentence-transformers' `quantize_embeddings`.
@@ -10,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,13 +38,13 @@ def read_ranges(directory: Path | None) -> dict[int, Ranges]:
         raise ModelError(f"{path} has no ranges of vectors ({error}): remove it, or calibrate again") from None
 
 
-def write_ranges(path: Path, ranges: Mapping[int, Ranges], documents: int) -> None:
-    """Write the file; `documents` is the number of documents that were sampled."""
+def write_ranges(path: Path, ranges: Mapping[int, Ranges], origin: Mapping[str, Any]) -> None:
+    """Write the file; `origin` is what the ranges depend on."""
     of_dimension = {
         str(dimension): dict(zip(_KEYS, (each.low.tolist(), each.high.tolist()), strict=True))
         for dimension, each in ranges.items()
     }
-    content = {"version": _VERSION, "documents": documents, "ranges": of_dimension}
+    content = {"version": _VERSION, "origin": dict(origin), "ranges": of_dimension}
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 

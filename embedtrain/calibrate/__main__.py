@@ -1,0 +1,117 @@
+"""`torchrun -m embedtrain.calibrate model=DIR data=PATH output_dir=DIR`: an affine head and ranges for a model."""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedtrain.calibrate.options import CalibrateOptions, compose_calibrate
+from embedtrain.cli import run_command
+from embedtrain.config.paths import require_models, require_sources
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from torch import Tensor
+
+    from embedtrain.distributed.world import World
+    from embedtrain.loading.load import LoadedModel
+    from embedtrain.tracking.console import Console
+
+
+def compose(arguments: list[str]) -> CalibrateOptions:
+    """The options, checked, with paths that exist."""
+    options = compose_calibrate(arguments)
+    require_models(model=options.model)
+    require_sources((), [str(Path(path).expanduser().absolute()) for path in options.paths])
+    return options
+
+
+def main(options: CalibrateOptions) -> Path:
+    """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
+    from embedtrain.calibrate.head import fit_head, ranges_of, require_calibratable, write_directory
+    from embedtrain.checkpoint.export.replacement import export_lock, replace_export, require_replaceable
+    from embedtrain.config.compressed import check_kind_of_vectors
+    from embedtrain.config.recipe import ModelConfig
+    from embedtrain.config.validation import OptionChecks
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.loading.encoder_model import load_encoder_model
+    from embedtrain.loading.load import quiet_libraries
+    from embedtrain.models.build import weights_digest
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    with joined_world(options.timeout) as world:
+        console = Console(enabled=world.is_main)
+        output_dir = Path(options.output_dir)
+        with world.fail_together("checking output_dir"):
+            if world.is_main:
+                output_dir = require_replaceable(output_dir, Path(options.model).expanduser())
+        texts = _sampled_texts(options, world)
+        config = ModelConfig(
+            path=options.model,
+            normalize=False,  # the head comes before the normalisation
+            revision=options.revision,
+            max_length=options.max_length,
+            document_prompt=options.document_prompt,
+            trust_remote_code=options.trust_remote_code,
+        )
+        with console.phase("loading the model"):
+            model = load_encoder_model(config, options.precision, world)
+        check_kind_of_vectors(model.source.kind, "model")
+        directory = require_calibratable(model.source, options.model)
+        dimension, check = model.source.dimension, OptionChecks(options)
+        check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
+        num_out = options.dims or dimension
+        check.require(max(options.ranges, default=1) <= num_out, "ranges", f"the vectors have {num_out} dimensions")
+        check.require(len(texts) > 1, "data", "has fewer than two documents")
+        vectors = _encode(options, model, texts, world, console)
+        with console.phase("writing the directory"), world.fail_together("writing the directory"):
+            if world.is_main:
+                head = fit_head(vectors, options.head, options.dims)
+                outputs = vectors if head is None else head.apply(vectors)
+                ranges = {size: ranges_of(outputs, size) for size in dict.fromkeys((num_out, *options.ranges))}
+                digest = hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).hexdigest()
+                origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
+                with export_lock(output_dir) as unfinished:
+                    write_directory(unfinished, directory, head, ranges, origin | {"head": options.head.value})
+                    replace_export(output_dir, unfinished)
+                if head is not None:
+                    console.note(
+                        f"head: {options.head.value}, {dimension} to {num_out} dimensions with {head.explained:.1%} of "
+                        f"the variance of {len(texts):,} documents"
+                    )
+        console.note(f"model: {output_dir}")
+        return output_dir
+
+
+def _sampled_texts(options: CalibrateOptions, world: "World") -> list[str]:
+    """The distinct documents that are encoded, in their order."""
+    from embedtrain.evaluation.readers.any_corpus import read_any_corpus
+    from embedtrain.inference.quantised import sampled_rows
+
+    texts: list[str] = []
+    with world.fail_together("reading documents"):
+        for path in options.paths:
+            texts += read_any_corpus(Path(path).expanduser()).texts
+    texts = list(dict.fromkeys(texts))
+    return [texts[number] for number in sampled_rows(len(texts), options.documents).nonzero().flatten().tolist()]
+
+
+def _encode(
+    options: CalibrateOptions, model: "LoadedModel", texts: list[str], world: "World", console: "Console"
+) -> "Tensor":
+    from embedtrain.data.types import TextRole
+    from embedtrain.inference.encode import SentenceEncoder
+
+    encoder = SentenceEncoder.from_model(
+        model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard, truncate=False
+    )
+    prompt, label = encoder.document_prompt, "encoding documents"
+    with (
+        console.phase(f"encoding {len(texts):,} documents"),
+        console.progress() as progress,
+        encoder.report_progress(progress),
+    ):
+        return encoder.encode_all(texts, prompt, role=TextRole.document, label=label)
+
+
+if __name__ == "__main__":
+    run_command(compose, main, launches="embedtrain.calibrate")

@@ -1,0 +1,125 @@
+"""The affine head of a sample of vectors, and the model directory that contains it.
+
+Shapes: n vectors, D dimensions before the head, K after it.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+from embedtrain.calibrate.options import CalibrationHead
+from embedtrain.config.recipe import ModelConfig
+from embedtrain.errors import ConfigError
+from embedtrain.files import write_json
+from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.quantisation_file import QUANTISATION_FILE, write_ranges
+from embedtrain.inference.quantised import Ranges
+from embedtrain.models.export_record import RECORD, write_record
+from embedtrain.models.source import ModelSource, open_model_source
+
+_DENSE = "sentence_transformers.models.Dense"
+_IDENTITY = "torch.nn.modules.linear.Identity"
+# Graphs of the model without the head would be other models.
+_NOT_COPIED = (RECORD, QUANTISATION_FILE, "onnx", "openvino", ".cache", ".git")
+
+
+@dataclass(frozen=True, slots=True)
+class AffineHead:
+    """y = weight x + bias."""
+
+    weight: Tensor  # float32 [K, D]
+    bias: Tensor  # float32 [K]
+    explained: float  # fraction of the sample's variance in the K dimensions
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """[n, D] -> float32 [n, K]."""
+        return (vectors.double() @ self.weight.double().T + self.bias.double()).float()
+
+
+def fit_head(vectors: Tensor, head: CalibrationHead, dims: int | None) -> AffineHead | None:
+    """The head of a sample [n, D] of vectors before normalisation; None for `none`. The same bits on any machine load.
+
+    The mean and the covariance are computed in float64 on one thread: libraries add in another order with another
+    number of threads.
+    """
+    if head is CalibrationHead.none:
+        return None
+    sample = vectors.double().cpu().numpy()
+    with threadpool_limits(limits=1):
+        mean = sample.mean(axis=0)
+        if head is CalibrationHead.mean:
+            return _head(np.eye(len(mean)), mean, 1.0)
+        centred = sample - mean
+        values, components = np.linalg.eigh(centred.T @ centred / len(sample))
+        values, components = values[::-1], components.T[::-1]
+        # An eigenvector has no sign of its own.
+        largest = np.abs(components).argmax(axis=1)
+        components = components * np.sign(components[np.arange(len(components)), largest])[:, None]
+        count = dims or len(mean)
+        explained = float(values[:count].sum() / max(values.sum(), 1e-300))
+        return _head(components[:count], mean, explained)
+
+
+def _head(weight: NDArray[np.float64], mean: NDArray[np.float64], explained: float) -> AffineHead:
+    bias = -(weight @ mean)
+    return AffineHead(torch.from_numpy(weight.copy()).float(), torch.from_numpy(bias).float(), explained)
+
+
+def ranges_of(vectors: Tensor, dimension: int) -> Ranges:
+    """Ranges of the first dimensions of [n, K], normalised."""
+    unit = unit_vectors(vectors[:, :dimension])
+    return Ranges(unit.amin(dim=0), unit.amax(dim=0))
+
+
+def require_calibratable(source: ModelSource, model: str) -> Path:
+    """The directory of a model, one of sentence-transformers. Raises ConfigError if it truncates its vectors."""
+    assert source.directory is not None, "a model has a directory, unless it is made from a configuration"
+    if source.truncate_dim is not None:
+        raise ConfigError(
+            f"model={model}: its settings truncate vectors to {source.truncate_dim} dimensions "
+            "(truncate_dim), and a head needs all; calibrate the model before it is truncated"
+        )
+    return source.directory
+
+
+def write_directory(
+    directory: Path, source: Path, head: AffineHead | None, ranges: Mapping[int, Ranges], origin: Mapping[str, Any]
+) -> None:
+    """Copy a model directory and add the head, before the normalisation, and the ranges.
+
+    Raises ModelError if the new directory cannot be opened.
+    """
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    if head is not None:
+        _add_head(directory, head)
+    write_ranges(directory / QUANTISATION_FILE, ranges, origin)
+    write_record(directory)
+    open_model_source(ModelConfig(path=str(directory)))
+
+
+def _add_head(directory: Path, head: AffineHead) -> None:
+    modules: list[dict[str, Any]] = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+    is_normalize = [str(module["type"]).endswith(".Normalize") for module in modules]
+    position = is_normalize.index(True) if any(is_normalize) else len(modules)
+    number = position
+    while (directory / f"{number}_Dense").exists():
+        number += 1
+    folder = directory / f"{number}_Dense"
+    folder.mkdir()
+    num_out, num_in = head.weight.shape
+    settings = {"in_features": num_in, "out_features": num_out, "bias": True, "activation_function": _IDENTITY}
+    write_json(folder / "config.json", settings)
+    (folder / "model.safetensors").write_bytes(save({"linear.weight": head.weight, "linear.bias": head.bias}))
+    modules.insert(position, {"path": folder.name, "type": _DENSE})
+    entries = [module | {"idx": index, "name": str(index)} for index, module in enumerate(modules)]
+    write_json(directory / "modules.json", entries)

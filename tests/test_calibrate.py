@@ -49,7 +49,7 @@ def test_the_head_is_that_of_numpy_and_every_library_applies_it(ranks, tmp_path)
     corpus = tmp_path / "corpus.jsonl"
     lines = [json.dumps({"_id": str(number), "text": each}) for number, each in enumerate(TEXTS)]
     corpus.write_text("\n".join(lines) + "\n")
-    common = [f"model={model}", f"data={corpus}"]
+    common = [f"model={model}", f"data={tmp_path}/corp*.jsonl"]
 
     def runs(size):
         kinds = {"pca": ["ranges=[8]"], "cut": ["dims=8"], "mean": ["head=mean"], "none": ["head=none"]}

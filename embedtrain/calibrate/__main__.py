@@ -1,12 +1,15 @@
 """`torchrun -m embedtrain.calibrate model=DIR data=PATH output_dir=DIR`: an affine head and ranges for a model."""
 
+import glob
 import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.calibrate.options import CalibrateOptions, compose_calibrate
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
+from embedtrain.errors import DataError
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from torch import Tensor
@@ -89,8 +92,13 @@ def _sampled_texts(options: CalibrateOptions, world: "World") -> list[str]:
 
     texts: list[str] = []
     with world.fail_together("reading documents"):
-        for path in options.paths:
-            texts += read_any_corpus(Path(path).expanduser()).texts
+        for written in options.paths:
+            path = os.path.expanduser(written)
+            matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.lexists(path) else [path]
+            if not matches:
+                raise DataError(f"data={written}: no file has such a name")
+            for match in matches:
+                texts += read_any_corpus(Path(match)).texts
     texts = list(dict.fromkeys(texts))
     return [texts[number] for number in sampled_rows(len(texts), options.documents).nonzero().flatten().tolist()]
 

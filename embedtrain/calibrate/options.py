@@ -10,11 +10,12 @@ from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import OptionChecks
 
-HELP = f"""embedtrain calibrate: prepare a model's vectors for compression, without training
+HELP = f"""embedtrain calibrate: prepare a model's vectors for compression
 
   embedtrain calibrate model=DIR data=PATH output_dir=DIR [option=value ...]
 
-PATH: a BEIR folder, a file of documents, or training rows, whose documents are used.
+PATH: a BEIR folder, a file of documents, or training rows, whose documents are
+used. Nothing is trained.
 
 {{options: model! data! output_dir! head dims documents ranges precision}}
 
@@ -41,7 +42,8 @@ class CalibrateOptions:
     """Options of `python -m embedtrain.calibrate`."""
 
     model: str = ""  # model directory of sentence-transformers, or Hub id
-    data: Any = None  # BEIR folder, file of documents, or training rows, whose documents are used; or a list of these
+    # BEIR folder, file of documents, or training rows, whose documents are used; a pattern, or a list of these.
+    data: Any = None
     output_dir: str = ""  # the new model directory; only an earlier export there is replaced
     head: CalibrationHead = CalibrationHead.pca
     dims: int | None = None  # with head=pca: the vectors' new number of dimensions; default: as before

@@ -34,7 +34,7 @@ data set, or a mapping: sets='[{{path: DIR, kind: reranking, metrics: [map]}}]'.
 TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
 
 {{options: model! sets mteb reranker subset metrics truncate_dims vectors
-  query_prompt max_length precision output_dir save_runs vectors_dir}}
+  max_length precision output_dir save_runs vectors_dir}}
 
 {LAUNCH_HELP}
 

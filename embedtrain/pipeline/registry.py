@@ -100,6 +100,7 @@ KINDS = {
             ignored=("check", "push_to_hub", "private", "find.chunk_tokens"),
         ),
         StageKind("vectors", "embedtrain.vectors", "VectorsOptions", folder="vectors", outputs={VECTORS: "vectors"}),
+        StageKind("calibrate", "embedtrain.calibrate", "CalibrateOptions", folder="model", outputs={MODEL: "model"}),
         StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(
             "export",

@@ -48,6 +48,8 @@ COMMANDS = {
         Command("merge", "embedtrain.merge", "merge the weights of several models", has_ranks=True),
         Command("calibrate", "embedtrain.calibrate", "prepare vectors for compression", has_ranks=True),
         Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),
+        Command("prune", "embedtrain.prune", "make a smaller model from some of a model's layers"),
+        Command("trim", "embedtrain.trim", "make a smaller model without the tokens that a corpus does not use"),
         Command("split", "embedtrain.split", "hold out queries of training data as an evaluation set"),
         Command("plan", "embedtrain.plan", "estimate memory, strategy and time before a GPU is booked"),
         Command("report", "embedtrain.report", "write an HTML page about one run or several"),

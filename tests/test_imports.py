@@ -20,6 +20,8 @@ COMMANDS = (
     "calibrate",
     "plan",
     "inspect",
+    "prune",
+    "trim",
     "split",
     "report",
     "submit",

@@ -9,11 +9,15 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import quantize_embeddings
 
 from embedtrain.calibrate import __main__ as calibrate
+from embedtrain.calibrate.head import write_directory
 from embedtrain.config.compressed import VectorPrecision
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ModelError
 from embedtrain.evaluate import __main__ as evaluate
 from embedtrain.inference.quantisation_file import QUANTISATION_FILE, read_ranges
 from embedtrain.inference.quantised import Quantiser
+from embedtrain.models.source import open_model_source
+from tests.custom_code import model_with_remote_code
 from tests.small import save_guide, small_model, text, write_beir
 
 TEXTS = [text(number, 3 + number % 9) for number in range(60)]
@@ -139,3 +143,16 @@ def calibrated_in(world, folder, arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         calibrated(world, [arguments])
+
+
+def test_a_model_with_python_code_is_written_if_its_code_is_trusted(tmp_path):
+    model = model_with_remote_code(tmp_path / "model")
+    types = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in types.items()]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    source = open_model_source(ModelConfig(path=str(model), trust_remote_code=True))
+    write_directory(tmp_path / "calibrated", source, None, {}, {})
+    assert (tmp_path / "calibrated" / "modeling_pairing.py").is_file()

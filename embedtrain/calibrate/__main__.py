@@ -59,7 +59,7 @@ def main(options: CalibrateOptions) -> Path:
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
         check_kind_of_vectors(model.source.kind, "model")
-        directory = require_calibratable(model.source, options.model)
+        require_calibratable(model.source, options.model)
         dimension, check = model.source.dimension, OptionChecks(options)
         check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
         num_out = options.dims or dimension
@@ -74,7 +74,7 @@ def main(options: CalibrateOptions) -> Path:
                 digest = hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).hexdigest()
                 origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
                 with export_lock(output_dir) as unfinished:
-                    write_directory(unfinished, directory, head, ranges, origin | {"head": options.head.value})
+                    write_directory(unfinished, model.source, head, ranges, origin | {"head": options.head.value})
                     replace_export(output_dir, unfinished)
                 if head is not None:
                     console.note(

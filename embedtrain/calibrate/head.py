@@ -81,30 +81,33 @@ def ranges_of(vectors: Tensor, dimension: int) -> Ranges:
     return Ranges(unit.amin(dim=0), unit.amax(dim=0))
 
 
-def require_calibratable(source: ModelSource, model: str) -> Path:
-    """The directory of a model, one of sentence-transformers. Raises ConfigError if it truncates its vectors."""
-    assert source.directory is not None, "a model has a directory, unless it is made from a configuration"
+def require_calibratable(source: ModelSource, model: str) -> None:
+    """Raise ConfigError if the model truncates its vectors."""
     if source.truncate_dim is not None:
         raise ConfigError(
             f"model={model}: its settings truncate vectors to {source.truncate_dim} dimensions "
             "(truncate_dim), and a head needs all; calibrate the model before it is truncated"
         )
-    return source.directory
 
 
 def write_directory(
-    directory: Path, source: Path, head: AffineHead | None, ranges: Mapping[int, Ranges], origin: Mapping[str, Any]
+    directory: Path,
+    source: ModelSource,
+    head: AffineHead | None,
+    ranges: Mapping[int, Ranges],
+    origin: Mapping[str, Any],
 ) -> None:
     """Copy a model directory and add the head, before the normalisation, and the ranges.
 
     Raises ModelError if the new directory cannot be opened.
     """
-    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    assert source.directory is not None, "a model has a directory, unless it is made from a configuration"
+    shutil.copytree(source.directory, directory, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     if head is not None:
         _add_head(directory, head)
     write_ranges(directory / QUANTISATION_FILE, ranges, origin)
     write_record(directory)
-    open_model_source(ModelConfig(path=str(directory)))
+    open_model_source(ModelConfig(path=str(directory), trust_remote_code=source.trust_remote_code))
 
 
 def _add_head(directory: Path, head: AffineHead) -> None:

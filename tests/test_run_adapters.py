@@ -134,6 +134,28 @@ def test_any_step_is_exported_from_its_files_and_the_base(ranks, workshop, tmp_p
         ranks(2, run, *options(workshop, resumed, *more, model="xlm-roberta"))
 
 
+def test_new_heads_beside_adapters(ranks, workshop, tmp_path):
+    """Trained in full with a learning rate of their own, resumed on another number of ranks, and in both exports."""
+    out = tmp_path / "run"
+    heads = "[{out: 48}, {out: 24, bias: true, init: normal}]"
+    more = (f"model.heads={heads}", "model.pooling=mean", "optim.head_lr=1e-2", "train.steps=4", "export.check=true")
+    output = ranks(2, run, *options(workshop, out, *more, model="xlm-roberta"))[0]
+    assert "new heads 32 -> 48 -> 24" in output
+    expected, folders = losses(out), ("2_Dense", "3_Dense")
+    resumed = rewind_run(out, tmp_path / "resumed", 2)
+    ranks(1, run, *options(workshop, resumed, *more, model="xlm-roberta"))
+    assert losses(resumed) == pytest.approx(expected, rel=1e-5)
+    export(f"run={out}", f"output_dir={tmp_path / 'to'}")
+    for folder in folders:
+        weights = [load_file(path / folder / "model.safetensors") for path in (out / "model", tmp_path / "to")]
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-6)
+    assert not torch.equal(load_file(out / "model/2_Dense/model.safetensors")["linear.weight"][:32], torch.eye(32))
+    other = "model.heads=[{out: 48}, {out: 24, init: normal}]"
+    with pytest.raises(AssertionError, match=r"model\.heads\[1\]\.bias"):
+        ranks(1, run, *options(workshop, resumed, *more, other, model="xlm-roberta"))
+
+
 def test_training_continues_from_an_exported_adapter(ranks, workshop, tmp_path):
     first = tmp_path / "first"
     ranks(2, run, *options(workshop, first, "export.formats=[adapter]", "export.check=true"))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compressed import check_evaluated_vectors
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype
+from embedtrain.config.heads import check_heads
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import check_loss
@@ -56,6 +57,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
+    check_heads(recipe.model.heads, kind=recipe.model.kind.value, exports_adapter=ADAPTER in recipe.export.formats)
     if recipe.model.kind is ModelKind.cross_encoder:
         _check_cross_encoder(recipe)
     check_kind_loss(recipe.loss, recipe.model.kind)

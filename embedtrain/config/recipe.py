@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.m3 import M3Config
@@ -209,6 +210,8 @@ class ModelConfig:
     vocab_lowercase: bool = True  # lowercase texts for such a vocabulary
     pooling: Pooling | None = None  # default: that of a sentence-transformers directory
     normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
+    # New dense heads between pooling and normalisation, for a model whose directory has none.
+    heads: list[HeadConfig] = field(default_factory=list)
     max_length: int | None = None  # tokens, including special tokens; default: that of the directory
     bidirectional: bool | None = None  # tokens attend to later tokens as well; default: the configuration's
     append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Strategy
+from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
@@ -26,6 +26,7 @@ from embedtrain.distributed.weights import (
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.loading.describe import describe_outputs
 from embedtrain.loading.verify import (
     packing_notes,
     prepare_packing,
@@ -57,7 +58,6 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_model_source
-from embedtrain.models.static_queries import describe_static_queries
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.planning.memory import fit_activation_tokens
 from embedtrain.planning.model_costs import model_spec
@@ -68,7 +68,6 @@ QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.
 
 # The variable that accelerate and transformers read the layer class from.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
-_POOLED = {Pooling.cls: "first token", Pooling.mean: "mean of the tokens", Pooling.last: "last token"}
 # The workload of a recipe with default options.
 DEFAULT_WORKLOAD = StepWorkload()
 
@@ -162,7 +161,7 @@ def load_model(
             _blocks(encoder, parallel, required=True)
     notes += [
         f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
-        f"{_describe_outputs(source)}, {bound.longest_text} tokens",
+        f"{describe_outputs(source)}, {bound.longest_text} tokens",
         *bound.notes,
         _layout_note(layout, blocks),
         *([source.head.note] if source.head is not None and source.head.note else []),
@@ -234,25 +233,6 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _describe_outputs(source: ModelSource) -> str:
-    if source.words is not None:
-        static = f", {describe_static_queries(source.words.queries)}" if source.words.queries is not None else ""
-        return f"weights of {source.dimension:,} words, {source.words.pooling.value} over tokens{static}"
-    if source.token_vectors is not None:
-        new = "new " * source.token_vectors.is_new
-        return f"a {new}projection of tokens to {source.dimension} dimensions, {source.token_vectors.similarity.value}"
-    if source.m3 is not None:
-        layers = "new layers" if source.m3.is_new else "layers"
-        return (
-            f"dense, lexical and multi-vector representations, {layers} of lexical weights and of token vectors of "
-            f"{source.m3.token_dimension} dimensions"
-        )
-    if source.head is None:
-        return f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}"
-    kind = "a new score head" if source.head.is_new else "a score head"
-    return f"{'the score of a token' if source.head.tokens else kind} on the {_POOLED[source.pooling]}"
-
-
 def _layout_note(layout: ParallelLayout, blocks: list[nn.Module]) -> str:
     memory = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
     return (
@@ -301,7 +281,8 @@ def _read_weights(
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
-    part = "layers" if source.m3 is not None else "projection" if source.head is None else "score head"
+    parts = {ModelKind.m3: "layers", ModelKind.late_interaction: "projection", ModelKind.dense: "heads"}
+    part = parts.get(source.kind, "score head")
     new = f", the new {part} from seed {seed}"
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
 

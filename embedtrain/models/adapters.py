@@ -83,7 +83,7 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     if isinstance(encoder, CrossEncoder):
         modules[HEAD.rstrip(".")] = encoder.head  # as PEFT does for sequence classification
     # New ones would stay random.
-    if isinstance(encoder, LateInteractionEncoder):
+    if isinstance(encoder, LateInteractionEncoder) or any(head.is_new for head in encoder.dense):
         modules |= find_modules(encoder, [DENSE])
     if isinstance(encoder, M3Encoder):
         modules |= {name: encoder.get_submodule(name) for name in LAYERS}

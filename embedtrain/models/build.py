@@ -14,7 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
-from embedtrain.models.encoder import Dense, Encoder, hidden_size, prepare_backbone
+from embedtrain.models.encoder import Encoder, hidden_size, prepare_backbone
+from embedtrain.models.heads import build_heads, initial_head_weights
 from embedtrain.models.hub import one_line
 from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.m3 import M3Encoder
@@ -54,7 +55,7 @@ def assemble_encoder(source: ModelSource) -> Encoder:
         model = _auto_class(source).from_config(
             source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
         )
-        heads = [Dense(d.num_in, d.num_out, bias=d.bias, activation=d.activation) for d in source.dense]
+        heads = build_heads(source.dense)
     except Exception as error:  # torch and transformers raise nearly anything for invalid sizes
         raise ModelError(
             f"cannot build a model from this {source.config.model_type} configuration "
@@ -81,6 +82,8 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         _require_plausible_size(source, source.directory)
     torch.manual_seed(seed)
     encoder = assemble_encoder(source)
+    for name, weight in initial_head_weights(source.dense, seed).items():
+        encoder.get_parameter(name).data.copy_(weight)
     if source.directory is None:
         return dict(encoder.state_dict())
     has_tokens = source.head is not None and bool(source.head.tokens)
@@ -99,7 +102,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
             "they would be random"
         )
     encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
-    for index, dense in enumerate(source.dense):  # a new one keeps its random weights
+    for index, dense in enumerate(source.dense):  # a new one keeps its initial weights
         for name, location in _dense_locations(index, dense).items():
             with safe_open(location.path, framework="pt") as file:
                 encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))

@@ -72,10 +72,11 @@ def _take(hidden: Tensor, indices: Tensor) -> Tensor:
 class Dense(nn.Module):
     """A linear head with an activation, as sentence-transformers' Dense: [N, in] -> [N, out]."""
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, activation: str) -> None:
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, activation: str, is_new: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(num_in, num_out, bias=bias)
         self.activation = activation
+        self.is_new = is_new  # whether it is in no files, so that it is trained beside adapters
 
     def forward(self, vectors: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
@@ -88,6 +89,7 @@ ACTIVATIONS: dict[str, nn.Module] = {
     "torch.nn.modules.activation.Tanh": nn.Tanh(),
     "torch.nn.modules.activation.ReLU": nn.ReLU(),
     "torch.nn.modules.activation.GELU": nn.GELU(),
+    "torch.nn.modules.activation.SiLU": nn.SiLU(),
     "torch.nn.modules.linear.Identity": nn.Identity(),
 }
 

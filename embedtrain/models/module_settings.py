@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from embedtrain.config.heads import HeadInit
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import ACTIVATIONS
@@ -42,6 +43,7 @@ class DenseSource:
     num_out: int
     bias: bool
     activation: str
+    init: HeadInit | None = None  # of a new one; None: as torch initialises a linear layer
     is_inline: bool = False  # whether its weights are among those of the backbone, in the same files
 
 

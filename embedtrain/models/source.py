@@ -23,6 +23,7 @@ from embedtrain.models.configuration import check_config, read_config, reject_ty
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json
+from embedtrain.models.heads import dense_heads
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format, read_late_interaction
 from embedtrain.models.m3_files import m3_settings, require_m3_directory
@@ -105,7 +106,8 @@ class ModelSource:
     @property
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
-        return any(part is not None and part.is_new for part in (self.head, self.token_vectors, self.m3))
+        parts = (self.head, self.token_vectors, self.m3)
+        return any(part is not None and part.is_new for part in parts) or any(d.directory is None for d in self.dense)
 
     @property
     def dimension(self) -> int:
@@ -159,6 +161,7 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     return replace(
         source,
         config=config,
+        dense=dense_heads(source.dense, config, model.heads),
         include_prompt=source.include_prompt if model.include_prompt is None else model.include_prompt,
         tokenization=replace(source.tokenization, append_eos=model.append_eos),
     )

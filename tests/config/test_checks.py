@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from embedtrain.config import checks, model_checks, sparse_checks
+from embedtrain.config import heads as head_checks
 from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, SetKind, VectorDtype
+from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.losses import M3LossConfig
@@ -74,6 +76,11 @@ def option(name: str, value: object, **others: object) -> object:
     """A case in which one option is rejected: by its name and value."""
     change = setting(**{name.replace(".", "__"): value}, **others)
     return pytest.param(change, f"{re.escape(f'{name}={written(value)}')}: ", id=f"{name}={value}")
+
+
+def in_head(out: int, **others: object) -> object:
+    change = setting(model__heads=[HeadConfig(out=out)], **others)
+    return pytest.param(change, rf"model\.heads\[0\]\.out={out}: ", id=f"heads-{out}-{len(others)}-{'-'.join(others)}")
 
 
 def case(pattern: str, **options: object) -> object:
@@ -228,6 +235,9 @@ CASES = [
     option("optim.muon_dtype", StateDtype.bf16),
     option("optim.ema", 1.0),
     option("optim.head_lr", 0.0),
+    in_head(0),
+    in_head(8, **LATE_INTERACTION, model__pooling=None),
+    in_head(8, model__lora__rank=4, export__formats=["adapter"]),
     option("optim.layer_decay", 1.5),
     in_group("match", "(", lr=0.1),
     in_group("match", "a"),
@@ -365,7 +375,7 @@ def test_a_rejected_option_of_a_set_is_named_with_its_index(options):
 
 
 def test_every_check_has_a_case(monkeypatch):
-    modules = (checks, model_checks, optim_checks, sparse_checks)
+    modules = (checks, head_checks, model_checks, optim_checks, sparse_checks)
     recipes = [*map(recipe_with_source, SOURCES), *map(recipe_with_set, SETS)]
     for parameters in CASES:
         recipe = valid_recipe()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch
@@ -26,6 +27,7 @@ from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
+HEADS = [HeadConfig(out=48, bias=True, activation=HeadActivation.silu, init=HeadInit.normal), HeadConfig(out=24)]
 TOLERANCE = 1e-5
 
 
@@ -41,6 +43,8 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         hidden = encoder.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
         pooled = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[source.pooling.value]
+        for head in encoder.dense:
+            pooled = head(pooled)
         return F.normalize(pooled, dim=0)
 
     queries = torch.stack([encode(row.query) for row in rows.rows])
@@ -73,8 +77,9 @@ def models(tmp_path_factory):
 
 
 @lru_cache(maxsize=32)
-def reference(path: str, pooling: Pooling, num_rows: int) -> tuple[float, dict[str, torch.Tensor]]:
-    return plain_gradient(ModelConfig(path=path, pooling=pooling), batch(num_rows))
+def reference(path: str, pooling: Pooling, num_rows: int, has_heads: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    heads = HEADS if has_heads else []
+    return plain_gradient(ModelConfig(path=path, pooling=pooling, heads=heads), batch(num_rows))
 
 
 def sharded_gradient(
@@ -135,6 +140,11 @@ def test_gradient_equals_one_process(ranks, models, architecture, world_size, st
         check(ranks, models(architecture), world_size, options, way, num_rows=10)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradient_of_new_heads_equals_one_process(ranks, models, world_size):
+    check(ranks, replace(models("bert"), heads=HEADS), world_size, parallel(), WAYS[2], num_rows=10)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize(
     "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
@@ -176,7 +186,7 @@ def test_compiled_blocks_change_nothing(ranks, models):
 
 
 def check(ranks, model, world_size, options, way, num_rows, timeout=180):
-    loss, expected = reference(model.path, model.pooling, num_rows)
+    loss, expected = reference(model.path, model.pooling, num_rows, bool(model.heads))
     answers = ranks(world_size, sharded_gradient, model, options, way, num_rows, timeout=timeout)
     _, found, norm, num_chunks, fits = answers[0]
     if num_rows == 10:

@@ -1,0 +1,79 @@
+"""New dense heads of a recipe (`model.heads`): where they fit, and their initial weights."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
+from embedtrain.errors import ConfigError
+from embedtrain.models.encoder import Dense, hidden_size
+from embedtrain.models.module_settings import DenseSource
+
+_ACTIVATIONS = {
+    HeadActivation.identity: "torch.nn.modules.linear.Identity",
+    HeadActivation.tanh: "torch.nn.modules.activation.Tanh",
+    HeadActivation.gelu: "torch.nn.modules.activation.GELU",
+    HeadActivation.silu: "torch.nn.modules.activation.SiLU",
+}
+
+
+def dense_heads(
+    stored: tuple[DenseSource, ...], config: PretrainedConfig, heads: Sequence[HeadConfig]
+) -> tuple[DenseSource, ...]:
+    """The heads of a dense model: those of its files, or those of the recipe.
+
+    A ConfigError if there are both: a run that starts from the export of another one would have its heads twice.
+    """
+    if stored and heads:
+        raise ConfigError(
+            f"model.heads[0].out={heads[0].out}: the model has a head already, {stored[0].directory}; leave "
+            "model.heads out"
+        )
+    sizes = [hidden_size(config), *(head.out for head in heads)]
+    new = tuple(
+        DenseSource(
+            directory=None,
+            num_in=num_in,
+            num_out=head.out,
+            bias=head.bias,
+            activation=_ACTIVATIONS[head.activation],
+            init=head.init,
+        )
+        for num_in, head in zip(sizes, heads, strict=False)
+    )
+    return stored or new
+
+
+def build_heads(dense: Sequence[DenseSource]) -> list[Dense]:
+    """The heads with torch's initial weights."""
+    return [Dense(d.num_in, d.num_out, bias=d.bias, activation=d.activation, is_new=d.directory is None) for d in dense]
+
+
+def initial_head_weights(dense: Sequence[DenseSource], seed: int) -> dict[str, Tensor]:
+    """The initial weights of new heads, float32, by the encoder's names: a function of the seed and the name.
+
+    Rows of `identity` beyond the inputs are 0. Where the next head is `identity` as well and drops their outputs, they
+    are normal instead: otherwise neither these rows nor the next head's columns would ever get a gradient.
+    """
+    weights: dict[str, Tensor] = {}
+    for index, head in enumerate(dense):
+        if head.directory is not None or head.init is None:
+            continue
+        name = f"dense.{index}.linear.weight"
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        weight = torch.randn(head.num_out, head.num_in, generator=generator) / math.sqrt(head.num_in)
+        if head.init is HeadInit.identity:
+            following = dense[index + 1] if index + 1 < len(dense) else None
+            num_used = head.num_out
+            if following is not None and following.init is HeadInit.identity:
+                num_used = max(head.num_in, following.num_out)
+            weight[:num_used] = torch.eye(head.num_out, head.num_in)[:num_used]
+        weights[name] = weight
+        if head.bias:
+            weights[f"dense.{index}.linear.bias"] = torch.zeros(head.num_out)
+    return weights

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.commands import ENVIRONMENT
@@ -15,6 +16,7 @@ from tests.test_commands import OPTIONS
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_under_torchrun(tmp_path):
     """On CPUs accelerate starts several processes only for FSDP: `--cpu` starts one, or requires MPI."""
     write_rows(tmp_path / "train.jsonl", 20)

@@ -156,6 +156,7 @@ def test_new_heads_beside_adapters(ranks, workshop, tmp_path):
         ranks(1, run, *options(workshop, resumed, *more, other, model="xlm-roberta"))
 
 
+@pytest.mark.slow
 def test_training_continues_from_an_exported_adapter(ranks, workshop, tmp_path):
     first = tmp_path / "first"
     ranks(2, run, *options(workshop, first, "export.formats=[adapter]", "export.check=true"))

@@ -142,6 +142,7 @@ def test_training_is_bit_identical_without_a_report(ranks, workshop, tmp_path, m
     assert not (without / "sample").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_on_other_ranks(ranks, workshop, tmp_path):
     """Stopped on two ranks, resumed on three with another name of the set: the sample is the initial one."""
     out, whole = tmp_path / "run", tmp_path / "whole"

@@ -128,7 +128,8 @@ class ContentDigests:
             files = [found] if found.is_file() else sorted(file for file in found.rglob("*") if file.is_file())
             for file in files:
                 name = file.name if file == found else file.relative_to(found).as_posix()
-                if not _is_description(name) and not name.startswith(".cache/"):
+                # A file that is named itself counts whatever its name is.
+                if file == found or not (_is_description(name) or name.startswith(".cache/")):
                     entries.append([name, self._file(file)])
         return checksum_of(entries) if entries else None
 

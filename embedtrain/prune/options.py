@@ -14,7 +14,8 @@ HELP = """embedtrain prune: a smaller model from some of a model's layers
   embedtrain prune model=DIR keep=6 output_dir=DIR [option=value ...]
 
 The result is a model directory to train further, usually by distillation from
-the whole model: embedtrain train recipe=NAME model.path=DIR loss=distill_embeddings ...
+the whole model:
+  embedtrain train recipe=NAME model.path=DIR loss=distill_embeddings ...
 
 {options: model! output_dir! keep select layers dtype}"""
 

@@ -22,7 +22,8 @@ from embedtrain.submit.slurm_options import SlurmConfig, check_slurm, has_contro
 HELP = """embedtrain submit: a training or another command as a job of a cluster
 
   embedtrain submit recipe=NAME slurm.nodes=4 [any option of training]
-  embedtrain submit evaluate|mine|filter|vectors|export [options of it] [slurm.X=value ...]
+  embedtrain submit mine [options of it] [slurm.X=value ...]
+      also evaluate, filter, vectors, export
   embedtrain submit recipe=NAME slurm.dry_run=true     print the script only
   embedtrain submit recipe=NAME to=kubernetes kubernetes.image=IMAGE ...
 

@@ -52,7 +52,7 @@ class Schedule:
 
     def _is_frozen(self, group: Mapping[str, Any], step: int) -> bool:
         until = group.get(FREEZE_UNTIL, 0.0)
-        return bool(step < num_steps(until, self.rate.total_steps))
+        return bool(step < num_steps(until, self.total_steps))
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -13,7 +13,7 @@ from embedtrain.errors import ConfigError
 
 HELP = """embedtrain trim: a smaller vocabulary for a model
 
-  embedtrain trim model=DIR data=[PATH,...] top=64000 output_dir=DIR [option=value ...]
+  embedtrain trim model=DIR data=[PATH,...] top=64000 output_dir=DIR ...
 
 Texts of which all tokens are kept are tokenized as before, and have exactly the
 same outputs.

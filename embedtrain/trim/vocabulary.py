@@ -100,14 +100,16 @@ def trim_model(options: TrimOptions, output_dir: Path, console: Console) -> Expo
         loaded.save_pretrained(folder)
         trim_files(Path(folder), lambda content: trim_tokenizer(content, new_id), new_id)
         tokenizer = bound_tokenizer(trimmed, load_tokenizer(trimmed, folder))
-        if options.check:
-            with console.phase("comparing texts of kept tokens"):
-                _compare(
-                    (source, bound_tokenizer(source, loaded), weights),
-                    (trimmed, tokenizer, trimmed_weights),
-                    counter.examples(kept),
-                    new_id,
-                )
+        examples = counter.examples(kept) if options.check else []
+        if options.check and not examples:
+            console.warn("no text that was counted has only tokens that are kept: the outputs of none were compared")
+        with console.phase("comparing texts of kept tokens"):
+            _compare(
+                (source, bound_tokenizer(source, loaded), weights),
+                (trimmed, tokenizer, trimmed_weights),
+                examples,
+                new_id,
+            )
         what = f"{{}} with {len(kept):,} of its {len(counts):,} tokens, kept by embedtrain {__version__}."
         derived = DerivedModel(trimmed, trimmed_weights, tokenizer, options.model, what)
         settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=trimmed.truncate_dim)
@@ -243,6 +245,8 @@ def _compare(
 ) -> None:
     """A CheckpointError unless texts of kept tokens have the same tokens and outputs."""
     texts = [text for text, _ in examples]
+    if not texts:
+        return
     outputs, ids = [], []
     for source, tokenizer, weights in (model, trimmed):
         encoder = assemble_encoder(source).eval()

@@ -68,7 +68,6 @@ GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
         ("parallel.strategy=full_shard", "parallel.strategy=fsdp"),
         ("parallel.precision=fp16", "parallel.precision=bf16"),
         ("optim.betas=0.9,0.98", "optim.betas=[0.9,0.98]"),
-        ("optim.name=adamw", "AdamW"),
         ("max_train_samples=100", "max_rows: 100"),
         ("num_processes=8", "--gpus 8"),
         ("model=bert-base-uncased", "model.path=bert-base-uncased"),

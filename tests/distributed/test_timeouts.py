@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.world import World
 
@@ -34,6 +36,7 @@ def wait_for_late_rank(world: World, seconds: float) -> list[float]:
     return waits
 
 
+@pytest.mark.slow
 def test_the_time_out_within_steps_is_shorter(ranks):
     waits, _ = ranks(2, wait_for_late_rank, 5.0)
     assert len(waits) == 5

@@ -42,6 +42,7 @@ def evaluate(world, directory, paths):
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_minilm_has_its_known_correlation(ranks, minilm_dir, shared_data):
     path = shared_data / "stsb" / "en" / "test.tsv"
     results = ranks(1, evaluate, minilm_dir, [path]) + ranks(2, evaluate, minilm_dir, [path])

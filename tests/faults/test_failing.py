@@ -67,6 +67,7 @@ def test_an_exhausted_memory(folder):
     assert "parallel.activation_checkpointing=true" in error
 
 
+@pytest.mark.slow
 def test_an_error_that_only_nccl_reports(folder):
     """The main thread waits for a GPU that waits for a lost rank; the time-out of a step is ten minutes."""
     run = start(folder, "nccl", hook=NcclError(rank=0, step=4))

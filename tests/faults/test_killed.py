@@ -15,7 +15,7 @@ from tests.faults.runs import finish, start, training_result
     [
         pytest.param(0, "training", 5, marks=pytest.mark.slow),  # covered by test_chaos.py
         (1, "evaluating dev", 8),  # the checkpoint of step 3 is complete, also on a busy machine
-        (1, "writing", 6),
+        pytest.param(1, "writing", 6, marks=pytest.mark.slow),
         pytest.param(0, "exporting the model", 12, marks=pytest.mark.slow),
     ],
 )

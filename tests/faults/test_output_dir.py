@@ -79,6 +79,7 @@ def test_a_directory_that_disappears(folder, undisturbed):
     assert training_result(folder / "vanishes") == undisturbed
 
 
+@pytest.mark.slow
 def test_output_dir_is_a_file(folder):
     (folder / "file").write_text("mine")
     run = start(folder, "file")

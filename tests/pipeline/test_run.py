@@ -29,7 +29,7 @@ class SignalAfterBlocks:
     which: signal.Signals = signal.SIGKILL
 
     def __call__(self, rank: int) -> None:
-        from embedtrain.mine.folder import MiningFolder
+        from embedtrain.mining.folder import MiningFolder
 
         real, written = MiningFolder.write_block, []
 

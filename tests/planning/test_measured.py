@@ -17,6 +17,7 @@ def options(strategy: Strategy, precision: Precision, **more: bool) -> ParallelC
     return ParallelConfig(strategy=strategy, precision=precision, **more)
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_a_step_takes():
     """56 million weights and one chunk of tokens."""
     parallel = options(Strategy.ddp, Precision.fp32)

@@ -27,6 +27,10 @@ TRUSTS = ("trust_remote_code", "allow_all_kernels")
 ALLOWED = {
     "config/code.py": ["importlib.import_module(module)"],
     "commands.py": ["runpy.run_module(command.module, run_name='__main__', alter_sys=True)"],
+    "pipeline/registry.py": [
+        "importlib.import_module(f'{self.module}.options')",
+        *["importlib.import_module(f'{self.module}.__main__')"] * 2,
+    ],
     "completion.py": ["importlib.import_module(f'{module}.options')"],
     "submit/options.py": [
         "importlib.import_module(f'embedtrain.{command}.options')",

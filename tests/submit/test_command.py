@@ -58,6 +58,7 @@ def test_missing_programs_and_files_are_rejected(folder):
     assert output.startswith("error: data.train: absent.jsonl"), output
 
 
+@pytest.mark.slow
 def test_a_job_is_submitted_recorded_and_not_submitted_twice(folder):
     """An edited script is kept, and variables of the shell or another job do not change the job."""
     write_command(folder, "sbatch", f"env > {folder}/env; printf '%s\\n' \"$@\" > {folder}/words; echo '4711;here'")

@@ -79,6 +79,7 @@ def test_bash_and_shellcheck_accept_the_script(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_arguments_reach_the_training_unchanged(tmp_path):
     """Runs the script with stand-ins for SLURM's commands that record their arguments."""
     arguments = [

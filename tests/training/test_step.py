@@ -125,6 +125,7 @@ def two_steps(world: World, options: list[dict[str, Any]]) -> list[tuple[float, 
     return results
 
 
+@pytest.mark.slow
 def test_layouts_on_a_device_equal_the_cpu(ranks, cuda_ranks):
     """With weights in host memory, the gradient of the encoder is on the CPU, and that of the loss on the device."""
     layouts = (Strategy.ddp, Strategy.fsdp, Strategy.hsdp)

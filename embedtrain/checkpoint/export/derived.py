@@ -1,5 +1,6 @@
 """Model directories that are made from a model without training: with fewer layers, or a smaller vocabulary."""
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ from embedtrain.checkpoint.export.verify import PROBES, ExportReference, export_
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind, Pooling
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.files import remove_tree
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.hub import resolve_directory, split_revision
 from embedtrain.models.module_settings import stored_kind
@@ -74,20 +74,17 @@ def write_derived(
                 tokenizer.max_length,
                 compared=compared_pairs(tokenizer, PROBES, source.prompts),
             )
-    with export_lock(output_dir) as unfinished:
-        architecture = unfinished.with_name(f"{unfinished.name}-architecture")
-        try:
-            write_architecture(architecture, source, tokenizer)
-            specs = {name: TensorSpec.of(value) for name, value in model.weights.items()}
-            stream = WeightStream(specs, ((name, 0, value) for name, value in model.weights.items()))
-            export = plan_export(output_dir, unfinished, architecture, stream, dtype, config)
-            with console.phase("writing the directory"):
-                export.begin()
-                export.write(stream.rows, main=True)
-            card = _card(model, output_dir.name, config.truncate_dim or source.dimension, architecture)
-            result = export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
-        finally:
-            remove_tree(architecture)
+    with export_lock(output_dir) as unfinished, tempfile.TemporaryDirectory() as folder:
+        architecture = Path(folder) / "architecture"
+        write_architecture(architecture, source, tokenizer)
+        specs = {name: TensorSpec.of(value) for name, value in model.weights.items()}
+        stream = WeightStream(specs, ((name, 0, value) for name, value in model.weights.items()))
+        export = plan_export(output_dir, unfinished, architecture, stream, dtype, config)
+        with console.phase("writing the directory"):
+            export.begin()
+            export.write(stream.rows, main=True)
+        card = _card(model, output_dir.name, config.truncate_dim or source.dimension, architecture)
+        result = export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
     console.note(f"model: {result.directory} ({result.describe()})")
     return result
 

@@ -177,7 +177,8 @@ def plan_weights(
     pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
     converted = {name: _convert(spec, dtype) for name, spec in (pooler | dict(specs)).items()}
     queries = query_weight_locations(converted)
-    names = _stored_names(architecture, converted.keys() - queries.keys())
+    # Not a difference of sets, whose order differs between processes: the files of the ranks would not fit together.
+    names = _stored_names(architecture, [name for name in converted if name not in queries])
     backbone = {stored: converted[name] for name, stored in names.items()}
     split = split_state_dict_into_shards_factory(
         backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=max_file_size, filename_pattern=_WEIGHTS

@@ -49,7 +49,7 @@ def export_lock(output_dir: Path) -> Iterator[Path]:
 def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
     """The directory to export to, if nothing except an earlier export would be replaced.
 
-    A link is replaced without following it. Raises ConfigError if `output_dir` is a file, contains the run, or has
+    A link is replaced without following it. Raises ConfigError if `output_dir` is a file, contains `run_dir`, or has
     files that no export has written.
     """
     output_dir = output_dir.expanduser()
@@ -58,7 +58,7 @@ def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
     if output_dir.exists() and not output_dir.is_dir() and not output_dir.is_symlink():
         raise ConfigError(f"output_dir={output_dir} is a file: name a folder, which is created")
     if not output_dir.is_symlink() and run_dir.resolve().is_relative_to(output_dir.resolve()):
-        raise ConfigError(f"output_dir={output_dir} contains the run itself: name a separate folder")
+        raise ConfigError(f"output_dir={output_dir} contains {run_dir}, which is read: name a separate folder")
     require_only_export(output_dir)
     return output_dir
 

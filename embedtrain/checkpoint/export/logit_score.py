@@ -23,6 +23,7 @@ from embedtrain.checkpoint.export.cross_encoder import (
     renders_pairs,
     write_modules,
 )
+from embedtrain.checkpoint.export.portable_files import write_tokenizer
 from embedtrain.checkpoint.weight_files import DTYPES_BY_NAME, RowWriter, TensorSpec, file_layout
 from embedtrain.config.recipe import LOGIT_SCORE as FORMAT
 from embedtrain.errors import ConfigError
@@ -112,10 +113,10 @@ def _write_settings(directory: Path, folder: Path, base: ModelSource) -> None:
     assert base.directory is not None
     exported = read_tokenizer(directory, trust_remote_code=base.trust_remote_code)
     tokenizer = read_tokenizer(base.directory, trust_remote_code=base.trust_remote_code)
-    tokenizer.chat_template, tokenizer.model_max_length = exported.chat_template, exported.model_max_length
+    tokenizer.chat_template = exported.chat_template
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = exported.pad_token
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer, exported.model_max_length)
     write_modules(folder, {"": TRANSFORMER_MODULE, _MODULE_FOLDER: _MODULE})
     ids = {"true_token_id": tokens[0], "false_token_id": tokens[1] if len(tokens) > 1 else None}
     write_json(folder / _MODULE_FOLDER / "config.json", ids | {"module_input_name": "causal_logits"})

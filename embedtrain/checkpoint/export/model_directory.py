@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModel
 from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
 from embedtrain.checkpoint.export.late_interaction import write_late_interaction_settings
 from embedtrain.checkpoint.export.m3 import layer_locations
+from embedtrain.checkpoint.export.portable_files import write_config, write_tokenizer
 from embedtrain.checkpoint.export.sparse import (
     has_word_weights,
     query_weight_locations,
@@ -93,15 +94,14 @@ def _pooler_weights(source: ModelSource) -> dict[str, Tensor]:
 def write_architecture(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
     """Write a sentence-transformers directory without its weights; records the type of the source's weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    source.config.save_pretrained(directory)
+    write_config(directory, source.config)
     _write_code(directory, source)
     _write_dtype(directory, stored_dtype(source))
-    tokenizer.tokenizer.model_max_length = tokenizer.max_length
     own, has_chat = tokenizer.tokenizer, False
     if source.head is not None and source.head.template is not None:
         assert isinstance(tokenizer, PairTokenizer)
         own, has_chat = with_pair_format(tokenizer, source)
-    own.save_pretrained(directory)
+    write_tokenizer(directory, own, tokenizer.max_length)
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer, has_chat=has_chat)

@@ -14,6 +14,7 @@ from embedtrain.checkpoint.export.cross_encoder import (
     open_checked,
     write_modules,
 )
+from embedtrain.checkpoint.export.portable_files import write_tokenizer
 from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
@@ -55,7 +56,7 @@ def write_sparse_settings(directory: Path, source: ModelSource, tokenizer: TextT
         structure = {"query": [QUERY_FOLDER], "document": ["", pooling]}
         write_json(directory / ROUTER_CONFIG, {"types": types, "structure": structure, "parameters": parameters})
         write_json(directory / QUERY_FOLDER / "config.json", {"frozen": not queries.trained})
-        tokenizer.tokenizer.save_pretrained(directory / QUERY_FOLDER)
+        write_tokenizer(directory / QUERY_FOLDER, tokenizer.tokenizer, tokenizer.max_length)
     write_json(
         directory / pooling / "config.json",
         {

@@ -1,0 +1,96 @@
+"""Configuration and tokenizer files that other readers than transformers 5 understand as well.
+
+Transformers 4, text-embeddings-inference, vLLM, infinity, fastembed and llama.cpp read fields that transformers 5 no
+longer writes, or writes under names and in forms that they do not know.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
+
+from embedtrain.files import write_json
+from embedtrain.models.file_references import read_json
+
+_CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"  # fastembed requires it
+# Transformers 4 knows a tokenizer without a class of its own by the second name, transformers 5 by both.
+_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+# How and where the tokenizer was last used; fastembed cuts texts at `max_length`.
+_STATE = (
+    "backend",
+    "is_local",
+    "local_files_only",
+    "max_length",
+    "stride",
+    "truncation_strategy",
+    "pad_to_multiple_of",
+)
+# A list of tokens: transformers 4 fails on it under the first name, which is a dict there.
+_EXTRA_TOKENS, _ADDITIONAL_TOKENS = "extra_special_tokens", "additional_special_tokens"
+# Rotary parameters of kinds of layers, and their names in configurations of transformers 4.
+_THETAS = {
+    "modernbert": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
+    "gemma3_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
+}
+
+
+def write_config(directory: Path, config: PretrainedConfig) -> None:
+    """Write config.json with the class of transformers that the weights of an encoder without head belong to.
+
+    text-embeddings-inference and infinity reject a model without `architectures`, and vLLM takes a backbone whose file
+    names a language model for that. Rotary positions are written in the form of transformers 4, too, which would
+    otherwise use its defaults.
+    """
+    config.save_pretrained(directory)
+    stored = read_json(directory / _CONFIG)
+    model_class = MODEL_MAPPING.get(type(config), None)
+    own_class = stored.get("auto_map", {}).get("AutoModel", "").rpartition(".")[2]  # of trusted Python code
+    name = own_class if model_class is None else model_class.__name__
+    architectures = {"architectures": [name]} if name else {}
+    write_json(directory / _CONFIG, stored | architectures | _rotary_settings(stored))
+
+
+def _rotary_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 4 and engines with code of their own read them."""
+    parameters = stored.get("rope_parameters") or {}
+    if names := _THETAS.get(stored["model_type"]):
+        thetas = {name: parameters[kind]["rope_theta"] for kind, name in names.items() if kind in parameters}
+        scaling = {key: value for key, value in parameters.get("full_attention", {}).items() if key != "rope_theta"}
+        scaled = scaling.get("rope_type", "default") != "default"
+        return thetas | ({"rope_scaling": scaling} if scaled and stored["model_type"] == "gemma3_text" else {})
+    if "rope_theta" not in parameters:
+        return {}
+    settings = {"rope_theta": parameters["rope_theta"]}
+    if "partial_rotary_factor" in parameters:
+        settings["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if parameters.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = {key: value for key, value in parameters.items() if key not in settings}
+    return settings
+
+
+def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Write the files of a tokenizer of texts of at most `max_length` tokens.
+
+    The library tokenizers cuts where tokenizer.json says, fastembed where tokenizer_config.json says, and both contain
+    what the tokenizer was last used for: all say `max_length`.
+    """
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(directory)
+    settings = {name: value for name, value in read_json(directory / _TOKENIZER_CONFIG).items() if name not in _STATE}
+    settings["tokenizer_class"] = _CLASSES.get(settings["tokenizer_class"], settings["tokenizer_class"])
+    # Transformers 4 has other defaults: without token_type_ids a pair has other scores, with them ModernBERT fails.
+    settings["model_input_names"] = tokenizer.model_input_names
+    if isinstance(tokens := settings.get(_EXTRA_TOKENS), list):
+        del settings[_EXTRA_TOKENS]
+        settings |= {_ADDITIONAL_TOKENS: tokens} if tokens else {}
+    write_json(directory / _TOKENIZER_CONFIG, settings)
+    write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)
+    if (directory / _TOKENIZER).is_file():  # tokenizers in Python have other files
+        content = read_json(directory / _TOKENIZER)
+        truncation = {
+            "direction": tokenizer.truncation_side.capitalize(), "max_length": max_length,
+            "strategy": "LongestFirst", "stride": 0,
+        }  # fmt: skip
+        write_json(directory / _TOKENIZER, content | {"truncation": truncation, "padding": None})

@@ -36,16 +36,8 @@ from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.model_export import live_weights, plan_export
 from embedtrain.checkpoint.step_directory import step_path
-from embedtrain.config.recipe import (
-    CheckpointConfig,
-    CheckpointLayout,
-    ExportConfig,
-    ModelConfig,
-    ParallelConfig,
-    Pooling,
-    Precision,
-    Strategy,
-)
+from embedtrain.config.checkpoint import CheckpointConfig, CheckpointLayout
+from embedtrain.config.recipe import ExportConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch

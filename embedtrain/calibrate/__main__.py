@@ -37,7 +37,7 @@ def main(options: CalibrateOptions) -> Path:
     from embedtrain.distributed.world import joined_world
     from embedtrain.loading.encoder_model import load_encoder_model
     from embedtrain.loading.load import quiet_libraries
-    from embedtrain.models.build import weights_digest
+    from embedtrain.models.stored_weights import weights_digest
     from embedtrain.tracking.console import Console
 
     quiet_libraries()

@@ -25,7 +25,8 @@ from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.quantisation_file import QUANTISATION_FILE, write_ranges
 from embedtrain.inference.quantised import Ranges
 from embedtrain.models.export_record import RECORD, write_record
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.types import ModelSource
 
 _DENSE = "sentence_transformers.models.Dense"
 _IDENTITY = "torch.nn.modules.linear.Identity"

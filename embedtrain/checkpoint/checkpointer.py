@@ -43,7 +43,7 @@ from embedtrain.checkpoint.step_directory import (
     verify_checksums,
 )
 from embedtrain.checkpoint.tensor_files import describe_tensors, require_fit, tensor_files, write_local_shards
-from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
+from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.device import thread_initializer
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.files import flush_to_disk, remove_tree
 from embedtrain.records import read_record

@@ -32,7 +32,7 @@ from embedtrain.checkpoint.weight_files import (
     file_layout,
     read_blocks,
 )
-from embedtrain.config.recipe import CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
 _MAX_ELEMENTS = 1 << 50  # of a tensor: no machine holds as many

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
@@ -15,6 +16,7 @@ from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.m3 import M3Config
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.sparse import SparseConfig, SparsityConfig
+from embedtrain.config.tracking import TrackingConfig
 
 ALL_LINEAR = "all-linear"
 ONNX, ADAPTER, LOGIT_SCORE = "onnx", "adapter", "logit_score"
@@ -176,27 +178,6 @@ class OnError(str, Enum):
     skip = "skip"
 
 
-class CheckpointLayout(str, Enum):
-    """`sharded`: one file per shard. `full`: one safetensors file of whole tensors; each rank writes its rows to it."""
-
-    sharded = "sharded"
-    full = "full"
-
-
-class CheckpointContents(str, Enum):
-    """`all`: weights and optimizer state, to resume from. `model`: only weights, to start a new run from."""
-
-    all = "all"
-    model = "model"
-
-
-class WandbMode(str, Enum):
-    """Where wandb logs to: its server, or files that `wandb sync` uploads later."""
-
-    online = "online"
-    offline = "offline"
-
-
 @dataclass(kw_only=True)
 class ModelConfig:
     """The model to train, and how it turns a text into an embedding, or a pair of texts into a score."""
@@ -320,20 +301,6 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
-    """What is saved and when."""
-
-    every: int = 0  # steps; 0: only at the end
-    keep: int = 2  # the newest checkpoints to keep, besides the best one
-    keep_every: int = 0  # checkpoints at multiples of so many steps are never deleted; 0: none
-    asynchronous: bool = True  # write while training continues, from a copy in host memory; false: training waits
-    max_disk_gb: float | None = None  # limit for all checkpoints together, in 10^9 bytes; checked before each
-    layout: CheckpointLayout = CheckpointLayout.sharded
-    contents: CheckpointContents = CheckpointContents.all
-    best_metric: str | None = None  # set/metric, such as dev/ndcg@10: keep and export the checkpoint that is best by it
-
-
-@dataclass(kw_only=True)
 class ExportConfig:
     """The exported model directory."""
 
@@ -349,29 +316,6 @@ class ExportConfig:
     private: bool = True  # whether a repository that is created is private
     license: str | None = None  # for the model card: an identifier of the Hub, such as apache-2.0
     language: list[str] = field(default_factory=list)  # for the model card: ISO 639-1 codes, such as [en, zh]
-
-
-@dataclass(kw_only=True)
-class TrackingConfig:
-    """What the terminal shows, and where metrics are logged besides the terminal and metrics.jsonl."""
-
-    wandb: bool = False  # log to Weights & Biases
-    wandb_mode: WandbMode | None = None  # default: $WANDB_MODE, else online
-    wandb_project: str = "embedtrain"  # project
-    wandb_entity: str | None = None  # user or team; default: yours
-    wandb_group: str | None = None  # group of runs
-    wandb_name: str | None = None  # name of the run; default: name
-    wandb_tags: list[str] = field(default_factory=list)  # tags of the run
-    wandb_notes: str | None = None  # description of the run
-    wandb_artifacts: bool = False  # upload the exported model
-    tensorboard: bool = False  # write event files to `tensorboard/` in the run directory
-    # Print diagnostics of every logged step as well: padding, waiting, communication, similarities, all metrics of the
-    # loss.
-    verbose: bool = False
-    geometry: bool = True  # similarities of positives, of the hardest negatives, ... of every logged batch
-    profile: list[int] = field(default_factory=list)  # steps to trace, such as [10,11,12]
-    profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # ranks that write traces; null: all
-    report: bool = True  # write report.html at the end, for which a few texts are encoded before and after
 
 
 @dataclass(kw_only=True)

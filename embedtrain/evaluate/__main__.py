@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.score import PairScorer
     from embedtrain.loading.load import LoadedModel
-    from embedtrain.models.source import ModelSource
+    from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
     from embedtrain.tracking.query_metrics import QueryMetrics

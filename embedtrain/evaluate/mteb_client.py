@@ -23,7 +23,7 @@ from embedtrain.evaluation.evaluator import ResultCallback
 from embedtrain.formatting import install_command
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import DatasetInfo
 

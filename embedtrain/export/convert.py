@@ -27,8 +27,9 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.adapters import without_adapters
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 
 

@@ -6,7 +6,7 @@ from embedtrain.inference.cosine import Cosine
 from embedtrain.inference.late_interaction import MaxSimComparison
 from embedtrain.inference.m3 import M3Comparison
 from embedtrain.inference.sparse import WordComparison
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 
 
 def comparison_of(source: ModelSource) -> Comparison:

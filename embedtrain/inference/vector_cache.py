@@ -33,7 +33,7 @@ from embedtrain.errors import DataError
 from embedtrain.files import atomic_write
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.losses.encoded import Part
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
 # their number; and parts of the digest.

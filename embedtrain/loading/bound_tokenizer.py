@@ -10,10 +10,10 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.pair_format import read_pair_format
-from embedtrain.models.source import ModelSource
 from embedtrain.models.static_queries import StaticQueries
 from embedtrain.models.tokenizer import check_vocabulary, resolve_max_length
 from embedtrain.models.tokenizer_files import read_tokenizer
+from embedtrain.models.types import ModelSource
 
 _PROBES = ("What is the capital of France?", "  UPPER case,\ttwo\n\nlines, 1234 + 5678", "naïve café, 東京タワー")
 

@@ -1,8 +1,8 @@
 """The note of a loaded model about what it computes."""
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.models.source import ModelSource
 from embedtrain.models.static_queries import describe_static_queries
+from embedtrain.models.types import ModelSource
 
 _POOLED = {Pooling.cls: "first token", Pooling.mean: "mean of the tokens", Pooling.last: "last token"}
 

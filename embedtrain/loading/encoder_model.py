@@ -13,8 +13,9 @@ from embedtrain.models.hub import resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format
 from embedtrain.models.m3_files import is_m3
 from embedtrain.models.module_settings import stored_kind
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
 from embedtrain.models.static_queries import IDF_FILE
+from embedtrain.models.types import ModelSource
 
 
 def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:

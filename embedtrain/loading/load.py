@@ -27,12 +27,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.loading.describe import describe_outputs
-from embedtrain.loading.verify import (
-    packing_notes,
-    prepare_packing,
-    verify_outputs,
-    verify_packed_vectors,
-)
+from embedtrain.loading.verify import packing_notes, prepare_packing, verify_outputs, verify_packed_vectors
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
@@ -45,20 +40,15 @@ from embedtrain.models.adapters import (
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.attention_kernels import compute_capability
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import (
-    TensorLocation,
-    build_encoder,
-    full_state_dict,
-    head_weights,
-    locate_weights,
-    stored_dtype,
-)
+from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.cross_encoder import CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import TensorLocation, stored_dtype
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 from embedtrain.planning.memory import fit_activation_tokens
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout

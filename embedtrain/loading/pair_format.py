@@ -6,11 +6,11 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.pair_template import PairTemplate
 from embedtrain.data.fast_tokenizer import FastTokenizer
-from embedtrain.data.pairs import PairFormat, PairTruncation
+from embedtrain.data.pair_format import PairFormat, PairTruncation
 from embedtrain.data.text_format import Prompt
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import is_decoder
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 
 _MAX_TEMPLATE = 100_000  # tokens
 

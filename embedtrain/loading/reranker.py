@@ -11,7 +11,8 @@ from embedtrain.loading.command_model import RERANKER_OPTION_NAMES, command_opti
 from embedtrain.loading.encoder_model import late_interaction_of
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.types import ModelSource
 
 
 def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote_code: bool) -> ModelSource | None:

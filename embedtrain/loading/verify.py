@@ -16,8 +16,8 @@ from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, h
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
 from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
-from embedtrain.models.source import ModelSource
 from embedtrain.models.sparse_encoder import SparseEncoder, language_model_mismatch
+from embedtrain.models.types import ModelSource
 
 EncoderT = TypeVar("EncoderT", bound=Encoder)
 

@@ -7,8 +7,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from embedtrain.errors import ModelError
 from embedtrain.merge.members import Member
-from embedtrain.models.source import ModelSource
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 
 # Entries of a configuration that do not change what an encoder computes.
 _INERT = frozenset({

@@ -32,7 +32,7 @@ from embedtrain.merge.options import MergeOptions, selected_steps
 from embedtrain.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights, stored_dtype
+from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.configuration import read_config
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.hub import resolve_directory, split_revision
@@ -40,7 +40,9 @@ from embedtrain.models.late_interaction_files import late_interaction_format
 from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.score_head import is_reranker
 from embedtrain.models.security import require_no_links
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.types import ModelSource
 from embedtrain.tracking.metrics import metrics_at
 
 _OPTION_NAMES = ("kind", "pooling", "trust_remote_code")

@@ -21,7 +21,8 @@ from embedtrain.loading.load import load_model
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.mining.pool import DocumentPool
 from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, scores_of
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.types import ModelSource
 
 
 class Teacher(Protocol):

@@ -1,10 +1,8 @@
 """Builds an encoder without memory for its weights, and locates each weight in the model's files."""
 
-import hashlib
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -21,22 +19,14 @@ from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.m3_files import LAYERS, read_m3_layers
 from embedtrain.models.module_settings import DenseSource
-from embedtrain.models.security import weight_files
-from embedtrain.models.source import ModelSource
 from embedtrain.models.sparse_encoder import language_model_class, sparse_encoder_of
 from embedtrain.models.static_queries import QUERY_WEIGHTS, read_query_weights
+from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
+from embedtrain.models.types import ModelSource
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 # The weight of a score of tokens, and where the rows that it starts from are stored.
 _SCORE, _VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
-
-
-class TensorLocation(NamedTuple):
-    """A safetensors file and the key of a tensor in it."""
-
-    path: Path
-    key: str
 
 
 def build_encoder(source: ModelSource) -> Encoder:
@@ -277,57 +267,9 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     computed |= {QUERY_WEIGHTS} & set(shapes)
     if source.m3 is not None and not source.m3.is_new:
         computed = {name for name in shapes if name.startswith(LAYERS)}
-    if set(locations) != set(shapes) - computed or not _shapes_match(locations, shapes):
+    if set(locations) != set(shapes) - computed or not shapes_match(locations, shapes):
         return None
     return locations
-
-
-def stored_tensors(directory: Path) -> dict[str, TensorLocation]:
-    """Every tensor in a model directory's safetensors files, by key; a damaged or missing file is a ModelError."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    files = weight_files(index) if index.is_file() else [single] if single.is_file() else []
-    stored: dict[str, TensorLocation] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored |= {key: TensorLocation(path, key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except Exception as error:  # safetensors does not export its exception type
-            raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
-    return stored
-
-
-def stored_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype of most stored weights; float32 without any."""
-    if source.directory is None:
-        return torch.float32
-    stored = stored_tensors(source.directory)
-    if not stored:
-        return source.config.dtype if isinstance(source.config.dtype, torch.dtype) else torch.float32
-    num_tensors: Counter[str] = Counter()
-    for path in {location.path for location in stored.values()}:
-        with safe_open(path, framework="pt") as file:
-            num_tensors.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118 - not a dict
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return dtypes.get(num_tensors.most_common(1)[0][0], torch.float32)
-
-
-def weights_digest(source: ModelSource) -> str:
-    """A digest of a model's stored weights: names, sizes, and 64 samples of 64 KiB of every file.
-
-    Enough to distinguish models, and a model before and after training; a digest of all bytes of an 8B model would take
-    half a minute.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
-    for directory in filter(None, directories):
-        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.stem in LAYERS):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for number in range(_NUM_SAMPLES):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
@@ -339,7 +281,7 @@ def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation
         shapes["linear.bias"] = torch.Size([dense.num_out])
     if dense.is_inline:
         stored = {name: location for name, location in stored.items() if name in shapes}
-    if set(stored) != set(shapes) or not _shapes_match(stored, shapes):
+    if set(stored) != set(shapes) or not shapes_match(stored, shapes):
         expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ModelError(
             f"{dense.directory / 'model.safetensors'} should contain {expected}: this head would be random"
@@ -353,14 +295,3 @@ def _linear_location(directory: Path) -> TensorLocation:
     if "linear.weight" not in stored:
         raise ModelError(f"{directory / 'model.safetensors'} has no linear.weight: this head would be random")
     return stored["linear.weight"]
-
-
-def _shapes_match(locations: Mapping[str, TensorLocation], shapes: Mapping[str, torch.Size]) -> bool:
-    by_file: dict[Path, list[str]] = {}
-    for name, location in locations.items():
-        by_file.setdefault(location.path, []).append(name)
-    for path, names in by_file.items():
-        with safe_open(path, framework="pt") as file:
-            if any(file.get_slice(locations[name].key).get_shape() != list(shapes[name]) for name in names):
-                return False
-    return True

@@ -13,8 +13,8 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.rope import has_rotary_positions
-from embedtrain.models.source import ModelSource
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
+from embedtrain.models.types import ModelSource
 
 # Positions of these models start after the padding id, which reduces the maximal length.
 _POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "xmod"}

@@ -13,14 +13,16 @@ from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import add_adapters, frozen_dtype
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import build_encoder, stored_dtype
+from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import download_configuration
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.packing import check_packing
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
 from embedtrain.models.sparse_encoder import SparseEncoder
 from embedtrain.models.sparse_head import words_per_block
+from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.types import ModelSource
 from embedtrain.plan.options import PlanOptions
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import fit_activation_tokens, step_memory

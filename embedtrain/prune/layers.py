@@ -20,8 +20,8 @@ from embedtrain.formatting import format_count
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict
-from embedtrain.models.source import ModelSource
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 from embedtrain.prune.options import LayerSelection, PruneOptions
 from embedtrain.tracking.console import Console
 

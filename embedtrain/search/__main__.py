@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import Ranking
     from embedtrain.inference.score import PairScorer
-    from embedtrain.models.source import ModelSource
+    from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
 
 _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero

@@ -1,4 +1,4 @@
-"""Checks of a recipe that need neither the Hub nor weights: a mistake ends the run before anything is downloaded."""
+"""Checks that need no weights: most need not even the Hub, and end a run before anything is downloaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,13 @@ from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
 from embedtrain.data.sources.urls import is_url
 from embedtrain.data.train_data import TrainData
-from embedtrain.errors import ConfigError
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
 from embedtrain.losses.build import require_dimensions
 from embedtrain.models.hub import require_hub_id, split_revision
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 
 
 def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:
@@ -100,3 +101,22 @@ def _check_source(source: TrainSource) -> None:
 def _guides(recipe: Recipe) -> list[str]:
     losses = (recipe.loss, *(source_loss(source, recipe.loss) for source in recipe.data.train))
     return list(dict.fromkeys(path for loss in losses for path in guide_paths(loss)))
+
+
+def require_same_data(data: TrainData, world: World) -> None:
+    """Reject training files that differ between hosts: ranks would use different rows for one batch."""
+    files_by_rank = world.gather([(store.report.name, store.content) for store in data.stores])
+    reference = files_by_rank[0]
+    for rank, files in enumerate(files_by_rank):
+        names, expected = [name for name, _ in files], [name for name, _ in reference]
+        if names != expected:
+            name = next(iter(set(names) ^ set(expected)), "their order")
+            raise DataError(
+                f"data.train: rank {rank} has other files than rank 0 ({name}): they must be the same on all hosts"
+            )
+        for (name, content), (_, expected_content) in zip(files, reference, strict=True):
+            if content != expected_content:
+                raise DataError(
+                    f"data.train: {name} has other rows on rank {rank} than on rank 0: its files must be the same on "
+                    "all hosts"
+                )

@@ -30,7 +30,7 @@ from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.loading.load import LoadedModel
 from embedtrain.models.adapters import without_adapters
-from embedtrain.models.build import stored_dtype
+from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.state import EncoderWithLoss, TrainState
 

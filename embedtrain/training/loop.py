@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
+from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import CheckpointContents, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.verification import Verification
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from embedtrain.config.recipe import TrackingConfig
+from embedtrain.config.tracking import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.files import atomic_write, make_folder
 from embedtrain.tracking.tracker import Tracker

@@ -17,10 +17,8 @@ from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUN
 from embedtrain.config.recipe import ModelConfig, ModelKind, Recipe
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.selection import SourceSettings
-from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
-from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError, DataError
+from embedtrain.errors import CheckpointError
 from embedtrain.formatting import format_count
 from embedtrain.records import read_record
 from embedtrain.tracking.console import Console
@@ -325,32 +323,3 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return (
         {"query_prompt": "", "document_prompt": "", "batch_negatives": 0} if option.startswith(f"{_SOURCES}.") else {}
     )
-
-
-def require_same_data(data: TrainData, world: World) -> None:
-    """Reject training files that differ between hosts: ranks would use different rows for one batch."""
-    files_by_rank = world.gather([(store.report.name, store.content) for store in data.stores])
-    reference = files_by_rank[0]
-    for rank, files in enumerate(files_by_rank):
-        names, expected = [name for name, _ in files], [name for name, _ in reference]
-        if names != expected:
-            name = next(iter(set(names) ^ set(expected)), "their order")
-            raise DataError(
-                f"data.train: rank {rank} has other files than rank 0 ({name}): they must be the same on all hosts"
-            )
-        for (name, content), (_, expected_content) in zip(files, reference, strict=True):
-            if content != expected_content:
-                raise DataError(
-                    f"data.train: {name} has other rows on rank {rank} than on rank 0: its files must be the same on "
-                    "all hosts"
-                )
-
-
-def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
-    """Reject tokenizers that differ between hosts: ranks would disagree about lengths and chunks."""
-    reference, *others = world.gather(tokenizer.fingerprint)
-    for rank, fingerprint in enumerate(others, start=1):
-        if fingerprint != reference:
-            raise DataError(
-                f"rank {rank} has another tokenizer than rank 0: the model's files must be the same on all hosts"
-            )

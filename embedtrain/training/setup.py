@@ -1,38 +1,26 @@
 """Parts of a training run, in the order in which they are built: data, run directory, model, loss, optimizer."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
-from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.logit_score import require_logit_score
 from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.replacement import require_only_export
-from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
+from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.checksums import write_checksums
-from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import TokenSimilarity
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.m3 import HybridWeights
-from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import LOGIT_SCORE, ModelKind, Recipe
-from embedtrain.data.cache.cache import Cache, writable_cache_directory
-from embedtrain.data.train_data import TrainData, load_recipe_data
+from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
-from embedtrain.evaluation.function import EvaluationFunction
-from embedtrain.evaluation.metrics import MEAN, set_of_metric
-from embedtrain.evaluation.set_kinds import check_sets_of_kind
-from embedtrain.evaluation.sets import load_sets
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet
 from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
@@ -42,20 +30,17 @@ from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore, Score
 from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
 from embedtrain.losses.types import FROM_ROWS, Loss
-from embedtrain.models.build import weights_digest
-from embedtrain.models.hub import download_configuration
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.types import ModelSource
 from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
-from embedtrain.training.custom_code import import_code, parse_recipe_metric
-from embedtrain.training.early_checks import check_dimensions, check_local_inputs, instruction_warnings, truncate_dims
 from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, stored_identity
+from embedtrain.training.inputs import Run, RunInputs, run_length
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.precision import use_tf32_products
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
-from embedtrain.training.resume import RunStart, require_same_data, run_identity
+from embedtrain.training.resume import RunStart, run_identity
 from embedtrain.training.state import EncoderWithLoss
 from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
 
@@ -111,112 +96,6 @@ def _guide_dimensions(guides: Mapping[str, GuideModel | StoredTeacher], data: Tr
     dimensions = {path: guide.dimension for path, guide in guides.items()}
     in_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
     return [dimensions if width is None else {**dimensions, FROM_ROWS: width} for width in in_rows]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every part of a run needs."""
-
-    recipe: Recipe
-    world: World
-    console: Console
-    run_dir: RunDirectory
-
-    def note(self, lines: Iterable[str]) -> None:
-        """Print lines for the user."""
-        for line in lines:
-            self.console.note(line)
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run reads: the model's files, training rows and evaluation sets."""
-
-    source: ModelSource
-    base_digest: str | None  # digest of the weights below adapters; None without adapters
-    cache: Cache
-    data: TrainData
-    losses: Sequence[LossConfig]  # of each source
-    sets: Sequence[LoadedSet]
-    function: EvaluationFunction | None  # of the user, called after the sets
-    best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`
-    total_steps: int  # optimizer steps
-    total_batches: int  # global batches; the last step may have fewer than the others
-
-
-def read_inputs(run: Run) -> RunInputs:
-    """Read everything that the user may have got wrong, before anything is written."""
-    recipe, world = run.recipe, run.world
-    # In the order of what they cost: names and local files, the configuration of the model, data, evaluation sets,
-    # and last the weights, of which a Hub model downloads gigabytes.
-    with world.fail_together("importing code"):
-        function = import_code(recipe)
-    with world.fail_together("checking paths"):
-        if world.is_main:
-            require_export_support(recipe.export)
-        check_local_inputs(recipe)
-    run.console.warn(*prompt_warnings(recipe))
-    with world.fail_together("opening the model"):
-        described = download_configuration(recipe.model)
-        source = open_model_source(described)
-        check_dimensions(recipe, source)
-    directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
-    with world.fail_together("reading training data"), run.console.progress() as progress:
-        cache = Cache.of_world(directory, world, progress=progress)
-        data, losses = load_recipe_data(recipe, source.prompts, cache)
-        total_steps, total_batches = run_length(recipe, data)
-    require_same_data(data, world)
-    run.console.warn(*instruction_warnings(source, data))
-    evaluation, best = recipe.evaluation, recipe.checkpoint.best_metric
-    dims = truncate_dims(recipe, losses, source)
-    sets = load_sets(
-        evaluation.sets,
-        world,
-        subset=evaluation.subset,
-        metrics=evaluation.metrics,
-        cache=cache,
-        optional=lambda name: best is None or set_of_metric(best) not in (name, MEAN),
-        warn=run.console.warn,
-    )
-    if recipe.model.kind is ModelKind.cross_encoder:
-        sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
-    with world.fail_together("reading evaluation sets"):
-        check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
-    views = HybridWeights._fields if source.m3 is not None else ()
-    best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views, *evaluation.vectors))
-    with world.fail_together("opening the model"):
-        if described is not recipe.model:
-            source = open_model_source(recipe.model)
-        base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
-    if source.truncate_dim is not None:
-        run.console.note(
-            f"model.path truncates its vectors to {source.truncate_dim} dimensions (truncate_dim): training, "
-            f"evaluation and export use all {source.dimension}"
-        )
-    run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
-    run.note([first_stage_note(loaded) for loaded in sets if loaded.first_stage_metrics is not None])
-    return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
-
-
-def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[LoadedSet]:
-    """The sets of a cross-encoder with the metrics of their candidates before it orders them. A collective."""
-    ranked = [loaded for loaded in sets if isinstance(loaded.data, RetrievalSet) and loaded.data.first_stage]
-    metrics = Evaluator(ranked, None, world).evaluate() if ranked else {}
-    names = {loaded.data.name for loaded in ranked}
-    return [
-        replace(loaded, first_stage_metrics=metrics[loaded.data.name]) if loaded.data.name in names else loaded
-        for loaded in sets
-    ]
-
-
-def run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
-    """Optimizer steps and global batches."""
-    batches_per_step = recipe.train.gradient_accumulation_steps
-    if recipe.train.epochs is None:
-        steps = data.plan.total_steps(recipe.train.steps, None)
-        return steps, steps * batches_per_step
-    batches = data.plan.total_steps(None, recipe.train.epochs)
-    return -(-batches // batches_per_step), batches
 
 
 @contextlib.contextmanager

@@ -9,16 +9,17 @@ from embedtrain.checksums import CHECKSUMS, damaged_files, write_checksums
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.idf import inverse_document_frequencies
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
 from embedtrain.files import remove_tree
 from embedtrain.loading.load import LoadedModel
 from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.tracking.console import Console
-from embedtrain.training.resume import require_same_tokenizer
 
 
 def load_or_train_vocabulary(
@@ -70,3 +71,13 @@ def tokenize_data(
         with console.phase("computing the weights of queries from the documents"):
             weights = inverse_document_frequencies(data.tokens, model.source.dimension, world)
         copy_local_rows(model.encoder.state_dict()[QUERY_WEIGHTS], weights)
+
+
+def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
+    """Reject tokenizers that differ between hosts: ranks would disagree about lengths and chunks."""
+    reference, *others = world.gather(tokenizer.fingerprint)
+    for rank, fingerprint in enumerate(others, start=1):
+        if fingerprint != reference:
+            raise DataError(
+                f"rank {rank} has another tokenizer than rank 0: the model's files must be the same on all hosts"
+            )

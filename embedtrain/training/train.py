@@ -25,6 +25,7 @@ from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.ema import WeightAverage
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.groups import describe_groups, trained_parameters
+from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, measure_matmul_rate
@@ -32,16 +33,12 @@ from embedtrain.training.report_sample import choose_sample
 from embedtrain.training.run_reporter import RunLength, RunReporter
 from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
-    Run,
-    RunInputs,
     build_backward,
     build_parts,
     chunk_options,
     claim_output_dir,
     open_checkpoints,
     open_tracker,
-    read_inputs,
-    run_length,
 )
 from embedtrain.training.step import StepContext
 

@@ -35,8 +35,8 @@ from embedtrain.errors import CheckpointError, ConfigError, DataError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.mining.sources import corpus_parts
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict
-from embedtrain.models.source import ModelSource
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.trim.options import TrimOptions
 from embedtrain.trim.tokenizer_json import (

@@ -11,7 +11,7 @@ from embedtrain.loading.command_model import command_model_config
 from embedtrain.vectors.options import VectorsOptions, compose_vectors
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
-    from embedtrain.models.source import ModelSource
+    from embedtrain.models.types import ModelSource
 
 
 def compose(arguments: list[str]) -> VectorsOptions:

@@ -14,8 +14,9 @@ from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 
 
 @dataclass(frozen=True)

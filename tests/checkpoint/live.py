@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,9 +17,10 @@ from embedtrain.checkpoint import checkpointer
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import init_optimizer_state
 from embedtrain.checkpoint.step_directory import Checkpoint, list_steps, open_checkpoint, step_path, verify_checksums
+from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import CheckpointConfig, ParallelConfig
+from embedtrain.config.recipe import ParallelConfig
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model

@@ -15,8 +15,9 @@ from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ModelError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
 from tests.small import save_small, small_model
 
 TEMPLATE = {"query": "Query: {query}\n", "document": "Document: {document}\n", "suffix": "Relevant:"}

@@ -30,7 +30,7 @@ from embedtrain.checkpoint.step_directory import (
 )
 from embedtrain.checkpoint.tensor_files import describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.recipe import CheckpointConfig, CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointConfig, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError
 
 FILE = "weights-00000-of-00001.safetensors"

@@ -12,7 +12,7 @@ from torch import Tensor
 from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
 from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import DTYPE_NAMES, TensorSpec
-from embedtrain.config.recipe import CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
 LAYOUTS = list(CheckpointLayout)

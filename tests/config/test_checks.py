@@ -27,9 +27,9 @@ from embedtrain.config.recipe import (
     ScoreHead,
     Strategy,
     TrainSource,
-    WandbMode,
 )
 from embedtrain.config.sparse import SparsePooling, SparseQueries, SparseRegularizer
+from embedtrain.config.tracking import WandbMode
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import EvaluateOptions, check_evaluate

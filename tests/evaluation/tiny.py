@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 
 from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.token_vectors import Expansion, TokenVectors
-from embedtrain.data.pairs import PairFormat, PairTokenizer
+from embedtrain.data.pair_format import PairFormat
+from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World

@@ -14,8 +14,9 @@ from transformers import T5Config
 
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights, stored_dtype
+from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
 from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from tests.small import save_small, small_model
 

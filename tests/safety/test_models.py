@@ -16,8 +16,8 @@ from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.errors import ModelError
 from embedtrain.models.adapter_files import read_settings
-from embedtrain.models.build import stored_tensors
 from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle

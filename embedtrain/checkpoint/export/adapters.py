@@ -39,19 +39,13 @@ from embedtrain.models.adapters import (
     is_lora_a,
     lora_b_name,
 )
-from embedtrain.models.build import (
-    TensorLocation,
-    assemble_encoder,
-    build_encoder,
-    full_state_dict,
-    head_weights,
-    locate_weights,
-    weights_digest,
-)
+from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers, quantization_round_trip
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import TensorLocation, weights_digest
+from embedtrain.models.types import ModelSource
 
 # Key of the digest of the base weights in a run's identity; its value is null without adapters.
 BASE_WEIGHTS = "weights of model.path"

@@ -16,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
+from embedtrain.data.pair_format import PairFormat, PairTruncation
+from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ModelError
@@ -25,7 +26,7 @@ from embedtrain.models.chat_template import write_chat_template
 from embedtrain.models.cross_encoder import classifier_name
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 
 TRANSFORMER_MODULE = "sentence_transformers.base.modules.transformer.Transformer"
 _TASK = "sequence-classification"

@@ -21,7 +21,8 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.hub import resolve_directory, split_revision
 from embedtrain.models.module_settings import stored_kind
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
+from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 
 

@@ -24,8 +24,8 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.late_interaction_files import PYLATE_DENSE
 from embedtrain.models.module_settings import MULTI_VECTOR, PYLATE, SETTINGS
-from embedtrain.models.source import ModelSource
 from embedtrain.models.tokenizer import resolve_max_length
+from embedtrain.models.types import ModelSource
 
 _DENSE = "sentence_transformers.base.modules.dense.Dense"
 _MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"

@@ -28,9 +28,10 @@ from embedtrain.checkpoint.weight_files import DTYPES_BY_NAME, RowWriter, Tensor
 from embedtrain.config.recipe import LOGIT_SCORE as FORMAT
 from embedtrain.errors import ConfigError
 from embedtrain.files import write_json
-from embedtrain.models.build import TensorLocation, stored_tensors, vocabulary_head
-from embedtrain.models.source import ModelSource
+from embedtrain.models.build import vocabulary_head
+from embedtrain.models.stored_weights import TensorLocation, stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
+from embedtrain.models.types import ModelSource
 
 FOLDER = "logit_score"
 _MODULE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"

@@ -15,8 +15,8 @@ from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.m3_files import LAYERS, read_m3_layers, write_m3_layer
-from embedtrain.models.source import ModelSource
 from embedtrain.models.tokenizer import resolve_max_length
+from embedtrain.models.types import ModelSource
 
 
 def layer_locations(names: Iterable[str]) -> dict[str, tuple[str, str]]:

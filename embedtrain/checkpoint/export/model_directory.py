@@ -41,10 +41,10 @@ from embedtrain.errors import CheckpointError
 from embedtrain.files import write_json
 from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from embedtrain.models.adapter_files import peft_key
-from embedtrain.models.build import stored_dtype, stored_tensors
 from embedtrain.models.encoder import hidden_size, prepare_backbone
 from embedtrain.models.m3_files import write_m3_settings
-from embedtrain.models.source import ModelSource
+from embedtrain.models.stored_weights import stored_dtype, stored_tensors
+from embedtrain.models.types import ModelSource
 
 # The oldest module names of sentence-transformers: every version from 2.2 on opens them.
 _MODULE = "sentence_transformers.models."

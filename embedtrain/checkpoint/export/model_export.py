@@ -46,10 +46,11 @@ from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, EmbedtrainError
 from embedtrain.models.adapters import has_adapters
-from embedtrain.models.build import build_encoder, stored_dtype
+from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import write_record
-from embedtrain.models.source import ModelSource
+from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.types import ModelSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,18 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BatchEncoding, PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.export.cross_encoder import formatted_pairs, open_checked
-from embedtrain.checkpoint.export.verify import (
-    PROBES,
-    add_heads,
-    encode_probes,
-    open_encoder,
-    open_tokenizer,
-    require_close,
-    tokenize_padded,
-)
+from embedtrain.checkpoint.export.reopen import add_heads, open_encoder, open_tokenizer, tokenize_padded
+from embedtrain.checkpoint.export.verify import PROBES, encode_probes, require_close
 from embedtrain.errors import CheckpointError
 from embedtrain.models.hub import one_line
-from embedtrain.models.source import ModelSource
+from embedtrain.models.types import ModelSource
 
 GRAPH = "onnx/model.onnx"
 _WEIGHTS = "model.onnx_data"  # optimum's name for separate weights, if graph and weights exceed one protobuf

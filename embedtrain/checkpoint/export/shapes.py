@@ -8,10 +8,12 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import CheckpointError
-from embedtrain.models.build import build_encoder, stored_tensors
+from embedtrain.models.build import build_encoder
 from embedtrain.models.module_settings import stored_kind
-from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.source import open_model_source
 from embedtrain.models.static_queries import QUERY_FOLDER, QUERY_WEIGHTS, STORED_WEIGHT
+from embedtrain.models.stored_weights import stored_tensors
+from embedtrain.models.types import ModelSource
 
 
 def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:

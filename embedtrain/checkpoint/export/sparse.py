@@ -26,10 +26,10 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import SPARSE
 from embedtrain.models.router import ROUTER_CONFIG
-from embedtrain.models.source import ModelSource
 from embedtrain.models.sparse_encoder import is_masked, language_model, language_model_class
 from embedtrain.models.static_queries import IDF_FILE, QUERY_FOLDER, QUERY_WEIGHTS, STORED_WEIGHT, WEIGHTS, write_idf
 from embedtrain.models.tokenizer_files import read_tokenizer
+from embedtrain.models.types import ModelSource
 
 SPLADE_FOLDER, _ROUTED_SPLADE_FOLDER = "1_SpladePooling", "document_1_SpladePooling"
 _POOLING = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"

@@ -8,23 +8,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    BatchEncoding,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.export.cross_encoder import (
     classifier_scores,
-    open_checked,
     probe_scores,
     scores_of_sentence_transformers,
     scores_of_transformers,
@@ -35,7 +26,8 @@ from embedtrain.checkpoint.export.late_interaction import (
     token_vectors_of_sentence_transformers,
     token_vectors_of_transformers,
 )
-from embedtrain.checkpoint.export.m3 import m3_encoder, m3_of_transformers, probe_m3
+from embedtrain.checkpoint.export.m3 import m3_of_transformers, probe_m3
+from embedtrain.checkpoint.export.reopen import open_encoder, open_tokenizer, tokenize_padded
 from embedtrain.checkpoint.export.sparse import (
     probe_words,
     word_weights_of_sentence_transformers,
@@ -47,10 +39,9 @@ from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
-from embedtrain.models.build import assemble_encoder, full_state_dict, stored_tensors
-from embedtrain.models.encoder import Dense, Encoder
-from embedtrain.models.late_interaction import LateInteractionEncoder
-from embedtrain.models.source import ModelSource
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.types import ModelSource
 
 # Short, long, many scripts, punctuation only, capitals and whitespace: where tokenizers and pooling go wrong.
 PROBES = (
@@ -301,47 +292,6 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
         reference = replace(reference, tolerance=max(reference.tolerance, rounding))
     subject = f"PEFT opens {directory}"
     return (require_match if base.source.head is None else _require_scores)(vectors, reference, subject)
-
-
-def open_encoder(directory: Path, source: ModelSource) -> Encoder:
-    """The fp32 backbone that transformers loads from a directory, with our pooling and heads."""
-    return add_heads(open_checked(AutoModel, directory, source), source)
-
-
-def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
-    """An encoder of a backbone with a directory's pooling, dense heads and normalisation."""
-    heads = []
-    for dense in source.dense:
-        head = Dense(dense.num_in, dense.num_out, bias=dense.bias, activation=dense.activation)
-        assert dense.directory is not None
-        for name, location in stored_tensors(dense.directory).items():
-            with safe_open(location.path, framework="pt") as file:
-                head.get_parameter(name).data.copy_(file.get_tensor(location.key))
-        heads.append(head)
-    own = cast("PreTrainedModel", backbone)
-    if source.token_vectors is not None:
-        return LateInteractionEncoder(own, heads).eval()
-    if source.m3 is not None:
-        return m3_encoder(own, source)
-    return Encoder(own, source.pooling, normalize=source.normalize, dense=heads).eval()
-
-
-def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer as plain transformers loads it from a directory."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=source.trust_remote_code
-        )
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
-    return tokenizer
-
-
-def tokenize_padded(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], documents: list[str] | None = None
-) -> BatchEncoding:
-    """One padded batch [N, L] of texts, or of their pairs with `documents`, cut to the model's maximum length."""
-    return tokenizer(texts, documents, padding=True, truncation=True, return_tensors="pt")
 
 
 def encode_probes(encoder: Encoder, tokenizer: PreTrainedTokenizerBase) -> Tensor:

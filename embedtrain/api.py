@@ -198,7 +198,7 @@ def mine(
 
 
 def export(
-    run: StrPath | TrainResult,
+    run: StrPath | TrainResult | None = None,
     *,
     step: int | str = "latest",
     output_dir: StrPath | None = None,
@@ -212,10 +212,11 @@ def export(
         run: the output_dir of a run, or the result of `train`.
         step: `latest`, `best`, or the number of a saved step.
         output_dir: default: `model/` in the run's directory.
-        options, more: other options of the command, such as `formats`, `dtype`, `push_to_hub`.
+        options, more: other options of the command, such as `formats`, `dtype`, `push_to_hub`, or `adapters` instead of
+            `run`.
     """
     path = run.output_dir if isinstance(run, TrainResult) else run
-    given = {"run": fspath(path), "step": str(step), **_given(output_dir=output_dir)}
+    given = {"step": str(step), **_given(run=path, output_dir=output_dir)}
     flat = flatten(ExportOptions, given, options or {}, more)
     with own_process_state(quiet=quiet):
         composed = compose_export(to_overrides(flat))

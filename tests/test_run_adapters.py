@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from embedtrain.checksums import write_checksums
 from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
 from embedtrain.models.adapters import Delta
@@ -206,3 +206,66 @@ def test_exported_adapter_has_no_settings_added_to_a_run(ranks, workshop, tmp_pa
     write_checksums(path.parent)
     export(f"run={out}", f"output_dir={tmp_path / 'to'}")
     assert json.loads((tmp_path / "to" / "adapter" / "adapter_config.json").read_text()) == original
+
+
+@pytest.fixture(scope="module")
+def task_runs(ranks, workshop, tmp_path_factory):
+    """Two runs on one base, with different prompts, ranks and modules trained in full; one on changed weights."""
+    folder = tmp_path_factory.mktemp("tasks")
+    common = ("train.steps=2", "export.check=false", "export.formats=[sentence_transformers]")
+    common += ("model.lora.modules_to_save=[norms]",)
+    prompts = ("model.query_prompt='alpha '", "model.document_prompt='beta '")
+    ranks(1, run, *options(workshop, folder / "a", *common, *prompts))
+    more = ("model.lora.rank=2", "optim.ema=0.9", "seed=3")
+    ranks(1, run, *options(workshop, folder / "b", *common, *more))
+    return folder
+
+
+def test_adapters_of_several_tasks(workshop, task_runs, tmp_path):
+    """One directory, opened as its card says, has the vectors of each run, of the base, and the prompts of both."""
+    to = tmp_path / "joint"
+    export(
+        f"adapters={{retrieval: {task_runs / 'a'}, clustering: {task_runs / 'b'}}}", f"output_dir={to}", "check=true"
+    )
+    expected = [SentenceTransformer(str(task_runs / name / "model"), device="cpu").encode(TEXTS) for name in "ab"]
+    code = (to / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names: dict = {}
+    exec(code.replace("path/of/this/directory", str(to)), names)
+    model = names["model"]
+    for task, vectors in zip(("retrieval", "clustering", "retrieval"), (*expected, expected[0]), strict=True):
+        model.set_adapter(task)
+        np.testing.assert_allclose(model.encode(TEXTS, prompt=""), vectors, rtol=0, atol=1e-5)
+    assert np.abs(expected[0] - expected[1]).max() > 1e-2
+    prompts = {"query": "", "document": "", "retrieval_query": "alpha ", "retrieval_document": "beta "}
+    assert model.prompts == prompts | {"clustering_query": "", "clustering_document": ""}
+    model.disable_adapters()
+    np.testing.assert_allclose(model.encode(TEXTS, prompt=""), _vectors(workshop / "llama"), rtol=0, atol=1e-6)
+    loaded = AutoModel.from_pretrained(to)
+    loaded.load_adapter(str(to / "adapters" / "clustering"), adapter_name="clustering")
+    evaluate = (f"sets=[{workshop / 'dev'}]", f"output_dir={tmp_path / 'figures'}")
+    call("embedtrain.evaluate", f"model={to}", f"adapter={to / 'adapters' / 'clustering'}", *evaluate)
+    call("embedtrain.evaluate", f"model={task_runs / 'b' / 'model'}", *evaluate)
+    rows = [json.loads(row) for row in (tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["ndcg@10"] == rows[1]["ndcg@10"]
+
+
+@pytest.mark.slow
+def test_adapters_that_cannot_share_a_base_are_refused(ranks, workshop, task_runs, tmp_path):
+    """The message names both runs: another pooling, maximal length or base; an adapter with its effect lost fails."""
+    other = save_small(small_model("llama"), tmp_path / "base", seed=1)
+    common = ("train.steps=1", "export.check=false", "model.lora.modules_to_save=[norms]")
+    cases = {
+        "mean": ("model.pooling=mean", "pooling is 'mean', not 'last'"),
+        "short": ("model.max_length=12", "maximum length is 12, not"),
+        "base": (f"model.path={other}", "the weights of .*base and .*llama"),
+        "norms": ("model.lora.modules_to_save=[]", "trained .*norm.* in full"),
+        "whole": ("model.lora={rank: null, modules_to_save: []}", "has no adapter"),
+    }
+    for name, (option, message) in cases.items():
+        ranks(1, run, *options(workshop, tmp_path / name, *common, option))
+        pair = f"adapters={{first: {task_runs / 'a'}, {name}: {tmp_path / name}}}"
+        with pytest.raises((CheckpointError, ConfigError, ModelError), match=message) as raised:
+            export(pair, f"output_dir={tmp_path / 'no'}")
+        assert f"adapters.{name}={tmp_path / name}" in str(raised.value)
+        assert name == "whole" or f"adapters.first={task_runs / 'a'}" in str(raised.value)
+    assert not (tmp_path / "no").exists()

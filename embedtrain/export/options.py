@@ -1,17 +1,23 @@
 """Options of `python -m embedtrain.export`."""
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from embedtrain.config.checks import check_export
 from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import ExportConfig, ExportDtype
 from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
 
 HELP = """embedtrain export: write a model directory from a checkpoint, and verify it
 
   embedtrain export run=runs/NAME [option=value ...]
+  embedtrain export adapters='{retrieval: runs/A, clustering: runs/B}' output_dir=DIR
 
-{options: run! step output_dir dtype formats push_to_hub check}"""
+{options: run! step output_dir dtype formats push_to_hub check adapters}"""
+
+_TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(kw_only=True)
@@ -19,6 +25,9 @@ class ExportOptions:
     """Options of `python -m embedtrain.export`."""
 
     run: str = ""  # output_dir of a run
+    # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
+    # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
+    adapters: Any = None
     step: str = "latest"  # latest, best, or a step's number
     output_dir: str | None = None  # default: model/ in the run's directory
     formats: list[str] | None = None  # default: the recipe's export.formats
@@ -29,6 +38,11 @@ class ExportOptions:
     push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
     private: bool = True  # whether a repository that is created is private
     trust_remote_code: bool = False  # execute Python code in the run directory; its recipe cannot allow that
+
+    @property
+    def runs(self) -> list[str]:
+        """The output directories of the runs that are read."""
+        return list(self.adapters.values()) if self.adapters else [self.run] if self.run else []
 
 
 def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
@@ -47,9 +61,28 @@ def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConf
     )
 
 
+def _check_adapters(options: ExportOptions, check: OptionChecks) -> None:
+    is_mapping = isinstance(options.adapters, dict) and all(isinstance(run, str) for run in options.adapters.values())
+    example = "must be a mapping of tasks to runs, such as {retrieval: runs/a, clustering: runs/b}"
+    check.require(is_mapping and bool(options.adapters), "adapters", example)
+    check.require(not options.run, "run", "and adapters are both set; keep one")
+    check.require(options.output_dir is not None, "output_dir", "is missing; adapters need a directory of their own")
+    is_plain = options.formats in (None, ["sentence_transformers"])
+    check.require(is_plain, "formats", "a directory of adapters has no other format; leave it out")
+    for task in options.adapters:
+        if not isinstance(task, str) or not _TASK.fullmatch(task):
+            raise ConfigError(
+                f"adapters: {task!r} cannot be the name of a task, which is that of a folder: write letters, digits, "
+                "_ and -, beginning with a letter"
+            )
+
+
 def compose_export(arguments: list[str]) -> ExportOptions:
     """The options, checked."""
     options = compose_command("export", ExportOptions, arguments, HELP)
-    OptionChecks(options).require(bool(options.run), "run", "is missing; write the output_dir of a training run")
+    check = OptionChecks(options)
+    if options.adapters is not None:
+        _check_adapters(options, check)
+    check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
     check_export(requested_export(options, ExportConfig()))
     return options

@@ -5,6 +5,7 @@ saved as without adapters. Other trained modules (embeddings, norms, heads) just
 """
 
 import contextlib
+import copy
 import hashlib
 import math
 from collections import Counter
@@ -68,7 +69,8 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     Parameters may be on the meta device. `files` are those of the adapter in `lora.path`. A ConfigError if a target or
     module matches nothing, or a target is not a linear layer.
     """
-    config = _peft_config(encoder, lora) if files is None else files.config
+    # A copy, because what is set below would be injected into the next encoder with the adapter of these files.
+    config = _peft_config(encoder, lora) if files is None else copy.deepcopy(files.config)
     for parameter in encoder.parameters():
         parameter.requires_grad_(False)
     stored_modules = _modules_of_files(encoder, files)

@@ -12,7 +12,7 @@ from embedtrain.errors import ModelError
 RECORD = "embedtrain.json"
 _WEIGHTS = ".safetensors"
 # `README.md` is for readers; the folders are further formats of the same model.
-_NOT_READ = ("README.md", "adapter/", "onnx/")
+_NOT_READ = ("README.md", "adapter/", "adapters/", "onnx/")
 
 
 def write_record(directory: Path) -> None:
@@ -43,7 +43,7 @@ def verify_weights(directory: Path, local_rank: int = 0, local_size: int = 1) ->
 
 def _open(directory: Path) -> tuple[Path, Checksums]:
     """The directory of an export that contains `directory`, and its checksums of the files to verify."""
-    for root in (directory, directory.parent):
+    for root in (directory, directory.parent, directory.parent.parent):
         if not (root / RECORD).is_file():
             continue
         try:
@@ -55,7 +55,7 @@ def _open(directory: Path) -> tuple[Path, Checksums]:
             ) from None
         if root == directory:
             return root, Checksums({name: entry for name, entry in files.items() if not name.startswith(_NOT_READ)})
-        prefix = f"{directory.name}/"
+        prefix = f"{directory.relative_to(root).as_posix()}/"
         return root, Checksums({name: entry for name, entry in files.items() if name.startswith(prefix)})
     return directory, Checksums({})
 

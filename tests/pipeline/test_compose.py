@@ -7,6 +7,7 @@ import yaml
 
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.compose import compose_pipeline
+from embedtrain.pipeline.digests import input_paths
 from embedtrain.pipeline.expand import expand
 from embedtrain.pipeline.types import Selection
 from embedtrain.plan.options import compose_pipeline_plan
@@ -121,6 +122,8 @@ def test_unknown_keys_of_the_recipe(run_inputs, tmp_path):
 def test_members_of_a_fan_out(run_inputs, tmp_path):
     content = changed(run_inputs, "tuned", each={"low": {"optim": {"lr": 1e-4}}, "high": {"seed": 7}})
     content["stages"]["final"]["run"] = "${out:tuned-low.run}"
+    runs = {"low": "${out:tuned-low.run}", "high": "${out:tuned-high.run}"}
+    content["stages"]["joint"] = {"do": "export", "adapters": runs}
     pipeline = compose(tmp_path, content, "from=tuned", "until=tuned")
     assert pipeline.selection == Selection(("tuned-low", "tuned-high"), "tuned-high")
     low, high = pipeline.stage("tuned-low"), pipeline.stage("tuned-high")
@@ -129,6 +132,9 @@ def test_members_of_a_fan_out(run_inputs, tmp_path):
     assert [stage.name for stage in pipeline.stages if stage.kind.name == "evaluate"] == [
         "weak-evaluation", "tuned-low-evaluation", "tuned-high-evaluation",
     ]  # fmt: skip
+    joint = pipeline.stage("joint")
+    assert input_paths(joint) == {f"adapters.{name}": str(tmp_path / f"run/stages/tuned-{name}") for name in runs}
+    assert joint.depends == ("tuned-low", "tuned-high")
     content["stages"]["final"]["run"] = "${out:tuned.run}"
     with pytest.raises(ConfigError, match=r"tuned\.each"):
         compose(tmp_path, content)

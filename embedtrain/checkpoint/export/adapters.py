@@ -221,11 +221,16 @@ class AdapterCheckpoint:
         base = replace(open_model_source(model), config=run.config)
         return cls(base, seed, read_settings(adapter), reader, model.lora.load_in_4bit)
 
-    def encoder(self) -> Encoder:
-        """The encoder in this process's memory, with unmerged adapters as in training."""
+    def base_encoder(self) -> Encoder:
+        """The base model in this process's memory."""
         encoder = assemble_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
         encoder.load_state_dict(dict(self._base_weights(specs)))
+        return encoder
+
+    def encoder(self) -> Encoder:
+        """The encoder in this process's memory, with unmerged adapters as in training."""
+        encoder = self.base_encoder()
         self._attach(encoder)
         load_rows(self._trained_rows(encoder), encoder.state_dict())
         return encoder
@@ -235,12 +240,25 @@ class AdapterCheckpoint:
         encoder = build_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
         self._attach(encoder)
+        return _merge_trained(encoder, specs, self._base_weights(specs), self._trained(encoder))
+
+    def base_weights(self) -> WeightStream:
+        """All weights of the base model, one tensor at a time."""
+        specs = {name: TensorSpec.of(tensor) for name, tensor in build_encoder(self.base).state_dict().items()}
+        return WeightStream(specs, ((name, 0, tensor) for name, tensor in self._base_weights(specs)))
+
+    def trained(self) -> dict[str, Tensor]:
+        """The trained weights, by the encoder's names: adapters, and modules that were trained in full."""
+        encoder = build_encoder(self.base)
+        self._attach(encoder)
+        return self._trained(encoder)
+
+    def _trained(self, encoder: Encoder) -> dict[str, Tensor]:
         # Adapters and a few whole modules: small compared with the model.
         parts: dict[str, list[Tensor]] = {}
         for name, _, rows in self._trained_rows(encoder):
             parts.setdefault(name, []).append(rows)
-        trained = {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
-        return _merge_trained(encoder, specs, self._base_weights(specs), trained)
+        return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
 
     def _attach(self, encoder: Encoder, *, load_in_4bit: bool = False) -> None:
         heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.reader.specs) else []

@@ -43,6 +43,7 @@ from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from embedtrain.models.adapter_files import peft_key
 from embedtrain.models.encoder import hidden_size, prepare_backbone
 from embedtrain.models.m3_files import write_m3_settings
+from embedtrain.models.module_settings import SETTINGS
 from embedtrain.models.stored_weights import stored_dtype, stored_tensors
 from embedtrain.models.types import ModelSource
 
@@ -53,7 +54,6 @@ _POOLING_FLAGS = {
     Pooling.mean: "pooling_mode_mean_tokens",
     Pooling.last: "pooling_mode_lasttoken",
 }
-_SETTINGS = "config_sentence_transformers.json"
 _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."
 # Beside the architecture in a run directory, because checkpoints do not hold the pooler.
@@ -135,7 +135,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     settings = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
     write_json(directory / "sentence_bert_config.json", settings)
     write_json(
-        directory / _SETTINGS,
+        directory / SETTINGS,
         {
             "__version__": {},
             "prompts": {"query": "", "document": ""} | source.prompts,
@@ -222,8 +222,8 @@ def create_model_directory(
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE, CHECKSUMS))
     _write_dtype(directory, dtype)
     if truncate_dim is not None:
-        settings = json.loads((directory / _SETTINGS).read_text(encoding="utf-8"))
-        write_json(directory / _SETTINGS, settings | {"truncate_dim": truncate_dim})
+        settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
+        write_json(directory / SETTINGS, settings | {"truncate_dim": truncate_dim})
     weights = {name: file for file, name in plan.locations.values() if "/" not in file and file.startswith("model")}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())

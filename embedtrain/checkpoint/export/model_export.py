@@ -33,6 +33,7 @@ from embedtrain.checkpoint.export.onnx import check_graph, write_graph
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
 from embedtrain.checkpoint.export.shapes import require_shapes
 from embedtrain.checkpoint.export.sparse import write_query_weights
+from embedtrain.checkpoint.export.task_adapters import TaskAdapter, check_task_adapters, write_task_adapters
 from embedtrain.checkpoint.export.verify import (
     AdapterBase,
     ExportReference,
@@ -80,12 +81,15 @@ class ModelExport:
     adapter: AdapterBase | None = None
     truncate_dim: int | None = None
     logit_score: LogitScoreExport | None = None
+    tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
 
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
         create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype, self.truncate_dim)
         if self.adapter is not None:
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
+        if self.tasks:
+            write_task_adapters(self.unfinished, self.tasks)
 
     def write(self, weights: Iterable[WeightRows], *, main: bool) -> None:
         """Write this process's rows of weights, after `begin`; `main` is the process that begins and finishes.
@@ -127,6 +131,9 @@ class ModelExport:
                 if self.adapter is not None:
                     with phase("reopening the adapter with PEFT"):
                         differences.append(check_adapter(directory / ADAPTER_FOLDER, self.adapter, source, reference))
+                if self.tasks:
+                    with phase("loading the adapters with PEFT and sentence-transformers"):
+                        differences.append(check_task_adapters(directory, self.tasks, source))
             if ONNX in self.formats:
                 with phase("writing an ONNX graph"):
                     traced = write_graph(directory, source)

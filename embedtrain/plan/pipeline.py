@@ -69,7 +69,8 @@ def _architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
         return model
     if producer.kind.name == TRAIN:
         base = _architecture(pipeline, producer.options.model)
-        changes = {name: getattr(base, name) for name in ("path", "config", "tokenizer", "vocab_size", "revision")}
+        names = ("path", "config", "tokenizer", "vocab_size", "revision", "heads")
+        changes = {name: getattr(base, name) for name in names}
         for name in ("pooling", "max_length"):
             changes[name] = getattr(base, name) if getattr(model, name) is None else getattr(model, name)
         return replace(model, **changes)
@@ -77,7 +78,9 @@ def _architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
         earlier = pipeline.stage(name)
         if MODEL in earlier.kind.outputs:
             return _architecture(pipeline, replace(model, path=earlier.output(MODEL)))
-    return model
+    # A model from outside, such as one that is pruned.
+    path, pooling = (getattr(producer.options, name, None) for name in (MODEL, "pooling"))
+    return replace(model, path=path or model.path, pooling=pooling if model.pooling is None else model.pooling)
 
 
 def print_pipeline_plan(page: Page, pipeline: Pipeline, plans: list[StagePlan]) -> None:

@@ -1,0 +1,138 @@
+"""The pipelines of recipes/pipelines/ run from their first stage to their export, with small random models."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from sentence_transformers import SentenceTransformer
+
+from embedtrain.config.overrides import to_overrides
+from embedtrain.distributed.world import World
+from embedtrain.pipeline.compose import compose_pipeline
+from embedtrain.pipeline.run import run_pipeline
+from embedtrain.plan.options import compose_pipeline_plan
+from embedtrain.plan.pipeline import plan_pipeline
+from tests.conftest import ROOT
+from tests.small import save_guide, save_small, small_model, text, write_beir
+
+PUBLISHED = {
+    "arctic_embed_2": {"FacebookAI/xlm-roberta-base": "xlm-roberta", "intfloat/multilingual-e5-base": "xlm-roberta"},
+    "embeddinggemma": {"google/gemma-3-270m": "gemma3_text", "Qwen/Qwen3-Embedding-4B": "qwen3"},
+    "f2llm_v2": {"Qwen/Qwen3-4B": "qwen3", "Qwen/Qwen3-0.6B": "qwen3"},
+    "kalm_v2": {"Qwen/Qwen2-0.5B": "qwen2", "Qwen/Qwen3-Embedding-8B": "qwen3"},
+    "llama_embed_nemotron": {"meta-llama/Llama-3.1-8B": "llama"},
+    "qwen3_embedding": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
+}
+# Directories of sentence-transformers; the others have no pooling.
+WITH_POOLING = ("intfloat/multilingual-e5-base", "Qwen/Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-8B")
+DATA = {
+    "arctic_embed_2": ("weak", "labelled"),
+    "embeddinggemma": ("weak", "a", "b", "c"),
+    "f2llm_v2": ("general", "retrieval", "clustering", "classification"),
+    "kalm_v2": ("weak", "labelled"),
+    "llama_embed_nemotron": (".",),
+    "qwen3_embedding": ("synthetic", "labelled"),
+}
+TRAINING = {
+    "train.epochs": None, "train.steps": 4, "train.global_batch_size": 8, "train.chunk_tokens": 400, "optim.warmup": 1,
+    "checkpoint.every": 1,
+}  # fmt: skip
+# Sizes besides those of all trainings.
+SIZES: dict[str, dict[str, object]] = {
+    "arctic_embed_2": {
+        "shared.dims": [32, 16], "evaluation.truncate_dims": [16], "stages.weak.optim.decay": 0.5,
+        "stages.tuned.optim.decay": 1, "stages.weak.model.max_length": 48, "stages.tuned.model.max_length": 48,
+    },
+    "embeddinggemma": {
+        "shared.dims": [32, 16], "stages.teacher.dims": 32, "stages.weak.model.heads": [{"out": 64}, {"out": 32}],
+    },
+    "f2llm_v2": {
+        "shared.loss.matryoshka_dims": [32, 16], "shared.loss.matryoshka_weights": [1, 0.354],
+        "shared.small": {"dims": [32, 16], "weights": [1, 0.354]}, "stages.teacher.dims": 32, "stages.pruned.keep": 1,
+    },
+    "kalm_v2": {"shared.dims": [32, 16, 8]},
+    "llama_embed_nemotron": {"stages.member.repeat": 2},
+    "qwen3_embedding": {"stages.good.min_score": 0},
+}  # fmt: skip
+
+
+def write_inputs(name: str, folder: Path) -> None:
+    """The models and the data that a recipe names, below the folder."""
+    for path, architecture in PUBLISHED[name].items():
+        model = small_model(architecture)
+        model.config["max_position_embeddings"] = 2050
+        if path in WITH_POOLING:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            save_guide(model, folder / "saved" / path).rename(folder / path)
+        else:
+            save_small(model, folder / path)
+    for source in DATA[name]:
+        (folder / "data" / source).mkdir(parents=True, exist_ok=True)
+        for part in range(2):
+            lines = []
+            for number in range(part * 12, part * 12 + 12):
+                query = text(number, 3)
+                negatives = [text(500 + 30 * number + i, 5) for i in range(24)]
+                lines.append(json.dumps({"query": query, "pos": [f"{query} {text(number + 50, 2)}"], "neg": negatives}))
+            (folder / "data" / source / f"rows-{part}.jsonl").write_text("\n".join(lines))
+    write_beir(folder / "data" / "dev", 12)
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "recipes" / "pipelines" / f"{name}.yaml").read_text())
+
+
+def shrunk(name: str) -> list[str]:
+    """Overrides of sizes and steps."""
+    overrides = dict(SIZES[name])
+    for stage, options in read(name)["stages"].items():
+        if options["do"] == "train":
+            overrides |= {f"stages.{stage}.{option}": value for option, value in TRAINING.items()}
+    return to_overrides(overrides)
+
+
+def run_recipe(world: World, folder: Path, arguments: list[str]) -> None:
+    with contextlib.chdir(folder):
+        pipeline = compose_pipeline(arguments)
+        assert pipeline is not None
+        run_pipeline(pipeline)
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "recipes" / "pipelines").glob("*.yaml") if path.stem != "quickstart")
+
+
+def test_every_published_pipeline_has_a_run():
+    assert names() == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_pipeline_is_planned(name, tmp_path, monkeypatch):
+    """Without its evaluations, which take as long to compose as the trainings."""
+    write_inputs(name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"recipe=pipelines/{name}", *to_overrides(SIZES[name] | {"evaluation.after": []}), "gpus=8"]
+    planned = compose_pipeline_plan(arguments)
+    assert planned is not None
+    trainings = [stage.training for stage in plan_pipeline(*planned) if stage.stage.kind.name == "train"]
+    assert len(trainings) >= 2
+    assert all(training is not None and training.best.fits for training in trainings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_pipeline_runs_to_its_end(ranks, name, tmp_path):
+    """On two ranks, as it is but for the sizes of models and batches and the number of steps."""
+    write_inputs(name, tmp_path)
+    ranks(2, run_recipe, tmp_path, [f"recipe=pipelines/{name}", *shrunk(name)], timeout=500)
+    root = tmp_path / "runs" / name
+    ended = [stage["stage"] for stage in json.loads((root / "lineage.json").read_text())["stages"]]
+    assert ended == list(yaml.safe_load((root / "pipeline.yaml").read_text())["stages"])
+    last = [stage for stage in ended if (root / "stages" / stage / "model").is_dir()][-1]
+    vectors = SentenceTransformer(str(root / "stages" / last / "model"), device="cpu").encode(["alpha beta", "gamma"])
+    assert np.isfinite(vectors).all()
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)

@@ -22,6 +22,8 @@ from embedtrain.config.recipe import (
     EXPORT_FORMATS,
     LOGIT_SCORE,
     ONNX,
+    ONNX_FP16,
+    ONNX_INT8,
     DataConfig,
     ExportConfig,
     ModelKind,
@@ -242,6 +244,11 @@ def check_export(export: ExportConfig, prefix: str = "") -> None:
     check = OptionChecks(export, prefix)
     are_known = all(item in EXPORT_FORMATS for item in export.formats)
     check.require(are_known, "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
+    smaller = [name for name in (ONNX_FP16, ONNX_INT8) if name in export.formats]
+    check.require(
+        not smaller or ONNX in export.formats, "formats", f"needs onnx, of which {', '.join(smaller)} is made"
+    )
+    check.require(0 <= export.onnx_min_agreement <= 1, "onnx_min_agreement", "must be a number from 0 to 1")
     check.at_least(1, "truncate_dim", "null keeps all dimensions")
     size = _SIZE.fullmatch(export.max_file_size.strip().upper())
     check.require(

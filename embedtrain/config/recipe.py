@@ -19,8 +19,8 @@ from embedtrain.config.sparse import SparseConfig, SparsityConfig
 from embedtrain.config.tracking import TrackingConfig
 
 ALL_LINEAR = "all-linear"
-ONNX, ADAPTER, LOGIT_SCORE = "onnx", "adapter", "logit_score"
-EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER, LOGIT_SCORE)
+ONNX, ONNX_FP16, ONNX_INT8, ADAPTER, LOGIT_SCORE = "onnx", "onnx_fp16", "onnx_int8", "adapter", "logit_score"
+EXPORT_FORMATS = ("sentence_transformers", ONNX, ONNX_FP16, ONNX_INT8, ADAPTER, LOGIT_SCORE)
 
 
 class BaseDtype(str, Enum):
@@ -305,11 +305,15 @@ class ExportConfig:
     """The exported model directory."""
 
     # sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the
-    # same directory. adapter: the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that
-    # started from the score of tokens as a causal language model again, in a directory inside it.
+    # same directory; onnx_fp16, onnx_int8: smaller files of it, besides onnx. adapter: the LoRA adapter alone, in a
+    # directory inside it, for PEFT. logit_score: a reranker that started from the score of tokens as a causal language
+    # model again, in a directory inside it.
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; needs loss.matryoshka_dims
+    # Smallest cosine of a vector of onnx_fp16 or onnx_int8 to that of onnx, on probe texts; of a cross-encoder, 1 minus
+    # the largest difference of a probability. An export below it fails.
+    onnx_min_agreement: float = 0.97
     max_file_size: str = "5GB"  # larger weights are split into files of at most this size
     check: bool = True  # reopen and compare; false for models that do not fit into one process
     push_to_hub: str | None = None  # Hub id of a repository to upload to; created if missing

@@ -11,8 +11,10 @@ from transformers import AutoTokenizer
 
 import embedtrain.checkpoint.export.onnx as onnx_graph
 from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
+from embedtrain.checkpoint.export.onnx_variants import FILES
 from embedtrain.checkpoint.export.shapes import require_shapes
 from embedtrain.checkpoint.export.verify import PROBES
+from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import CheckpointError
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
@@ -110,7 +112,7 @@ def test_inputs_are_those_of_the_tokenizer(tmp_path):
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
     assert {given.name for given in session.get_inputs()} == {"input_ids", "token_type_ids", "attention_mask"}
     assert all(given.shape == ["batch", "length"] for given in session.get_inputs())
-    assert [found.name for found in session.get_outputs()] == ["last_hidden_state"]
+    assert [found.name for found in session.get_outputs()] == ["last_hidden_state", "sentence_embedding"]
     assert np.allclose(session_vectors(tmp_path / "out", list(PROBES), Pooling.mean), made.vectors, atol=1e-5)
 
 
@@ -130,7 +132,7 @@ def test_a_graph_with_other_embeddings_is_rejected(tmp_path):
 
 def test_large_weights_are_stored_in_one_separate_file(tmp_path, monkeypatch):
     small = made(tmp_path, "xlm-roberta")
-    monkeypatch.setattr(onnx_graph, "_MAX_GRAPH_BYTES", 50_000)
+    monkeypatch.setattr(onnx_graph, "MAX_GRAPH_BYTES", 50_000)
     export_model(tmp_path / "out", small, formats=["onnx"])
     assert sorted(path.name for path in (tmp_path / "out" / "onnx").iterdir()) == ["model.onnx", "model.onnx_data"]
     shutil.move(tmp_path / "out", tmp_path / "elsewhere")
@@ -169,3 +171,36 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"xlm-roberta model cannot be written as an ONNX graph: .*matrix_exp"):
         write_graph(tmp_path / "out", require_shapes(tmp_path / "out", trust_remote_code=False))
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_graph_has_dense_heads_and_truncation(tmp_path):
+    """The second output needs nothing but a tokenizer."""
+    heads = [HeadConfig(out=48, bias=False), HeadConfig(out=24)]
+    small = made(tmp_path, "xlm-roberta", pooling=Pooling.cls, heads=heads)
+    export_model(tmp_path / "out", small, formats=["onnx"], truncate_dim=16)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(
+        list(PROBES), padding=True, truncation=True, return_tensors="np"
+    )
+    (vectors,) = session.run(["sentence_embedding"], {node.name: tokens[node.name] for node in session.get_inputs()})
+    assert vectors.shape == (len(PROBES), 16)
+    assert np.allclose(vectors, small.vectors[:, :16], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [ModelKind.dense, ModelKind.cross_encoder])
+def test_smaller_files_are_measured(tmp_path, kind):
+    save_small(small_model("xlm-roberta", kind=kind), tmp_path / "model")
+    pooling = Pooling.mean if kind is ModelKind.dense else None
+    model = ModelConfig(path=str(tmp_path / "model"), kind=kind, pooling=pooling)
+    small = architecture_of(tmp_path / "architecture", model)
+    formats = ["onnx", "onnx_fp16", "onnx_int8"]
+    export_model(tmp_path / "out", small, formats=formats, onnx_min_agreement=0.9, card="# Card\n")
+    sizes = [(tmp_path / "out" / file).stat().st_size for file in (GRAPH, *FILES.values())]
+    assert sizes[0] > sizes[1]
+    assert sizes[0] > sizes[2]
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    measured = [float(line.split("|")[3]) for line in lines if line.startswith("| `onnx/")]
+    assert measured[0] > 0.999
+    assert 0.9 < measured[1] <= 1
+    with pytest.raises(CheckpointError, match=r"onnx_min_agreement=1.0"):
+        export_model(tmp_path / "strict", small, formats=["onnx", "onnx_int8"], onnx_min_agreement=1.0)

@@ -30,6 +30,7 @@ from embedtrain.checkpoint.export.model_directory import (
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
+from embedtrain.checkpoint.export.onnx_variants import variant_table, write_variants
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
 from embedtrain.checkpoint.export.shapes import require_shapes
 from embedtrain.checkpoint.export.sparse import write_query_weights
@@ -82,6 +83,7 @@ class ModelExport:
     truncate_dim: int | None = None
     logit_score: LogitScoreExport | None = None
     tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
+    onnx_min_agreement: float = 0.0
 
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
@@ -140,6 +142,10 @@ class ModelExport:
                 if reference is not None:
                     with phase("reopening it with onnxruntime"):
                         differences.append(check_graph(directory, source, traced))
+                with phase("writing smaller ONNX files"):
+                    variants = write_variants(directory, source, self.formats, self.onnx_min_agreement)
+                with (directory / "README.md").open("a", encoding="utf-8") as file:
+                    file.write(variant_table(variants, source))
             if self.logit_score is not None:
                 with phase("writing the causal language model"):
                     folder = write_logit_score(directory, self.logit_score)
@@ -182,7 +188,16 @@ def plan_export(
         assert base is not None
         logit_score = LogitScoreExport(base, config.max_file_size)
     return ModelExport(
-        output_dir, unfinished, architecture, plan, dtype, formats, adapter, config.truncate_dim, logit_score
+        output_dir,
+        unfinished,
+        architecture,
+        plan,
+        dtype,
+        formats,
+        adapter,
+        config.truncate_dim,
+        logit_score,
+        onnx_min_agreement=config.onnx_min_agreement,
     )
 
 

@@ -1,9 +1,10 @@
 """The ONNX graph of an export, and its verification with onnxruntime.
 
 The graph is written to `onnx/model.onnx`, where `backend="onnx"` of sentence-transformers and optimum expect it. Inputs
-are what the tokenizer returns, such as token ids and mask; batch size and length are dynamic. The output of an
-embedding model is `last_hidden_state`, without pooling; that of a cross-encoder is `logits` [N, 1], with the head.
-Weights are always fp32, because few CPUs compute in less.
+are what the tokenizer returns, such as token ids and mask; batch size and length are dynamic. The outputs of an
+embedding model are `last_hidden_state`, for clients that pool themselves, and `sentence_embedding`, its vectors: after
+pooling, dense heads, normalisation and truncation. That of a cross-encoder is `logits` [N, 1], with the head. Weights
+are always fp32, because few CPUs compute in less.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,14 @@ from embedtrain.checkpoint.export.cross_encoder import formatted_pairs, open_che
 from embedtrain.checkpoint.export.reopen import add_heads, open_encoder, open_tokenizer, tokenize_padded
 from embedtrain.checkpoint.export.verify import PROBES, encode_probes, require_close
 from embedtrain.errors import CheckpointError
+from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import one_line
 from embedtrain.models.types import ModelSource
 
 GRAPH = "onnx/model.onnx"
-_WEIGHTS = "model.onnx_data"  # optimum's name for separate weights, if graph and weights exceed one protobuf
-_MAX_GRAPH_BYTES = 2**31 - 2**24  # a protobuf is limited to 2 GiB
+MAX_GRAPH_BYTES = 2**31 - 2**24  # a protobuf is limited to 2 GiB
 _OPSET = 18
+_HIDDEN, _VECTORS = "last_hidden_state", "sentence_embedding"
 _TOLERANCE = 1e-4
 
 
@@ -38,12 +41,12 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
     the model cannot be expressed as a graph.
     """
     tokenizer = open_tokenizer(directory, source)
-    output = _output(source)
+    outputs = output_names(source)
     model: nn.Module
+    encoder = None
     if source.head is None:
         encoder = open_encoder(directory, source)
         expected, model = encode_probes(encoder, tokenizer), encoder.backbone
-        del encoder
     else:
         model = open_checked(AutoModelForSequenceClassification, directory, source).eval()
         with torch.no_grad():
@@ -55,17 +58,18 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
     path = directory / GRAPH
     path.parent.mkdir()
     dynamic_axes = {name: {0: "batch", 1: "length"} for name in names}
-    dynamic_axes[output] = {0: "batch", 1: "length"} if source.head is None else {0: "batch"}
+    dynamic_axes |= {name: {0: "batch", 1: "length"} if name == _HIDDEN else {0: "batch"} for name in outputs}
+    pooled = encoder if _VECTORS in outputs else None
     try:
-        with _silence(), torch.no_grad():
+        with silence(), torch.no_grad():
             # By tracing: the newer exporter (dynamo=True) gives the same values for every architecture that we tried,
             # takes 10 to 40 times as long (torch 2.13), and needs another package.
             torch.onnx.export(
-                _Traced(model, names, output),
+                _Traced(model, names, outputs[0], pooled, source.truncate_dim),
                 tuple(batch[name] for name in names),
                 str(path),
                 input_names=names,
-                output_names=[output],
+                output_names=outputs,
                 dynamic_axes=dynamic_axes,
                 opset_version=_OPSET,
                 dynamo=False,
@@ -75,7 +79,7 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
             f"this {source.config.model_type} model cannot be written as an ONNX graph: {one_line(error)} "
             "(remove onnx from formats; checkpoints can be exported again at any time)"
         ) from error
-    del model
+    del model, encoder, pooled
     _gather_weights(path)
     return expected
 
@@ -85,37 +89,63 @@ def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float
 
     Raises CheckpointError if onnxruntime cannot run it, or it computes something else than `write_graph` returned.
     """
-    import onnxruntime
-
     path, rows = directory / GRAPH, range(len(PROBES))
-    tokenizer = open_tokenizer(directory, source)
-    heads = add_heads(nn.Identity(), source) if source.head is None else None
+    graph = OpenGraph(path, source)
+    single = [torch.cat(outputs) for outputs in zip(*(graph.run([row]) for row in rows), strict=True)]
+    batched = graph.run(rows)
+    differences = []
+    for texts, results in (("", single), (" and runs a padded batch", batched)):
+        for name, result in zip(output_names(source), results, strict=True):
+            values = result if source.head is None else result.T
+            reference = expected[:, : source.truncate_dim] if name == _VECTORS else expected
+            subject = f"onnxruntime opens {path} (a {source.config.model_type} model, output {name}){texts}"
+            differences.append(require_close(values, reference, _TOLERANCE, subject))
+    return max(differences)
 
-    def run(rows: Sequence[int]) -> Tensor:
-        batch = _probe_batch(tokenizer, source, rows)
-        feed = {node.name: batch[node.name].numpy() for node in session.get_inputs()}
-        output = torch.from_numpy(session.run([_output(source)], feed)[0])
-        if heads is None:
-            return output
+
+class OpenGraph:
+    """A graph in onnxruntime, on the CPU. Raises CheckpointError if onnxruntime cannot open or run it."""
+
+    def __init__(self, path: Path, source: ModelSource) -> None:
+        import onnxruntime
+
+        assert source.directory is not None
+        self._path, self._source = path, source
+        self._tokenizer = open_tokenizer(source.directory, source)
+        self._heads = add_heads(nn.Identity(), source) if source.head is None else None
+        with self._explained():
+            self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def run(self, rows: Sequence[int]) -> list[Tensor]:
+        """These rows of PROBES as one padded batch: vectors of each output, or the scores [N, 1] of a cross-encoder."""
+        batch = _probe_batch(self._tokenizer, self._source, rows)
+        with self._explained():
+            feed = {node.name: batch[node.name].numpy() for node in self._session.get_inputs()}
+            outputs = self._session.run(output_names(self._source), feed)
+        first, *vectors = (torch.from_numpy(output) for output in outputs)
+        if self._heads is None:
+            return [first]
         with torch.no_grad():
-            return heads.vectors(output, batch["attention_mask"])
+            return [self._heads.vectors(first, batch["attention_mask"]), *vectors]
 
-    try:
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        single, batched = torch.cat([run([row]) for row in rows]), run(rows)
-    except Exception as error:  # onnxruntime's exceptions have no common base
-        raise CheckpointError(f"onnxruntime cannot run {path}: {one_line(error)}") from error
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # onnxruntime's exceptions have no common base
+            raise CheckpointError(f"onnxruntime cannot run {self._path}: {one_line(error)}") from error
+
+
+def output_names(source: ModelSource) -> list[str]:
+    """The outputs of the graph; a client that takes the first one pools itself.
+
+    A late-interaction model has no vector of a text, and without the tokens of the prompt (`include_prompt=false`) the
+    graph would need a mask that no client passes.
+    """
     if source.head is not None:
-        single, batched = single.T, batched.T
-    subject = f"onnxruntime opens {path} (a {source.config.model_type} model)"
-    return max(
-        require_close(single, expected, _TOLERANCE, subject),
-        require_close(batched, expected, _TOLERANCE, f"{subject} and runs a padded batch"),
-    )
-
-
-def _output(source: ModelSource) -> str:
-    return "last_hidden_state" if source.head is None else "logits"
+        return ["logits"]
+    has_vectors = source.token_vectors is None and (source.include_prompt or not any(source.prompts.values()))
+    return [_HIDDEN, _VECTORS] if has_vectors else [_HIDDEN]
 
 
 def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: Sequence[int]) -> BatchEncoding:
@@ -127,16 +157,24 @@ def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: 
 
 
 class _Traced(nn.Module):
-    """A model as a function from tensors, in the order of `names`, to the tensor `output`."""
+    """A model as a function from tensors, in the order of `names`, to the tensor `output`.
 
-    def __init__(self, model: nn.Module, names: list[str], output: str) -> None:
+    With an encoder that the model is the backbone of, it also returns the vectors of the texts.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: list[str], output: str, encoder: Encoder | None, truncate_dim: int | None
+    ) -> None:
         super().__init__()
-        self.model = model
-        self._names, self._output = names, output
+        self.model, self.encoder = model, encoder
+        self._names, self._output, self._truncate_dim = names, output, truncate_dim
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        output: Tensor = self.model(**dict(zip(self._names, inputs, strict=True)))[self._output]
-        return output
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        values = dict(zip(self._names, inputs, strict=True))
+        output: Tensor = self.model(**values)[self._output]
+        if self.encoder is None:
+            return output
+        return output, self.encoder.vectors(output, values["attention_mask"])[:, : self._truncate_dim]
 
 
 def _gather_weights(path: Path) -> None:
@@ -144,23 +182,31 @@ def _gather_weights(path: Path) -> None:
     import onnx
 
     weights = [file for file in path.parent.iterdir() if file != path]
-    if not weights and path.stat().st_size < _MAX_GRAPH_BYTES:
+    if not weights and path.stat().st_size < MAX_GRAPH_BYTES:
         return
     model = onnx.load(str(path))
     for file in weights:
         file.unlink()
-    onnx.save_model(model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=_WEIGHTS)
+    save_with_weights_beside(model, path)
+
+
+def save_with_weights_beside(model: Any, path: Path) -> None:
+    """Save an onnx.ModelProto as a graph and one file of weights, which optimum names after the graph."""
+    import onnx
+
+    onnx.save_model(
+        model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=f"{path.name}_data"
+    )
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Suppress the tracer's warnings about shapes: the comparison detects what it traced wrongly."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
+def silence() -> Iterator[None]:
+    """Suppress the converters' warnings about shapes and ranges: the comparison detects what is wrong."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        log.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            log.setLevel(level)
+            logging.disable(disabled)

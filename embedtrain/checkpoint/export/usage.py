@@ -67,7 +67,9 @@ def usage(kind: ModelKind, name: str, prompts: Mapping[str, str], architecture: 
 def graph_usage(kind: ModelKind) -> list[str]:
     """The paragraph about the ONNX graph."""
     what = "the tokens of pairs to `logits`, the scores before the activation"
-    what = what if kind is ModelKind.cross_encoder else "token ids to `last_hidden_state`"
+    if kind is not ModelKind.cross_encoder:
+        vectors = " and, in graphs of one vector per text, `sentence_embedding`, the vectors with everything applied"
+        what = f"token ids to `last_hidden_state`{vectors * (kind is ModelKind.dense)}"
     return [
         f"`onnx/model.onnx` is the same model in fp32, from {what}, for onnxruntime, or for sentence-transformers and "
         'optimum with `backend="onnx"`.',

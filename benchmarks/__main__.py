@@ -20,7 +20,8 @@ TABLES = (
     "checkpoints",
     "plan",
 )
-ON_DEMAND = ("data_memory",)  # slow, and needs a lot of disk space
+# Slow; data_memory needs a lot of disk space as well.
+ON_DEMAND = ("data_memory", "pipeline_ablation")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from benchmarks import late_interaction, reranking, sparse
+from benchmarks import late_interaction, pipeline_ablation, reranking, sparse
 from benchmarks.comparison import Batches, StepResults, comparison_cells
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
@@ -172,3 +172,35 @@ def test_in_batch_negatives_of_late_interaction_are_compared() -> None:
 def test_the_vocabulary_head_is_compared() -> None:
     """With the logits of all tokens, in new processes, on a few texts."""
     assert sparse.measure(small=True).splitlines()[-1].count("/") == 3
+
+
+def _lineage(value: float, compressed: float) -> dict[str, Any]:
+    """Made-up evaluations in which every stage measures `value` on every set, and the second member more."""
+    sets = (*pipeline_ablation.SELECTION, *pipeline_ablation.HELD_OUT)
+    stages = []
+    for stage in {stage for _, stage, _ in pipeline_ablation.ROWS} - {"best"} | {"tuned-2"}:
+        better = 0.1 if stage == "tuned-2" else 0.0
+        metrics = {name: {"ndcg@10": value + better} for name in sets}
+        metrics |= {f"{name}@{pipeline_ablation.COMPRESSED}": {"ndcg@10": compressed} for name in sets}
+        stages.append({"stage": f"{stage}-evaluation", "do": "evaluate", "metrics": metrics})
+    return {"stages": stages}
+
+
+def test_the_ablation_compares_the_stages_of_each_seed() -> None:
+    results = [pipeline_ablation.metrics_of(_lineage(value, value - 0.05)) for value in (0.5, 0.6, 0.7)]
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line.split(" | ")
+        for line in pipeline_ablation.table(results).splitlines()
+    }
+    assert rows["after weak training"][1] == "0.6000 ± 0.1000"
+    assert rows["the member that is best on the selection sets"][2] == "0.7000 ± 0.1000"
+    assert rows["merged: the mean of three members"][4] == "-0.1000 ± 0.0000"
+    assert rows["128 bits, rescored from int8"][4] == "-0.0500 ± 0.0000"
+
+
+def test_repetitions_of_the_ablation_differ_in_their_seeds() -> None:
+    first, second = (pipeline_ablation.recipe_with_variants(number)["stages"] for number in range(2))
+    for name, (original, _) in pipeline_ablation.VARIANTS.items():
+        assert first[name]["seed"] == first[original]["seed"] != second[name]["seed"]
+        assert "repeat" not in first[name]
+    assert first["tuned"]["loss"] == second["tuned"]["loss"] == second["without-mining"]["loss"]

@@ -40,6 +40,11 @@ class ExportOptions:
     trust_remote_code: bool = False  # execute Python code in the run directory; its recipe cannot allow that
 
     @property
+    def export(self) -> ExportConfig:
+        """The options of the directory that is written, with defaults in place of those of the run's recipe."""
+        return requested_export(self, ExportConfig())
+
+    @property
     def runs(self) -> list[str]:
         """The output directories of the runs that are read."""
         return list(self.adapters.values()) if self.adapters else [self.run] if self.run else []
@@ -84,5 +89,5 @@ def compose_export(arguments: list[str]) -> ExportOptions:
     if options.adapters is not None:
         _check_adapters(options, check)
     check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
-    check_export(requested_export(options, ExportConfig()))
+    check_export(options.export)
     return options

@@ -75,7 +75,7 @@ class StageKind:
         return importlib.import_module(f"{self.module}.__main__").main(options)
 
 
-TRAIN = "train"
+TRAIN, PRUNE = "train", "prune"
 KINDS = {
     kind.name: kind
     for kind in (
@@ -102,7 +102,7 @@ KINDS = {
         StageKind("vectors", "embedtrain.vectors", "VectorsOptions", folder="vectors", outputs={VECTORS: "vectors"}),
         StageKind("calibrate", "embedtrain.calibrate", "CalibrateOptions", folder="model", outputs={MODEL: "model"}),
         StageKind(
-            "prune",
+            PRUNE,
             "embedtrain.prune",
             "PruneOptions",
             folder="model",

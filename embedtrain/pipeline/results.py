@@ -1,4 +1,4 @@
-"""What a pipeline reports: a table of metrics after each stage, lineage.json, and a page about its trainings."""
+"""What a pipeline reports: a table of metrics after each stage, lineage.json, and a page with it and all trainings."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from embedtrain.pipeline.registry import MODEL, TRAIN
 from embedtrain.pipeline.state import PipelineState, StageRecord
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.tracking.pages import Page
-from embedtrain.tracking.report.page import REPORT_FILE, write_report
+from embedtrain.tracking.report.page import REPORT_FILE, Table, write_report
 
 LINEAGE_FILE = "lineage.json"
 _CARD_HEADING = "## How this model was made"
@@ -38,23 +38,26 @@ def _ended(pipeline: Pipeline, state: PipelineState) -> Iterator[tuple[Stage, St
             yield stage, record
 
 
-def metric_table(pipeline: Pipeline, state: PipelineState) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the stages that have ended: their duration and the main metric of every set."""
-    return _table(list(_ended(pipeline, state)))
+def table_of(records: Sequence[tuple[Stage, StageRecord]]) -> Table:
+    """The header and the rows of stages that have ended: their duration and the main metric of every set.
 
-
-def _table(records: Sequence[tuple[Stage, StageRecord]]) -> tuple[list[str], list[list[str]]]:
-    columns: dict[tuple[str, str], None] = {}
-    for _, record in records:
-        for name, values in _metrics(record).items():
-            if values:
-                columns[name, next(iter(values))] = None
-    rows = []
+    Further forms of vectors, which are measured as SET@FORM, have rows of their own.
+    """
+    rows: list[tuple[list[str], dict[str, str]]] = []
     for stage, record in records:
         duration = format_duration((record.ended or record.began) - record.began)
-        cells = [_metrics(record).get(name, {}).get(metric) for name, metric in columns]
-        rows.append([stage.name, stage.kind.name, duration, *("" if v is None else f"{v:.4f}" for v in cells)])
-    return ["stage", "do", "took", *(f"{name} {metric}" for name, metric in columns)], rows
+        forms: dict[str, dict[str, str]] = {"": {}}
+        for name, values in _metrics(record).items():
+            data, _, form = name.partition("@")
+            for metric in list(values)[:1]:
+                forms.setdefault(form, {})[f"{data} {metric}"] = f"{values[metric]:.4f}"
+        for form, cells in forms.items():
+            rows.append(([f"{stage.name}: {form}", "", ""] if form else [stage.name, stage.kind.name, duration], cells))
+    columns = list(dict.fromkeys(column for _, cells in rows for column in cells))
+    return (
+        ["stage", "do", "took", *columns],
+        [[*row, *(cells.get(column, "") for column in columns)] for row, cells in rows],
+    )
 
 
 def _metrics(record: StageRecord) -> dict[str, dict[str, float]]:
@@ -65,7 +68,7 @@ def print_figures(pipeline: Pipeline, state: PipelineState) -> None:
     """Print the table of the stages that have ended; on one rank."""
     page = Page()
     page.subheading(f"{pipeline.name}: stages so far")
-    page.table(*metric_table(pipeline, state))
+    page.table(*table_of(list(_ended(pipeline, state))))
 
 
 def write_lineage(pipeline: Pipeline, state: PipelineState) -> None:
@@ -90,7 +93,7 @@ def describe_model(pipeline: Pipeline, state: PipelineState, stage: Stage, recor
     _write_lineage(directory / LINEAGE_FILE, pipeline, [*history, (stage, record)])
     card = directory / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    header, rows = _table([*history, (stage, record)])
+    header, rows = table_of([*history, (stage, record)])
     lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
     section = [
         _CARD_HEADING,
@@ -130,10 +133,11 @@ def _write_lineage(path: Path, pipeline: Pipeline, history: Sequence[tuple[Stage
 
 
 def write_pipeline_report(pipeline: Pipeline, state: PipelineState) -> Path | None:
-    """Write the page about all trainings that have ended; None if there is none. On one rank."""
-    directories = [stage.directory for stage, _ in _ended(pipeline, state) if stage.kind.name == TRAIN]
+    """Write the page about all stages that have ended; None if no training is among them. On one rank."""
+    records = list(_ended(pipeline, state))
+    directories = [stage.directory for stage, _ in records if stage.kind.name == TRAIN]
     if not directories:
         return None
     path = pipeline.output_dir / REPORT_FILE
-    write_report(directories, path)
+    write_report(directories, path, table_of(records))
     return path

@@ -21,8 +21,9 @@ import torch
 import yaml
 
 from embedtrain import __version__
+from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.run_directory import output_dir_lock
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ExportConfig, Recipe
 from embedtrain.config.validation import written
 from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import StopSignals
@@ -33,7 +34,7 @@ from embedtrain.formatting import format_count, format_duration
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.results import describe_model, figures_of, print_figures, write_lineage, write_pipeline_report
 from embedtrain.pipeline.state import PipelineState
-from embedtrain.pipeline.types import Pipeline, Stage
+from embedtrain.pipeline.types import Pipeline, Stage, naming
 from embedtrain.tracking.console import Console
 from embedtrain.training.train import train
 
@@ -82,6 +83,7 @@ class _PipelineRun:
                 with atomic_write(root / "pipeline.yaml") as file:
                     text = yaml.safe_dump(self.pipeline.resolved, sort_keys=False, allow_unicode=True)
                     file.write_text(text, encoding="utf-8")
+                self._require_exports()
         for stage in self._selected():
             self._run_stage(stage)
         with world.fail_together("writing the report"):
@@ -91,6 +93,14 @@ class _PipelineRun:
                 report = write_pipeline_report(self.pipeline, self.state)
                 if report is not None:
                     self.console.note(f"report: {report}")
+
+    def _require_exports(self) -> None:
+        """Raise ConfigError before the first stage if a package is missing that a later one exports with."""
+        for stage in self._selected():
+            export = getattr(stage.options, "export", None)
+            if isinstance(export, ExportConfig) and not self._has_ended(stage):
+                with naming(stage.name):
+                    require_export_support(export)
 
     def _selected(self) -> list[Stage]:
         selection, stages = self.pipeline.selection, self.pipeline.stages

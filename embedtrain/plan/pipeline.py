@@ -5,7 +5,7 @@ from typing import Any
 
 from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.formatting import format_bytes
-from embedtrain.pipeline.registry import MODEL, TRAIN
+from embedtrain.pipeline.registry import MODEL, PRUNE, TRAIN
 from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.plan.compute import TrainingPlan, plan
@@ -77,10 +77,19 @@ def _architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
     for name in producer.depends:
         earlier = pipeline.stage(name)
         if MODEL in earlier.kind.outputs:
-            return _architecture(pipeline, replace(model, path=earlier.output(MODEL)))
+            whole = _architecture(pipeline, replace(model, path=earlier.output(MODEL)))
+            return _pruned(whole, producer.options) if producer.kind.name == PRUNE else whole
     # A model from outside, such as one that is pruned.
     path, pooling = (getattr(producer.options, name, None) for name in (MODEL, "pooling"))
     return replace(model, path=path or model.path, pooling=pooling if model.pooling is None else model.pooling)
+
+
+def _pruned(model: ModelConfig, options: Any) -> ModelConfig:
+    """The architecture with the layers that `prune` keeps if the recipe contains it, otherwise the whole one."""
+    if model.config is None:
+        return model
+    layers = options.keep if options.layers is None else len(options.layers)
+    return replace(model, config=dict(model.config) | {"num_hidden_layers": layers})
 
 
 def print_pipeline_plan(page: Page, pipeline: Pipeline, plans: list[StagePlan]) -> None:

@@ -9,8 +9,10 @@ from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.digests import input_paths
 from embedtrain.pipeline.expand import expand
+from embedtrain.pipeline.results import table_of
+from embedtrain.pipeline.state import StageRecord
 from embedtrain.pipeline.types import Selection
-from embedtrain.plan.options import compose_pipeline_plan
+from embedtrain.plan.options import PlanOptions, compose_pipeline_plan
 from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
 from embedtrain.tracking.pages import Page
 from tests.conftest import ROOT
@@ -173,15 +175,37 @@ def test_rounds_of_mining_and_training():
 PIPELINES = sorted(path.stem for path in (ROOT / "recipes" / "pipelines").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "quickstart" else []) for name in PIPELINES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES])
 def test_pipelines_of_the_project_compose(name):
     path = ROOT / "recipes" / "pipelines" / f"{name}.yaml"
     assert f"recipe=pipelines/{name}" in path.read_text().splitlines()[0]
-    pipeline = compose_pipeline([f"recipe=pipelines/{name}"], check_paths=name == "quickstart")
+    pipeline = compose_pipeline([f"recipe=pipelines/{name}"], check_paths=False)
     assert pipeline is not None
     assert {stage.kind.name for stage in pipeline.stages} >= {"train", "evaluate"}
+
+
+def test_the_plan_of_the_quickstart_has_all_stages_and_the_layers_that_prune_keeps():
+    pipeline = compose_pipeline(["recipe=pipelines/quickstart"])
+    assert pipeline is not None
+    stages = {stage.stage.name: stage for stage in plan_pipeline(pipeline, PlanOptions(gpus=2))}
+    kinds = [stage.stage.kind.name for stage in stages.values() if stage.stage.kind.name != "evaluate"]
+    assert list(dict.fromkeys(kinds)) == [
+        "train", "filter", "mine", "vectors", "merge", "prune", "calibrate", "export",
+    ]  # fmt: skip
+    whole, half = (stages[name].training for name in ("tuned-1", "student"))
+    assert whole is not None and half is not None
+    assert half.model.weights.parameters < whole.model.weights.parameters
+
+
+def test_forms_of_vectors_have_rows_of_their_own(run_inputs, tmp_path):
+    content = small_pipeline(run_inputs, evaluation={})
+    content["stages"] = {"mined": content["stages"]["mined"] | {"model": str(run_inputs / "model")}}
+    pipeline = compose(tmp_path, content)
+    metrics = {"dev": {"ndcg@10": 0.5, "mrr@10": 0.4}, "dev@int8": {"ndcg@10": 0.25}, "test": {"ndcg@10": 1.0}}
+    record = StageRecord("evaluate", "", {}, {}, began=0.0, ranks=1, ended=2.0, figures={"metrics": metrics})
+    header, rows = table_of([(pipeline.stage("mined"), record)])
+    assert header == ["stage", "do", "took", "dev ndcg@10", "test ndcg@10"]
+    assert rows == [["mined", "mine", "2.0 s", "0.5000", "1.0000"], ["mined: int8", "", "", "0.2500", ""]]
 
 
 def test_an_unknown_pipeline_is_named_with_those_that_exist():

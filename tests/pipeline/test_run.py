@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from safetensors.numpy import load_file
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.export_record import verify_settings
+from embedtrain.pipeline.registry import KINDS
 from embedtrain.pipeline.run import run_pipeline
 from tests.faults.hooks import SignalWhen
 from tests.faults.runs import start
-from tests.pipeline.recipes import compose, small_pipeline
+from tests.pipeline.recipes import compose, pipeline_of_all_kinds, small_pipeline
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def killed_run(folder, content, size, hook):
 
 def finished_run(folder, content, size):
     run = start(folder, "run", size=size, pipeline=compose(folder, content))
-    assert run.wait() == [0] * size, run.text
+    assert run.wait(300) == [0] * size, run.text
     return run
 
 
@@ -100,6 +102,8 @@ def test_what_a_pipeline_leaves_behind(undisturbed, run_inputs):
     measured = by_name["tuned-evaluation"]["metrics"]["dev"]["ndcg@10"]
     rows = (root / "stages" / "tuned-evaluation" / "metrics.jsonl").read_text().splitlines()
     assert measured == json.loads(rows[-1])["ndcg@10"]
+    page = (root / "report.html").read_text()
+    assert page.index("Stages</h2>") < page.index("tuned-evaluation</th>") < page.index(f"<td>{measured:.4f}</td>")
     exported = root / "stages" / "tuned" / "model"
     history = json.loads((exported / "lineage.json").read_text())["stages"]
     assert [stage["stage"] for stage in history] == ["weak", "weak-evaluation", "mined", "tuned"]
@@ -107,6 +111,14 @@ def test_what_a_pipeline_leaves_behind(undisturbed, run_inputs):
     assert card.index("| weak | train |") < card.index("| mined | mine |") < card.index("| tuned | train |")
     verify_settings(exported)
     assert weights(undisturbed).keys() == load_file(run_inputs / "model" / "model.safetensors").keys()
+
+
+def test_what_the_last_stage_needs_is_required_before_the_first_one(ranks, run_inputs, tmp_path):
+    with pytest.raises(AssertionError) as error:
+        ranks(1, run_small, tmp_path, small_pipeline(run_inputs), "stages.final.push_to_hub=me/model")
+    for part in (ConfigError.__name__, "stages.final", "push_to_hub=me/model"):
+        assert part in str(error.value)
+    assert not (tmp_path / "run" / "stages").exists()
 
 
 def test_killed_in_three_stages_and_resumed_on_other_numbers_of_ranks(undisturbed, run_inputs, tmp_path):
@@ -139,6 +151,37 @@ def test_random_kills_in_every_stage(undisturbed, run_inputs, tmp_path):
     finished_run(tmp_path, content, 2)
     assert kills > 2
     require_equal_weights(tmp_path, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_kinds(run_inputs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds")
+    finished_run(folder, pipeline_of_all_kinds(run_inputs), 2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 3, 1), (2,)])
+def test_killed_in_every_kind_of_stage(undisturbed_kinds, run_inputs, tmp_path, sizes):
+    """Each stage is killed at a random part of the time that it takes, and resumed by the next number of ranks."""
+    content, generator, killed = pipeline_of_all_kinds(run_inputs), random.Random(7), []
+    assert {stage["do"] for stage in content["stages"].values()} == set(KINDS)
+    names = [stage.name for stage in compose(tmp_path, content).stages]
+    for number, name in enumerate(names):
+        size, undisturbed = sizes[number % len(sizes)], record(undisturbed_kinds, name)
+        run = start(tmp_path, "run", size=size, pipeline=compose(tmp_path, content))
+        run.until(lambda run, name=name: re.search(rf"^stage \S+ {name} \(", run.text, re.MULTILINE), 300)
+        time.sleep(generator.uniform(0, undisturbed["ended"] - undisturbed["began"]))
+        run.processes[generator.randrange(size)].kill()
+        run.wait(300, launcher=True)
+        path = tmp_path / "run" / "stages" / name / "stage.json"
+        killed += [name] if not path.exists() or record(tmp_path, name)["ended"] is None else []
+    assert len(killed) > len(names) / 2, killed
+    finished_run(tmp_path, content, sizes[0])
+    require_equal_weights(tmp_path, undisturbed_kinds)
+    if len(sizes) == 1:
+        resumed, expected = weights(tmp_path), weights(undisturbed_kinds)
+        assert all(np.array_equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ MAX_OPTIONS = 5000
 _MAX_DEPTH = 12
 _VALUE_LENGTH = 400
 _FOLDER = Path(__file__).with_name("page")
+Table = tuple[list[str], list[list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,18 @@ class Difference:
     values: tuple[str | None, ...]
 
 
-def write_report(directories: Sequence[Path], path: Path) -> None:
-    """Write the report of the runs in `directories` atomically to `path`; DataError if a folder is not a run."""
-    content = render(read_runs(directories))
+def write_report(directories: Sequence[Path], path: Path, stages: Table | None = None) -> None:
+    """Write the report of the runs in `directories` atomically to `path`; DataError if a folder is not a run.
+
+    `stages` are the header and the rows of the stages of a pipeline.
+    """
+    content = render(read_runs(directories), stages)
     with atomic_write(path) as temporary:
         # A lone surrogate, which JSON may contain, has no bytes in UTF-8.
         temporary.write_bytes(content.encode("utf-8", errors="replace"))
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], stages: Table | None = None) -> str:
     """The report of the runs as HTML."""
     charts: list[Chart] = []
 
@@ -100,6 +104,7 @@ def render(runs: Sequence[Run]) -> str:
     return _template().render(
         title=" · ".join(run.label for run in runs),
         several=len(runs) > 1,
+        stages=stages,
         summaries=[_summarize(run, comparisons) for run in runs],
         sessions=[(run.label, _sessions(run)) for run in runs],
         sets=evaluation_sections(runs, comparisons),

@@ -43,7 +43,7 @@ ROWS = (
     ("one member: mined negatives and two teachers", "tuned-1", "strong"),
     ("the same without mined negatives", "without-mining", "tuned-1"),
     ("the same without teachers", "without-teacher", "tuned-1"),
-    ("the member that is best on the selection sets", "best", None),
+    ("the best of three members on these sets", "best", None),
     ("merged: the mean of three members", "merged", "best"),
     ("128 bits, rescored from int8", "bytes", "merged"),
     ("a student with half of the layers", "student", "merged"),
@@ -93,14 +93,17 @@ def _run(directory: Path, number: int) -> dict[str, dict[str, float]]:
 
 
 def metrics_of(lineage: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """nDCG@10 by stage and set, with the best member and the compressed vectors as stages."""
+    """nDCG@10 by stage and set, with the best member, of each kind of sets, and the compressed vectors as stages."""
     measured = {
         stage["stage"].removesuffix("-evaluation"): {name: values[METRIC] for name, values in stage["metrics"].items()}
         for stage in lineage["stages"]
         if stage["do"] == "evaluate"
     }
     members = [values for name, values in measured.items() if name.startswith("tuned-")]
-    measured["best"] = max(members, key=lambda values: _mean(values, SELECTION))
+    measured["best"] = {}
+    for sets in (SELECTION, HELD_OUT):
+        best = max(members, key=lambda values, sets=sets: _mean(values, sets))  # type: ignore[misc]
+        measured["best"] |= {name: best[name] for name in sets}
     measured["bytes"] = {name: measured["bytes"][f"{name}@{COMPRESSED}"] for name in (*SELECTION, *HELD_OUT)}
     return measured
 
@@ -118,10 +121,13 @@ def table(results: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
             "" if other is None else _cell([_mean(r[stage], sets) - _mean(r[other], sets) for r in results], "+")
             for sets in (SELECTION, HELD_OUT)
         ]
+        ratios = [] if other is None else [_mean(r[stage], HELD_OUT) / _mean(r[other], HELD_OUT) for r in results]
         compared = next((label for label, name, _ in ROWS if name == other), "")
-        rows.append([label, *cells, compared, *differences])
+        rows.append([label, *cells, compared, *differences, f"{statistics.fmean(ratios):.1%}" if ratios else ""])
     names = [f"{kind}: {' and '.join(sets)}" for kind, sets in (("selection", SELECTION), ("held out", HELD_OUT))]
-    return markdown(["stage", *names, "compared with", "difference, selection", "difference, held out"], rows)
+    return markdown(
+        ["stage", *names, "compared with", "difference, selection", "difference, held out", "ratio, held out"], rows
+    )
 
 
 def _cell(values: Sequence[float], sign: str = "") -> str:

@@ -193,7 +193,7 @@ def test_the_ablation_compares_the_stages_of_each_seed() -> None:
         for line in pipeline_ablation.table(results).splitlines()
     }
     assert rows["after weak training"][1] == "0.6000 ± 0.1000"
-    assert rows["the member that is best on the selection sets"][2] == "0.7000 ± 0.1000"
+    assert rows["the best of three members on these sets"][2] == "0.7000 ± 0.1000"
     assert rows["merged: the mean of three members"][4] == "-0.1000 ± 0.0000"
     assert rows["128 bits, rescored from int8"][4] == "-0.0500 ± 0.0000"
 

@@ -1,5 +1,6 @@
 """What each stage of recipe=pipelines/quickstart contributes: nDCG@10 with and without it, over several seeds."""
 
+import functools
 import json
 import os
 import statistics
@@ -102,7 +103,7 @@ def metrics_of(lineage: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     members = [values for name, values in measured.items() if name.startswith("tuned-")]
     measured["best"] = {}
     for sets in (SELECTION, HELD_OUT):
-        best = max(members, key=lambda values, sets=sets: _mean(values, sets))  # type: ignore[misc]
+        best = max(members, key=functools.partial(_mean, sets=sets))
         measured["best"] |= {name: best[name] for name in sets}
     measured["bytes"] = {name: measured["bytes"][f"{name}@{COMPRESSED}"] for name in (*SELECTION, *HELD_OUT)}
     return measured

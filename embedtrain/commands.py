@@ -50,6 +50,7 @@ COMMANDS = {
         Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),
         Command("prune", "embedtrain.prune", "make a smaller model from some of a model's layers"),
         Command("trim", "embedtrain.trim", "make a smaller model without the tokens that a corpus does not use"),
+        Command("static", "embedtrain.static", "make a static embedding model from a model", has_ranks=True),
         Command("split", "embedtrain.split", "hold out queries of training data as an evaluation set"),
         Command("plan", "embedtrain.plan", "estimate memory, strategy and time before a GPU is booked"),
         Command("report", "embedtrain.report", "write an HTML page about one run or several"),

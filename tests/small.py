@@ -49,6 +49,8 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
 }  # fmt: skip
+# A table without a transformer.
+STATIC: dict[str, dict[str, Any]] = {"static_embedding": {"hidden_size": 32, "initializer_range": 0.1}}
 # Architectures whose heads tests of cross-encoders look at.
 CLASSIFIERS: dict[str, dict[str, Any]] = {
     "albert": _SMALL | {"max_position_embeddings": 64, "embedding_size": 16},
@@ -84,7 +86,7 @@ def text_tokenizer() -> TextTokenizer:
 def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
     """A recipe's model options for a small random model of the named architecture."""
     config: dict[str, Any] = {"model_type": architecture, "vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0}
-    config |= {"eos_token_id": 2} | (ARCHITECTURES | MORE_ARCHITECTURES | CLASSIFIERS)[architecture]
+    config |= {"eos_token_id": 2} | (ARCHITECTURES | MORE_ARCHITECTURES | CLASSIFIERS | STATIC)[architecture]
     if architecture in ("bert", "xlm-roberta"):
         config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     elif architecture == "modernbert":

@@ -22,6 +22,7 @@ COMMANDS = (
     "inspect",
     "prune",
     "trim",
+    "static",
     "split",
     "report",
     "submit",

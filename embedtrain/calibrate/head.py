@@ -22,6 +22,7 @@ from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
 from embedtrain.files import write_json
 from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.principal_components import principal_components
 from embedtrain.inference.quantisation_file import QUANTISATION_FILE, write_ranges
 from embedtrain.inference.quantised import Ranges
 from embedtrain.models.export_record import RECORD, write_record
@@ -61,14 +62,10 @@ def fit_head(vectors: Tensor, head: CalibrationHead, dims: int | None) -> Affine
         if head is CalibrationHead.mean:
             return _head(np.eye(len(mean)), mean, 1.0)
         centred = sample - mean
-        values, components = np.linalg.eigh(centred.T @ centred / len(sample))
-        values, components = values[::-1], components.T[::-1]
-        # An eigenvector has no sign of its own.
-        largest = np.abs(components).argmax(axis=1)
-        components = components * np.sign(components[np.arange(len(components)), largest])[:, None]
+        components, values = principal_components(centred.T @ centred / len(sample))
         count = dims or len(mean)
-        explained = float(values[:count].sum() / max(values.sum(), 1e-300))
-        return _head(components[:count], mean, explained)
+        explained = float(values[:count].sum() / max(float(values.sum()), 1e-300))
+        return _head(components[:count].numpy(), mean, explained)
 
 
 def _head(weight: NDArray[np.float64], mean: NDArray[np.float64], explained: float) -> AffineHead:

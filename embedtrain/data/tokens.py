@@ -102,7 +102,8 @@ class TextTokenizer:
         self.packed = packed
         # The token of a text without tokens (an empty document and no special tokens, as with Qwen): a mask of zeros
         # has no mean and no last token, and would give NaN.
-        self.nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
+        nothing = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self.nothing = int(nothing or 0)
         self._fast = FastTokenizer(tokenizer)
 
     def ids(
@@ -241,6 +242,27 @@ class TextTokenizer:
     def fingerprint(self) -> str:
         """A digest of everything that determines the tokens of a text, except lengths."""
         return self._fast.fingerprint(self.nothing, *([] if self.include_prompt else ["prompts do not count"]))
+
+
+class StaticTokenizer(TextTokenizer):
+    """A tokenizer of texts without special tokens, as sentence-transformers' StaticEmbedding has it.
+
+    A text without tokens has one that is not pooled, so that its vector is 0.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, *, packed: bool = False) -> None:
+        super().__init__(tokenizer, max_length, packed=packed)
+        self.nothing = ~int(tokenizer.pad_token_id or 0)
+        self._fast = FastTokenizer(tokenizer, special_tokens=False)
+
+    def with_packing(self, packed: bool) -> "StaticTokenizer":
+        """The same with or without packing."""
+        return StaticTokenizer(self.tokenizer, self.max_length, packed=packed)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that determines the tokens of a text, except lengths."""
+        return self._fast.fingerprint(self.nothing, "no special tokens")
 
 
 def _mark_prompt(ids: list[int], num_prompt: int) -> list[int]:

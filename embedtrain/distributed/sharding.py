@@ -86,7 +86,7 @@ def shard_(
 
 
 def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
-    """The token embedding, if it is large enough to be an FSDP group.
+    """The token embedding, if it is large enough to be an FSDP group, and is not one already (`float32_head`).
 
     One that is the vocabulary head of a sparse model as well stays in the root's group, which is unsharded from the
     lookup to the head: a group is unsharded around the calls of its own module only.
@@ -100,6 +100,8 @@ def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
         return None
     # Only a plain table: a module that also contains a norm needs its weights in the backward pass.
     if not isinstance(embedding, nn.Embedding) or [name for name, _ in embedding.named_parameters()] != ["weight"]:
+        return None
+    if embedding is getattr(encoder, "float32_head", None):
         return None
     return embedding if embedding.weight.numel() >= LARGE_EMBEDDING else None
 

@@ -13,6 +13,7 @@ from embedtrain.checkpoint.export.model_export import (
     load_checkpoint_encoder,
     plan_export,
 )
+from embedtrain.checkpoint.export.onnx import require_graph
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.run_directory import RunDirectory
@@ -21,7 +22,7 @@ from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import NO_PROJECTION
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
@@ -65,6 +66,8 @@ def export_checkpoint(
     tokenizer = bound_tokenizer(source, loaded)
     dtype = export_dtype(config.dtype, source)
     base: ModelSource | None = None
+    if ONNX in config.formats:
+        require_graph(source)
     if LOGIT_SCORE in config.formats:
         base = open_model_source(recipe.model)
         require_logit_score(base, run_dir.architecture)

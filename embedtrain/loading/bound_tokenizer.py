@@ -6,10 +6,11 @@ from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import StaticTokenizer, TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.pair_format import read_pair_format
+from embedtrain.models.static_embedding import is_static
 from embedtrain.models.static_queries import StaticQueries
 from embedtrain.models.tokenizer import check_vocabulary, resolve_max_length
 from embedtrain.models.tokenizer_files import read_tokenizer
@@ -28,6 +29,8 @@ def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> 
         return M3Tokenizer(tokenizer, max_length)
     if source.words is not None and source.words.queries is not None:
         return _static_query_tokenizer(source.words.queries, source.dimension, tokenizer, max_length)
+    if is_static(source.config):
+        return StaticTokenizer(tokenizer, max_length)
     if source.head is None:
         return TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt)
     return PairTokenizer(tokenizer, max_length, read_pair_format(source, tokenizer))

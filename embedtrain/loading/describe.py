@@ -1,6 +1,7 @@
 """The note of a loaded model about what it computes."""
 
 from embedtrain.config.recipe import Pooling
+from embedtrain.models.static_embedding import is_static
 from embedtrain.models.static_queries import describe_static_queries
 from embedtrain.models.types import ModelSource
 
@@ -24,6 +25,7 @@ def describe_outputs(source: ModelSource) -> str:
     if source.head is None:
         sizes = "".join(f" -> {d.num_out}" for d in source.dense)
         heads = f", {'new ' * source.has_new_head}heads {source.dense[0].num_in}{sizes}" if source.dense else ""
-        return f"{source.pooling.value} pooling{heads}{', normalised' if source.normalize else ''}"
+        pooling = "mean of the tokens' rows" if is_static(source.config) else f"{source.pooling.value} pooling"
+        return f"{pooling}{heads}{', normalised' if source.normalize else ''}"
     kind = "a new score head" if source.head.is_new else "a score head"
     return f"{'the score of a token' if source.head.tokens else kind} on the {_POOLED[source.pooling]}"

@@ -233,6 +233,7 @@ def _layout_note(layout: ParallelLayout, blocks: list[nn.Module]) -> str:
 
 def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tuple[list[nn.Module], list[str]]:
     """The blocks to shard, and a note if the environment names their class."""
+    required &= encoder.has_layers
     from_environment = os.environ.get(BLOCK_CLASS_VARIABLE, "").strip(" ,")
     if parallel.block_class is None and from_environment:
         blocks = find_blocks(encoder, from_environment, option=f"{BLOCK_CLASS_VARIABLE} (in the environment)")

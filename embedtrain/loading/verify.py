@@ -32,6 +32,8 @@ def prepare_packing(
     """
     if attention is Attention.padded:
         return PackingCheck("requested")
+    if not encoder.has_layers:
+        return PackingCheck(None)
     limit = packing_limit(parallel.precision, capability)
     if limit is not None and attention is Attention.packed:
         raise _unsupported(limit, ConfigError)
@@ -50,7 +52,7 @@ def packing_notes(support: PackingCheck, attention: Attention, world: World, *, 
         if gpu and trains:  # an earlier model of this process may have been packed
             use_flash_attention_2()
         return [f"texts are padded: {support.padding_reason}"] if attention is Attention.auto else []
-    if not gpu:
+    if not gpu or not support.head_sizes:
         return []
     note = f"texts are packed, attention by {select_flash_attention(world.device, support.head_sizes)}"
     if trains and support.dropout:
@@ -68,6 +70,8 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
     """
     config = encoder.backbone.config
     assert isinstance(config, PretrainedConfig)
+    if not encoder.has_layers:
+        return None
     training = encoder.training
     is_cross_encoder = isinstance(encoder, CrossEncoder)
     # Scores near 0 have no relative difference, so the vectors that the head receives are compared.

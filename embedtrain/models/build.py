@@ -20,6 +20,7 @@ from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.m3_files import LAYERS, read_m3_layers
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.sparse_encoder import language_model_class, sparse_encoder_of
+from embedtrain.models.static_embedding import TABLE, StaticEncoder, is_static, read_table
 from embedtrain.models.static_queries import QUERY_WEIGHTS, read_query_weights
 from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
 from embedtrain.models.types import ModelSource
@@ -59,7 +60,8 @@ def assemble_encoder(source: ModelSource) -> Encoder:
         return M3Encoder(prepare_backbone(model), source.m3)
     if source.words is not None:
         return sparse_encoder_of(model, source.words)
-    return Encoder(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
+    kind = StaticEncoder if is_static(source.config) else Encoder
+    return kind(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
 
 
 def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
@@ -103,6 +105,8 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
 
 def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tensor], set[str]]:
     """The weights without Dense heads, by the encoder's names, and the names of those that the files lack."""
+    if is_static(source.config):
+        return read_table(directory), set()
     try:
         model, report = _auto_class(source).from_pretrained(
             directory,
@@ -175,9 +179,16 @@ def vocabulary_head(source: ModelSource) -> Tensor:
 def head_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weights of heads that are not in safetensors files under their names, by the encoder's names.
 
-    They are the weight [1, H] of the score that starts from tokens, the layers of BGE-M3, or the weights of queries.
+    They are the weight [1, H] of the score that starts from tokens, the layers of BGE-M3, the weights of queries, or
+    the table of Model2Vec.
     """
-    return _score_weights(source) | _m3_weights(source) | _query_weights(source)
+    return _score_weights(source) | _m3_weights(source) | _query_weights(source) | _model2vec_table(source)
+
+
+def _model2vec_table(source: ModelSource) -> dict[str, Tensor]:
+    if not is_static(source.config) or source.directory is None:
+        return {}
+    return read_table(source.directory, if_stored_otherwise=True)
 
 
 def _m3_weights(source: ModelSource) -> dict[str, Tensor]:
@@ -267,6 +278,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     computed |= {QUERY_WEIGHTS} & set(shapes)
     if source.m3 is not None and not source.m3.is_new:
         computed = {name for name in shapes if name.startswith(LAYERS)}
+    if is_static(source.config) and TABLE not in locations:
+        computed = {TABLE}
     if set(locations) != set(shapes) - computed or not shapes_match(locations, shapes):
         return None
     return locations

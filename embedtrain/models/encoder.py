@@ -50,7 +50,8 @@ def pool_packed(hidden: Tensor, mask: Tensor | None, packing: Packing, pooling: 
         case Pooling.mean:
             sums, weights = hidden.float(), starts.diff().unsqueeze(-1).float()
             if mask is not None:
-                sums, weights = sums * mask.unsqueeze(-1), _sums(mask.unsqueeze(-1).float(), packing)
+                sums = sums * mask.unsqueeze(-1)
+                weights = _sums(mask.unsqueeze(-1).float(), packing).clamp(min=1.0)
             means: Tensor = _sums(sums, packing) / weights
             return means
 
@@ -95,7 +96,13 @@ ACTIVATIONS: dict[str, nn.Module] = {
 
 
 class Encoder(nn.Module):
-    """Tokens of texts to vectors: a Hugging Face model without a head, pooling, dense heads, L2 normalisation."""
+    """Tokens of texts to vectors: a Hugging Face model without a head, pooling, dense heads, L2 normalisation.
+
+    Attributes:
+        has_layers: whether the backbone is a transformer; otherwise it has no blocks and no attention.
+    """
+
+    has_layers = True
 
     def __init__(
         self, backbone: PreTrainedModel, pooling: Pooling, *, normalize: bool, dense: Sequence[Dense] = ()

@@ -46,6 +46,13 @@ from embedtrain.models.score_head import (
     score_pooling,
 )
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
+from embedtrain.models.static_embedding import (
+    STATIC_EMBEDDING,
+    is_static,
+    read_static_config,
+    read_static_max_length,
+    require_static_options,
+)
 from embedtrain.models.static_queries import read_static_embedding
 from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.models.word_weights import (
@@ -64,6 +71,8 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     supported; a ModelError if there is no such directory or repository, or it cannot be trained here.
     """
     source = _from_path(model) if model.config is None else _from_config(model)
+    if is_static(source.config):
+        require_static_options(model)
     config = set_attention_direction(source.config, model.bidirectional)
     scale_rope(config, model.rope_scaling)
     if source.head is not None:
@@ -188,6 +197,8 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         match kind:
             case "Transformer" | "MLMTransformer":
                 transformer = part
+            case "StaticEmbedding":
+                transformer, pooling = part, Pooling.mean
             case "Pooling":
                 pooling, include_prompt = read_pooling(part / "config.json")
             case "Normalize":
@@ -203,22 +214,28 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             case _:
                 raise ModelError(
                     f"{directory / 'modules.json'} has the unknown module type {full_name}; supported are Transformer, "
-                    f"Pooling, Dense, Normalize, {LOGIT_SCORE} and {SPLADE_POOLING}, and no code of a model directory "
-                    "is run"
+                    f"{STATIC_EMBEDDING}, Pooling, Dense, Normalize, {LOGIT_SCORE} and {SPLADE_POOLING}, and no code "
+                    "of a model directory is run"
                 )
-    pools = ["Pooling"] * (pooling is not None)
+    static = STATIC_EMBEDDING in kinds
+    first = [STATIC_EMBEDDING] if static else ["Transformer", *["Pooling"] * (pooling is not None)]
     is_scorer = kinds == ["Transformer", LOGIT_SCORE]
     if words is not None:
         require_sparse_modules(directory, kinds, model)
-    elif not is_scorer and kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
+    elif not is_scorer and kinds != [*first, *["Dense"] * len(dense), *["Normalize"] * normalize]:
         raise ModelError(
             f"{directory / 'modules.json'} has the modules {', '.join(kinds) or 'none'}; supported are Transformer, "
-            f"Pooling, any number of Dense and an optional Normalize, in this order, or Transformer and {LOGIT_SCORE}"
+            f"Pooling (or {STATIC_EMBEDDING} alone), any number of Dense and an optional Normalize, in this order, or "
+            f"Transformer and {LOGIT_SCORE}"
         )
     if transformer != directory.resolve():
         _require_own_transformer(transformer, directory, model)
     settings = read_transformer_settings(transformer)
-    config = read_config(transformer, trust_remote_code=model.trust_remote_code)
+    config = (
+        read_static_config(transformer)
+        if static
+        else read_config(transformer, trust_remote_code=model.trust_remote_code)
+    )
     stored = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     is_scorer |= kinds == SCORE_MODULES and stored.get("model_type") == CROSS_ENCODER
     if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
@@ -244,7 +261,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         normalize=normalize,
         include_prompt=include_prompt,
         tokenization=Tokenization(
-            max_length=settings.get("max_seq_length"),
+            max_length=read_static_max_length(transformer) if static else settings.get("max_seq_length"),
             lowercase=bool(settings.get("do_lower_case")),
             is_sentence_transformers=True,
         ),

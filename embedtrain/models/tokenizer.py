@@ -13,6 +13,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.rope import has_rotary_positions
+from embedtrain.models.static_embedding import is_static, read_static_tokenizer
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 from embedtrain.models.types import ModelSource
 
@@ -40,6 +41,9 @@ def load_tokenizer(
     directory = resolve_directory(path, revision, "model.tokenizer", "model.tokenizer_revision", TOKENIZER_FILES)
     if tokenizer is not None:
         verify_settings(directory)
+    static = is_static(source.config)
+    if static and tokenizer is None:
+        return read_static_tokenizer(directory)
     loaded = read_tokenizer(directory, trust_remote_code=source.trust_remote_code)
     if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):
         # If the files are missing, transformers silently makes a tokenizer that maps every word to <unk>.
@@ -54,7 +58,7 @@ def load_tokenizer(
         by_default &= source.head.template.special_tokens
     _add_eos_token(loaded, tokenization.append_eos, path, by_default=by_default)
     _register_prompt_tokens(loaded, tokenization.prompt_tokens, path)
-    if loaded.pad_token_id is None:
+    if loaded.pad_token_id is None and not static:
         if loaded.eos_token_id is None:
             raise ModelError(
                 f"the tokenizer of {path} has neither a padding nor an end-of-text token: set pad_token in its "

@@ -121,6 +121,15 @@ KINDS = {
             resumes=False,
             ignored=("check",),
         ),
+        StageKind(
+            "static",
+            "embedtrain.static",
+            "StaticOptions",
+            folder="model",
+            outputs={MODEL: "model"},
+            resumes=False,
+            ignored=("check",),
+        ),
         StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(
             "export",

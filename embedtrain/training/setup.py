@@ -10,6 +10,7 @@ from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
 from embedtrain.checkpoint.export.logit_score import require_logit_score
 from embedtrain.checkpoint.export.model_directory import write_architecture
+from embedtrain.checkpoint.export.onnx import require_graph
 from embedtrain.checkpoint.export.replacement import require_only_export
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.checksums import write_checksums
@@ -17,7 +18,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import TokenSimilarity
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import LOGIT_SCORE, ModelKind, Recipe
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind, Recipe
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
@@ -238,6 +239,8 @@ def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
+            if ONNX in recipe.export.formats:
+                require_graph(model.source)
             if LOGIT_SCORE in recipe.export.formats:
                 require_logit_score(model.source, run_dir.architecture)
             write_checksums(run_dir.architecture)

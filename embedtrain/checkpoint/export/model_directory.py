@@ -44,6 +44,7 @@ from embedtrain.models.adapter_files import peft_key
 from embedtrain.models.encoder import hidden_size, prepare_backbone
 from embedtrain.models.m3_files import write_m3_settings
 from embedtrain.models.module_settings import SETTINGS
+from embedtrain.models.static_embedding import MODEL_TYPE, STATIC_EMBEDDING, is_static, write_static_tokenizer
 from embedtrain.models.stored_weights import stored_dtype, stored_tensors
 from embedtrain.models.types import ModelSource
 
@@ -101,7 +102,11 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     if source.head is not None and source.head.template is not None:
         assert isinstance(tokenizer, PairTokenizer)
         own, has_chat = with_pair_format(tokenizer, source)
-    write_tokenizer(directory, own, tokenizer.max_length)
+    static = is_static(source.config)
+    if static:
+        write_static_tokenizer(directory, own, tokenizer.max_length)
+    else:
+        write_tokenizer(directory, own, tokenizer.max_length)
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer, has_chat=has_chat)
@@ -116,8 +121,11 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         return
     if source.m3 is not None:
         write_m3_settings(directory, source.m3)
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
+    modules = [("", STATIC_EMBEDDING)] if static else [("", "Transformer"), ("1_Pooling", "Pooling")]
+    if not static:
+        write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
+        settings: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
+        write_json(directory / "sentence_bert_config.json", settings)
     for dense in source.dense:
         folder = f"{len(modules)}_Dense"
         modules.append((folder, "Dense"))
@@ -132,8 +140,6 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         for index, (path, kind) in enumerate(modules)
     ]
     write_json(directory / "modules.json", entries)
-    settings = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
-    write_json(directory / "sentence_bert_config.json", settings)
     write_json(
         directory / SETTINGS,
         {
@@ -205,7 +211,8 @@ def plan_weights(
 
 def _stored_names(architecture: Path, names: Iterable[str]) -> dict[str, str]:
     """Of each weight in the files of the backbone or classifier, its name there; other modules have other files."""
-    if (architecture / "1_Pooling").is_dir() or (architecture / "1_Dense").is_dir():
+    is_table = json.loads((architecture / "config.json").read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
+    if (architecture / "1_Pooling").is_dir() or (architecture / "1_Dense").is_dir() or is_table:
         return {name: name.removeprefix(_BACKBONE) for name in names if name.startswith(_BACKBONE)}
     config = AutoConfig.from_pretrained(architecture, local_files_only=True)
     stored = stored_word_name if has_word_weights(architecture) else stored_name

@@ -22,9 +22,10 @@ from transformers import AutoModelForSequenceClassification, BatchEncoding, PreT
 from embedtrain.checkpoint.export.cross_encoder import formatted_pairs, open_checked
 from embedtrain.checkpoint.export.reopen import add_heads, open_encoder, open_tokenizer, tokenize_padded
 from embedtrain.checkpoint.export.verify import PROBES, encode_probes, require_close
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import one_line
+from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
 
 GRAPH = "onnx/model.onnx"
@@ -34,12 +35,21 @@ _HIDDEN, _VECTORS = "last_hidden_state", "sentence_embedding"
 _TOLERANCE = 1e-4
 
 
+def require_graph(source: ModelSource) -> None:
+    """Raise a ConfigError if a model cannot be written as a graph."""
+    if is_static(source.config):
+        raise ConfigError(
+            "export.formats: onnx is for transformers, and this is a table of static embeddings; leave it out"
+        )
+
+
 def write_graph(directory: Path, source: ModelSource) -> Tensor:
     """Write the graph of a directory; returns what the traced model computes of PROBES.
 
     These are embeddings [len(PROBES), D], or the scores [1, len(PROBES)] of a cross-encoder. Raises CheckpointError if
     the model cannot be expressed as a graph.
     """
+    require_graph(source)
     tokenizer = open_tokenizer(directory, source)
     outputs = output_names(source)
     model: nn.Module

@@ -1,0 +1,1 @@
+"""The command `embedtrain static`: a static embedding model from a model."""

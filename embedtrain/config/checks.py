@@ -250,6 +250,7 @@ def check_export(export: ExportConfig, prefix: str = "") -> None:
     )
     check.require(0 <= export.onnx_min_agreement <= 1, "onnx_min_agreement", "must be a number from 0 to 1")
     check.at_least(1, "truncate_dim", "null keeps all dimensions")
+    check.positive("rope_theta", "null keeps that of training")
     size = _SIZE.fullmatch(export.max_file_size.strip().upper())
     check.require(
         size is not None and 0 < float(size[1]) < math.inf,

@@ -51,6 +51,7 @@ def check_model(model: ModelConfig) -> None:
     check.length("max_length")
     if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
         raise ConfigError(include_prompt_error(model.pooling))
+    check.positive("rope_theta", "null keeps that of the configuration")
     if model.rope_scaling is not None:
         check_rope_scaling(model.rope_scaling)
 

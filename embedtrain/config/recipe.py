@@ -207,6 +207,7 @@ class ModelConfig:
     m3: M3Config = field(default_factory=M3Config)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     attention: Attention = Attention.auto
+    rope_theta: float | None = None  # base of the rotary positions in training; default: the configuration's
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)
     query_prompt: str | None = None  # precedes every query; default: that of the directory, else none
@@ -314,6 +315,8 @@ class ExportConfig:
     # Smallest cosine of a vector of onnx_fp16 or onnx_int8 to that of onnx, on probe texts; of a cross-encoder, 1 minus
     # the largest difference of a probability. An export below it fails.
     onnx_min_agreement: float = 0.97
+    # Base of the rotary positions of the exported model, which its evaluations measure; default: that of training.
+    rope_theta: float | None = None
     max_file_size: str = "5GB"  # larger weights are split into files of at most this size
     check: bool = True  # reopen and compare; false for models that do not fit into one process
     push_to_hub: str | None = None  # Hub id of a repository to upload to; created if missing

@@ -47,7 +47,7 @@ def export_adapters(
     Raises ConfigError for a run that has no adapters, or that trained more than these; ModelError or CheckpointError
     for runs with different base models, tokenizers or settings.
     """
-    tasks = [_open_task(name, run) for name, run in runs.items()]
+    tasks = [_open_task(name, run, config.rope_theta) for name, run in runs.items()]
     first, *others = tasks
     for other in others:
         _require_compatible(first, other)
@@ -117,7 +117,7 @@ def _require_same_modules(adapters: Sequence[TaskAdapter], tasks: Sequence[_Task
             )
 
 
-def _open_task(name: str, run: ExportedRun) -> _Task:
+def _open_task(name: str, run: ExportedRun, rope_theta: float | None) -> _Task:
     recipe = run.recipe
     shown = f"adapters.{name}={run.run_dir.path}"
     if not recipe.model.lora.on:
@@ -130,7 +130,11 @@ def _open_task(name: str, run: ExportedRun) -> _Task:
     if recipe.model.kind is not ModelKind.dense:
         raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind.value}; export it alone")
     source = open_model_source(
-        ModelConfig(path=str(run.run_dir.architecture), trust_remote_code=recipe.model.trust_remote_code)
+        ModelConfig(
+            path=str(run.run_dir.architecture),
+            rope_theta=rope_theta,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
     )
     return _Task(name, run, source, bound_tokenizer(source, load_tokenizer(source)))
 

@@ -52,7 +52,12 @@ def export_checkpoint(
     ConfigError if another export to the directory is running.
     """
     source = open_model_source(
-        ModelConfig(path=str(run_dir.architecture), kind=recipe.model.kind, trust_remote_code=trust_remote_code)
+        ModelConfig(
+            path=str(run_dir.architecture),
+            kind=recipe.model.kind,
+            rope_theta=config.rope_theta,
+            trust_remote_code=trust_remote_code,
+        )
     )
     if recipe.model.kind is not ModelKind.dense and config.truncate_dim is not None:
         raise ConfigError(

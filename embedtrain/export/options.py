@@ -33,6 +33,7 @@ class ExportOptions:
     formats: list[str] | None = None  # default: the recipe's export.formats
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; default: the recipe's
+    rope_theta: float | None = None  # base of the rotary positions; default: the recipe's export.rope_theta
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
     push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
@@ -56,7 +57,8 @@ def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConf
     The command line alone decides about an upload: the recipe's `push_to_hub` is for the last step of the run.
     """
     overrides = {
-        name: getattr(options, name) for name in ("formats", "dtype", "truncate_dim", "max_file_size", "check")
+        name: getattr(options, name)
+        for name in ("formats", "dtype", "truncate_dim", "rope_theta", "max_file_size", "check")
     }
     return replace(
         recipe,

@@ -61,6 +61,7 @@ class Member:
         dtype: in which most of its weights are stored.
         architecture: of a run: a directory as `write_architecture` writes it; None for other models.
         truncate_dim: dimensions of its vectors that are used.
+        rope_theta: base of its rotary positions if it is not that of `architecture`.
         checkpoint: whose checksums are verified.
     """
 
@@ -72,6 +73,7 @@ class Member:
     dtype: torch.dtype
     architecture: Path | None = None
     truncate_dim: int | None = None
+    rope_theta: float | None = None
     checkpoint: Checkpoint | None = None
 
 
@@ -134,13 +136,16 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
     require_no_links(run_dir.architecture)
     run_dir.require_intact()
     model = ModelConfig(
-        path=str(run_dir.architecture), kind=recipe.model.kind, trust_remote_code=options.trust_remote_code
+        path=str(run_dir.architecture),
+        kind=recipe.model.kind,
+        rope_theta=recipe.export.rope_theta,
+        trust_remote_code=options.trust_remote_code,
     )
     source = open_model_source(model)
     checkpoint = open_checkpoint(path)
     common: dict[str, Any] = {
         "name": str(path), "source": source, "dtype": stored_dtype(source), "architecture": run_dir.architecture,
-        "truncate_dim": recipe.export.truncate_dim, "checkpoint": checkpoint,
+        "truncate_dim": recipe.export.truncate_dim, "rope_theta": recipe.export.rope_theta, "checkpoint": checkpoint,
     }  # fmt: skip
     reader = checkpoint.tensors(WEIGHTS)
     if recipe.model.lora.on:

@@ -96,7 +96,7 @@ def write_merged(
             tokenizer = bound_tokenizer(settings.source, load_tokenizer(settings.source))
             if settings.architecture is None:
                 write_architecture(architecture, settings.source, tokenizer)
-    config = replace(options.export, truncate_dim=settings.truncate_dim)
+    config = replace(options.export, truncate_dim=settings.truncate_dim, rope_theta=settings.rope_theta)
     with world.fail_together("preparing the directory"):
         weights = WeightStream(dict(members[0].specs), iter(()))
         export = plan_export(Path(options.output_dir), scratch.unfinished, architecture, weights, dtype, config)

@@ -1,21 +1,85 @@
-"""Scales rotary position embeddings beyond the trained length: `model.rope_scaling` in the configuration."""
+"""Rotary position embeddings: another base frequency (`rope_theta`), and scaling beyond the trained length."""
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from embedtrain.config.model_checks import ROPE_TYPES, check_rope_scaling
 from embedtrain.errors import ConfigError
 
 _LOGGER = "transformers.modeling_rope_utils"
+_FULL = "full_attention"  # the type of layers without a sliding window
+_FREQUENCIES = "inv_freq"  # the end of the names of buffers in transformers' rotary embeddings
 
 
 def has_rotary_positions(config: PretrainedConfig) -> bool:
     """Whether the model has rotary position embeddings instead of a table of positions."""
     return bool(getattr(config.get_text_config(), "rope_parameters", None))
+
+
+def set_rope_theta(config: PretrainedConfig, theta: float | None, option: str) -> None:
+    """Set the base of the rotary frequencies in place; None changes nothing.
+
+    Layers with a sliding window (Gemma 3, ModernBERT) keep theirs, as for `scale_rope`. A ConfigError, which names
+    `option`, if the model has no rotary positions, or only in such layers.
+    """
+    if theta is None:
+        return
+    text = config.get_text_config()
+    if not has_rotary_positions(text):
+        raise ConfigError(f"{option}={theta:g}: {text.model_type} has no rotary positions; leave it out (null)")
+    parameters = with_rope_theta(text.rope_parameters, theta)
+    if parameters is None:
+        raise ConfigError(
+            f"{option}={theta:g}: all layers of this {text.model_type} have a sliding window; leave it out (null)"
+        )
+    text.rope_parameters = parameters
+
+
+def with_rope_theta(parameters: Mapping[str, Any], theta: float) -> dict[str, Any] | None:
+    """The `rope_parameters` of a configuration with another base; None if all layers have a sliding window."""
+    layers = [name for name, value in parameters.items() if isinstance(value, Mapping)]  # one for each type of layer
+    if not layers:
+        return {**parameters, "rope_theta": float(theta)}
+    if _FULL not in layers:
+        return None
+    return {**parameters, _FULL: {**parameters[_FULL], "rope_theta": float(theta)}}
+
+
+class RopeTheta:
+    """The rotary frequencies of an encoder for another base than that of its training.
+
+    Raises ConfigError, which names `option`, if the encoder's rotary positions cannot be changed.
+    """
+
+    def __init__(self, encoder: nn.Module, theta: float, option: str) -> None:
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # of the encoder, and its values for the other base
+        for module in encoder.modules():
+            names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(_FREQUENCIES)]
+            if names:
+                config = copy.deepcopy(module.config)
+                set_rope_theta(config, theta, option)
+                other = type(module)(config=config)
+                self._buffers += [(module.get_buffer(name), other.get_buffer(name)) for name in names]
+        if not self._buffers:
+            raise ConfigError(f"{option}={theta:g}: this model has rotary positions of its own: set model.rope_theta")
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Its frequencies in place of the trained ones during the block."""
+        trained = [buffer.clone() for buffer, _ in self._buffers]
+        try:
+            for buffer, other in self._buffers:
+                buffer.copy_(other)
+            yield
+        finally:
+            for (buffer, _), values in zip(self._buffers, trained, strict=True):
+                buffer.copy_(values)
 
 
 def scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any] | None) -> None:
@@ -37,8 +101,8 @@ def scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any] | None) -> N
     layers = [
         name for name, value in text.rope_parameters.items() if isinstance(value, dict)
     ]  # one dict per layer type
-    before = text.rope_parameters["full_attention"] if "full_attention" in layers else text.rope_parameters
-    if layers and "full_attention" not in layers:
+    before = text.rope_parameters[_FULL] if _FULL in layers else text.rope_parameters
+    if layers and _FULL not in layers:
         raise ConfigError(
             f"model.rope_scaling={dict(scaling)}: all layers of this {text.model_type} have a sliding window; leave it "
             "out (null)"
@@ -50,7 +114,7 @@ def scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any] | None) -> N
     after = unchanged | options
     if ROPE_TYPES[str(scaling["rope_type"])]:
         after["original_max_position_embeddings"] = original
-    text.rope_parameters = text.rope_parameters | {"full_attention": after} if layers else after
+    text.rope_parameters = text.rope_parameters | {_FULL: after} if layers else after
     text.max_position_embeddings = int(original * float(options["factor"]))
     warnings: list[str] = []
     with _captured_warnings(warnings):

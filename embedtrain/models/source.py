@@ -33,7 +33,7 @@ from embedtrain.models.module_settings import (
     read_truncate_dim,
 )
 from embedtrain.models.projection import token_projection
-from embedtrain.models.rope import scale_rope
+from embedtrain.models.rope import scale_rope, set_rope_theta
 from embedtrain.models.router import routed_modules
 from embedtrain.models.score_head import (
     LOGIT_SCORE,
@@ -74,6 +74,7 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     if is_static(source.config):
         require_static_options(model)
     config = set_attention_direction(source.config, model.bidirectional)
+    set_rope_theta(config, model.rope_theta, "model.rope_theta")
     scale_rope(config, model.rope_scaling)
     if source.head is not None:
         pooling = score_pooling(config)

@@ -32,7 +32,7 @@ class ModelSource:
     """Everything known about a model before its weights are read."""
 
     directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
-    config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_scaling` applied
+    config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_*` applied
     pooling: Pooling
     include_prompt: bool = True  # whether the pooling includes the prompt's tokens
     dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation

@@ -1,5 +1,6 @@
 """Checks that need no weights: most need not even the Hub, and end a run before anything is downloaded."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
 from embedtrain.losses.build import require_dimensions
 from embedtrain.models.hub import require_hub_id, split_revision
+from embedtrain.models.rope import set_rope_theta
 from embedtrain.models.types import ModelSource
 
 
@@ -71,10 +73,11 @@ def check_local_inputs(recipe: Recipe) -> None:
 
 
 def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
-    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have.
+    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have, or it cannot be exported.
 
     Queries of a sparse model may be static because of its files, which the recipe's own checks do not see.
     """
+    set_rope_theta(copy.deepcopy(source.config), recipe.export.rope_theta, "export.rope_theta")
     if source.words is not None:
         check_query_regularizer(recipe.sparsity, source.words.query_mode)
     for loss in (recipe.loss, *(source_loss(each, recipe.loss) for each in recipe.data.train)):

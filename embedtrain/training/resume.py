@@ -159,7 +159,7 @@ EFFECTS = {
 _CHOOSES_BEST = (
     *("evaluation.every", "evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
     *("evaluation.index", "evaluation.rerank_depth", "evaluation.document_windows"),
-    *("evaluation.vectors", "evaluation.calibration"),
+    *("evaluation.vectors", "evaluation.calibration", "export.rope_theta"),
 )
 
 

@@ -1,6 +1,7 @@
 """Training from start to end: set-up, resume, loop, export."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from embedtrain.formatting import format_count
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.loading.load import quiet_libraries, verify_packing
+from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import metrics_at
@@ -77,6 +79,16 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
         return _train(run, inputs, stop_signals or StopSignals())
 
 
+@contextlib.contextmanager
+def _in_place(*served: WeightAverage | RopeTheta | None) -> Iterator[None]:
+    """What is evaluated and exported, in place of what is trained, during the block."""
+    with contextlib.ExitStack() as stack:
+        for each in served:
+            if each is not None:
+                stack.enter_context(each.in_place())
+        yield
+
+
 def _run_length(recipe: Recipe, inputs: RunInputs) -> RunLength:
     batches_per_step = recipe.train.gradient_accumulation_steps
     return RunLength(inputs.total_steps, inputs.data.plan.steps_per_epoch / batches_per_step)
@@ -102,6 +114,8 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         change = schedule_change(saved, recipe, state.step, lambda other: run_length(other, inputs.data)[0])
         if change is not None:
             run.console.warn(change)
+    theta = recipe.export.rope_theta
+    served = None if theta is None else RopeTheta(parts.model.encoder, theta, "export.rope_theta")
     if average is not None:
         parts.optimizer.register_step_post_hook(lambda *_: average.update(state.step))
     model = parts.model
@@ -117,6 +131,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         checkpointer,
         RunReporter(recipe, run_dir, world, encoder, tracker, start, _run_length(recipe, inputs)) as reporter,
         world.watchdog_guard(),
+        contextlib.ExitStack() as ending,
     ):
         reporter.encode_before_training(lambda: choose_sample(inputs.sets, inputs.data, inputs.losses, prompts))
         loop = TrainingLoop(
@@ -158,7 +173,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
                 best_metric=inputs.best_metric,
                 state=state,
                 tracker=tracker,
-                weights=contextlib.nullcontext if average is None else average.in_place,
+                weights=functools.partial(_in_place, average, served),
             ),
             checkpointer=checkpointer,
             tracker=tracker,
@@ -172,8 +187,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             reporter.report_stopped()
         else:
             checkpointer.wait()
-            if average is not None:
-                average.swap()
+            ending.enter_context(_in_place(average, served))
             exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
             step = exported_step(recipe, state)

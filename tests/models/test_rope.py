@@ -1,17 +1,26 @@
 """Positions beyond the trained length equal those of transformers, also in an export."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from embedtrain.config.model_checks import check_rope_scaling
+from embedtrain.config.model_checks import check_model, check_rope_scaling
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
+from embedtrain.export.__main__ import main as export_main
+from embedtrain.export.options import compose_export
 from embedtrain.models.build import assemble_encoder
+from embedtrain.models.rope import RopeTheta
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.small import save_small, small_model, text
+from tests.commands import call
+from tests.runs import evaluation_metrics, run
+from tests.small import save_small, small_model, text, write_beir, write_rows
 
 YARN = {"rope_type": "yarn", "factor": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -114,3 +123,69 @@ def test_length_beyond_the_positions(tmp_path):
         )
     )  # fmt: skip
     assert resolve_max_length(source, load_tokenizer(source)) == 150
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "modernbert"])
+def test_another_base_of_the_frequencies(architecture, tmp_path):
+    """As if the configuration had it, in training and in an export, which transformers 4 and 5 read."""
+    small = small_model(architecture)
+    own = open_model_source(small).config.rope_parameters
+    layers = "full_attention" in own
+    small.config |= {"layer_types": ["sliding_attention", "full_attention"]} if layers else {}
+    directory = save_small(small, tmp_path / "model")
+    made = architecture_of(tmp_path / "made", ModelConfig(path=str(directory), pooling=Pooling.mean, rope_theta=500))
+    changed = made.source.config.rope_parameters
+    if layers:
+        assert changed["sliding_attention"] == own["sliding_attention"], "layers with a window keep theirs"
+        changed = changed["full_attention"]
+    assert changed["rope_theta"] == 500
+    encoder = assemble_encoder(made.source).eval()
+    encoder.load_state_dict(made.state)
+    served, tokens = RopeTheta(encoder, 9000.0, "export.rope_theta"), torch.tensor([[0, 5, 9, 4, 7, 8, 6, 2]])
+    with torch.no_grad():
+        trained = encoder(tokens, torch.ones_like(tokens))
+        with served.in_place():
+            vectors = encoder(tokens, torch.ones_like(tokens))
+        assert encoder(tokens, torch.ones_like(tokens)).equal(trained)
+    assert (vectors - trained).abs().max() > 1e-4
+    export_model(tmp_path / "out", made, rope_theta=9000.0, check=False)
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["global_rope_theta" if architecture == "modernbert" else "rope_theta"] == 9000
+    again = assemble_encoder(open_model_source(ModelConfig(path=str(tmp_path / "out")))).eval()
+    again.load_state_dict(made.state)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens, torch.ones_like(tokens)), vectors)
+
+
+def test_a_base_without_rotary_positions_is_rejected():
+    with pytest.raises(ConfigError, match=r"model\.rope_theta=500: xlm-roberta has no rotary positions"):
+        open_model_source(small_model("xlm-roberta", rope_theta=500))
+    with pytest.raises(ConfigError, match=r"model\.rope_theta=0"):
+        check_model(small_model("llama", rope_theta=0))
+
+
+def test_a_run_serves_another_base_than_it_trains(ranks, tmp_path):
+    """Its evaluations measure the exported model, which an export of its checkpoint equals."""
+    rows, dev = write_rows(tmp_path / "train.jsonl", 24), write_beir(tmp_path / "dev", 12)
+    model, out = save_small(small_model("llama"), tmp_path / "model"), tmp_path / "run"
+    options = [
+        f"model.path={model}", "model.pooling=mean", f"data.train=[{rows}]", f"output_dir={out}", "train.steps=3",
+        "model.rope_theta=20", "export.rope_theta=5000", f"evaluation.sets=[{dev}]", "evaluation.every=3",
+        "export.check=true", "optim.ema=0.5",
+    ]  # fmt: skip
+    ranks(2, run, *options)
+    assert json.loads((out / "architecture" / "config.json").read_text())["rope_theta"] == 20
+    texts = ["alpha beta gamma delta", "delta kappa alpha mu nu zeta"]
+    served = SentenceTransformer(str(out / "model"), device="cpu")
+    assert served[0].auto_model.config.rope_parameters["rope_theta"] == 5000
+    for theta in (5000, 20):
+        export_main(compose_export([f"run={out}", f"output_dir={tmp_path / str(theta)}", f"rope_theta={theta}"]))
+    again, trained = (SentenceTransformer(str(tmp_path / name), device="cpu").encode(texts) for name in ("5000", "20"))
+    np.testing.assert_allclose(again, served.encode(texts), atol=1e-5)
+    assert np.abs(trained - again).max() > 1e-3
+    call("embedtrain.evaluate", f"model={out / 'model'}", f"sets=[{dev}]", f"output_dir={tmp_path / 'figures'}")
+    found = json.loads((tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()[-1])
+    expected = evaluation_metrics(out)[3]
+    assert {name: found[name] for name in ("ndcg@10", "mrr@10")} == pytest.approx(
+        {name: expected[name] for name in ("ndcg@10", "mrr@10")}
+    )

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel
 from embedtrain.checkpoint.export.cross_encoder import stored_name, with_pair_format, write_cross_encoder_settings
 from embedtrain.checkpoint.export.late_interaction import write_late_interaction_settings
 from embedtrain.checkpoint.export.m3 import layer_locations
-from embedtrain.checkpoint.export.portable_files import write_config, write_tokenizer
+from embedtrain.checkpoint.export.portable_files import write_config, write_rope_theta, write_tokenizer
 from embedtrain.checkpoint.export.sparse import (
     has_word_weights,
     query_weight_locations,
@@ -220,14 +220,23 @@ def _stored_names(architecture: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def create_model_directory(
-    directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype, truncate_dim: int | None = None
+    directory: Path,
+    architecture: Path,
+    plan: WeightPlan,
+    dtype: torch.dtype,
+    *,
+    truncate_dim: int | None = None,
+    rope_theta: float | None = None,
 ) -> None:
     """Copy the architecture, and write the index if the weights are split into several files.
 
-    With `truncate_dim`, sentence-transformers returns the first so many dimensions of each vector.
+    With `truncate_dim`, sentence-transformers returns the first so many dimensions of each vector; `rope_theta` is the
+    base of rotary positions if it is not that of the architecture.
     """
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE, CHECKSUMS))
     _write_dtype(directory, dtype)
+    if rope_theta is not None:
+        write_rope_theta(directory, rope_theta)
     if truncate_dim is not None:
         settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
         write_json(directory / SETTINGS, settings | {"truncate_dim": truncate_dim})

@@ -82,13 +82,21 @@ class ModelExport:
     formats: tuple[str, ...] = ()
     adapter: AdapterBase | None = None
     truncate_dim: int | None = None
+    rope_theta: float | None = None
     logit_score: LogitScoreExport | None = None
     tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
     onnx_min_agreement: float = 0.0
 
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
-        create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype, self.truncate_dim)
+        create_model_directory(
+            self.unfinished,
+            self.architecture,
+            self.plan,
+            self.dtype,
+            truncate_dim=self.truncate_dim,
+            rope_theta=self.rope_theta,
+        )
         if self.adapter is not None:
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
         if self.tasks:
@@ -197,9 +205,10 @@ def plan_export(
         dtype,
         formats,
         adapter,
-        config.truncate_dim,
-        logit_score,
         onnx_min_agreement=config.onnx_min_agreement,
+        truncate_dim=config.truncate_dim,
+        rope_theta=config.rope_theta,
+        logit_score=logit_score,
     )
 
 

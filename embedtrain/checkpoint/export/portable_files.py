@@ -10,8 +10,10 @@ from typing import Any
 
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
 
+from embedtrain.errors import ConfigError
 from embedtrain.files import write_json
 from embedtrain.models.file_references import read_json
+from embedtrain.models.rope import with_rope_theta
 
 _CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"  # fastembed requires it
@@ -50,6 +52,19 @@ def write_config(directory: Path, config: PretrainedConfig) -> None:
     name = own_class if model_class is None else model_class.__name__
     architectures = {"architectures": [name]} if name else {}
     write_json(directory / _CONFIG, stored | architectures | _rotary_settings(stored))
+
+
+def write_rope_theta(directory: Path, theta: float) -> None:
+    """Change the base of the rotary positions in config.json, in the forms of transformers 4 and 5.
+
+    Raises ConfigError if the model has none.
+    """
+    stored = read_json(directory / _CONFIG)
+    parameters = with_rope_theta(stored.get("rope_parameters") or {}, theta)
+    if not stored.get("rope_parameters") or parameters is None:
+        raise ConfigError(f"export.rope_theta={theta:g}: {stored['model_type']} has no rotary positions; leave it out")
+    stored["rope_parameters"] = parameters
+    write_json(directory / _CONFIG, stored | _rotary_settings(stored))
 
 
 def _rotary_settings(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from embedtrain.config.losses import (
     LossConfig,
     LossDirection,
     M3LossConfig,
+    MatryoshkaWeighting,
     OnlineContrastiveConfig,
     OrthogonalConfig,
     PartitionMode,
@@ -152,6 +153,16 @@ def _check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
             f"must have one weight for each of matryoshka_dims={written(dims)}",
         )
         check.require(all(0 < weight < math.inf for weight in weights), "matryoshka_weights", "must be above 0")
+    check.require(
+        loss.matryoshka_weighting is MatryoshkaWeighting.uniform or (dims is not None and weights is None),
+        "matryoshka_weighting",
+        "chooses the weights of matryoshka_dims, without matryoshka_weights",
+    )
+    check.require(
+        loss.matryoshka_per_step is None or 2 <= loss.matryoshka_per_step <= len(dims or ()),
+        "matryoshka_per_step",
+        f"must be from 2 to the number of matryoshka_dims={written(dims)}; null trains on all of them",
+    )
 
 
 def _check_temperature_bounds(loss: InfoNCEConfig | SigLIPConfig | XTRConfig, check: OptionChecks) -> None:

@@ -94,6 +94,13 @@ class KDLossType(str, Enum):
     m3_kd_loss = "m3_kd_loss"
 
 
+class MatryoshkaWeighting(str, Enum):
+    """Weights of `matryoshka_dims`."""
+
+    uniform = "uniform"  # 1 each
+    sqrt = "sqrt"  # sqrt(dimensions / largest) / k for the k-th largest, as F2LLM-v2
+
+
 # Of similarities of vectors, which differ by at most 2.
 VECTOR_TEMPERATURE = 0.02
 # Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
@@ -108,7 +115,10 @@ class LossConfig:
     name: str = "infonce"  # set by `loss=NAME`
     weight: float = 1.0  # factor of this loss within loss=combined
     matryoshka_dims: list[int] | None = None  # also train on the first n dimensions, for each n (Kusupati et al., 2022)
-    matryoshka_weights: list[float] | None = None  # of each of `matryoshka_dims`; default: 1 each
+    matryoshka_weights: list[float] | None = None  # of each of `matryoshka_dims`; default: by `matryoshka_weighting`
+    matryoshka_weighting: MatryoshkaWeighting = MatryoshkaWeighting.uniform
+    # Train on so many of `matryoshka_dims` in each batch: the largest, and others that `seed` draws; default: on all.
+    matryoshka_per_step: int | None = None
 
 
 @dataclass(kw_only=True)

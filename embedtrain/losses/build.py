@@ -1,7 +1,8 @@
 """Builds the loss that the recipe describes."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
+    MatryoshkaWeighting,
     SentenceTransformersConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
@@ -83,7 +85,7 @@ def build_loss(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _build(config, dimension, guide_dimensions or {}, score)
+        return _Builder(dimension, guide_dimensions or {}, seed, score).build(config)
 
 
 def build_losses(
@@ -122,41 +124,63 @@ def require_dimensions(config: LossConfig, dimension: int) -> None:
             )
 
 
-def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int], score: Score | None) -> Loss:
-    loss = _build_full(config, dimension, guide_dimensions, score)
-    if config.matryoshka_dims is None:
-        return loss
-    require_dimensions(config, dimension)
-    weights = config.matryoshka_weights or [1.0] * len(config.matryoshka_dims)
-    largest_first = sorted(zip(config.matryoshka_dims, weights, strict=True), reverse=True)
-    return Matryoshka(loss, [dim for dim, _ in largest_first], [weight for _, weight in largest_first])
+def matryoshka_weights(config: LossConfig) -> list[float]:
+    """The weight of each of `matryoshka_dims`, in the order of the option."""
+    dims = config.matryoshka_dims or []
+    if config.matryoshka_weights is not None:
+        return config.matryoshka_weights
+    if config.matryoshka_weighting is MatryoshkaWeighting.uniform:
+        return [1.0] * len(dims)
+    largest_first = sorted(dims, reverse=True)
+    return [math.sqrt(dim / largest_first[0]) / (largest_first.index(dim) + 1) for dim in dims]
 
 
-def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int], score: Score | None) -> Loss:
-    match config:
-        case DistillEmbeddingsConfig():
-            return DistillEmbeddings(config, dimension, guide_dimensions)
-        case DistillSimilaritiesConfig():
-            return DistillSimilarities(config, guide_dimensions)
-        case SentenceTransformersConfig():
-            # Importing sentence-transformers takes seconds.
-            from embedtrain.losses.sentence_transformers import SentenceTransformersLoss
+@dataclass(frozen=True)
+class _Builder:
+    """What every loss is built for."""
 
-            return SentenceTransformersLoss(config, dimension=dimension, guide_dimensions=guide_dimensions)
-        case CustomConfig():
-            return build_custom(config, dimension, score)
-        case CombinedConfig():
-            names = [part.name for part in config.losses]  # numbered if a loss occurs several times
-            names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]
-            parts = [_build(part, dimension, guide_dimensions, score) for part in config.losses]
-            weights = [part.weight for part in config.losses]
-            return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
-        case _ if config.name in _OF_SCORES:
-            return _OF_SCORES[config.name](config, score)
-        case _ if config.name in _BY_NAME:
-            return _BY_NAME[config.name](config)
-        case _:
-            raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
+    dimension: int
+    guide_dimensions: Mapping[str, int]
+    seed: int
+    score: Score | None
+
+    def build(self, config: LossConfig) -> Loss:
+        loss = self._whole(config)
+        if config.matryoshka_dims is None:
+            return loss
+        require_dimensions(config, self.dimension)
+        largest_first = sorted(zip(config.matryoshka_dims, matryoshka_weights(config), strict=True), reverse=True)
+        dims, weights = zip(*largest_first, strict=True)
+        return Matryoshka(loss, dims, weights, per_step=config.matryoshka_per_step, seed=self.seed)
+
+    def _whole(self, config: LossConfig) -> Loss:
+        """The loss of all dimensions."""
+        match config:
+            case DistillEmbeddingsConfig():
+                return DistillEmbeddings(config, self.dimension, self.guide_dimensions)
+            case DistillSimilaritiesConfig():
+                return DistillSimilarities(config, self.guide_dimensions)
+            case SentenceTransformersConfig():
+                # Importing sentence-transformers takes seconds.
+                from embedtrain.losses.sentence_transformers import SentenceTransformersLoss
+
+                return SentenceTransformersLoss(
+                    config, dimension=self.dimension, guide_dimensions=self.guide_dimensions
+                )
+            case CustomConfig():
+                return build_custom(config, self.dimension, self.score)
+            case CombinedConfig():
+                names = [part.name for part in config.losses]  # numbered if a loss occurs several times
+                names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]
+                parts = [self.build(part) for part in config.losses]
+                weights = [part.weight for part in config.losses]
+                return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
+            case _ if config.name in _OF_SCORES:
+                return _OF_SCORES[config.name](config, self.score)
+            case _ if config.name in _BY_NAME:
+                return _BY_NAME[config.name](config)
+            case _:
+                raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
 
 
 def row_spec_of(config: LossConfig) -> RowSpec:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -73,24 +74,32 @@ class Matryoshka(EncodedLoss):
     """Kusupati et al., "Matryoshka Representation Learning" (2022).
 
     The weighted sum of a loss on the first n dimensions of the vectors, normalised again, for each n: of one vector per
-    text, or of one per token. Logs the metrics
-    of the largest n, which is the first of `dims`, and the value for each n.
+    text, or of one per token. With `per_step`, for so many n: the largest, and others that are drawn for each batch,
+    with their weights. Logs the metrics of the largest n, which is the first of `dims`, and the value for each n.
     """
 
-    def __init__(self, inner: Loss, dims: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(
+        self, inner: Loss, dims: Sequence[int], weights: Sequence[float], *, per_step: int | None = None, seed: int = 0
+    ) -> None:
         super().__init__()
         self.inner, self.dims, self.weights = inner, list(dims), list(weights)
+        self.per_step, self.seed = per_step or len(self.dims), seed
+
+    def _drawn(self, batch_info: BatchInfo) -> list[int]:
+        """Indices of the dimensions of this batch, the largest first."""
+        return [0, *(1 + index for index in draw(len(self.dims) - 1, self.per_step - 1, self.seed, batch_info.seed))]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
-        """What the loss needs for each n."""
-        return _prepare([(self.inner, dim) for dim in self.dims], batch_info)
+        """What the loss needs for each n of the batch."""
+        return _prepare([(self.inner, self.dims[index]) for index in self._drawn(batch_info)], batch_info)
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
         values = at_least_float32(queries.parts[0].values)
         local_loss, metrics = values.new_zeros(()), dict[str, Tensor]()
         row_losses: Tensor | None = values.detach().new_zeros(batch_info.num_queries)
-        for dim, weight in zip(self.dims, self.weights, strict=True):
+        for index in self._drawn(batch_info):
+            dim, weight = self.dims[index], self.weights[index]
             truncated = [_truncated(encoded, dim) for encoded in (queries, documents)]
             output = self.inner(truncated[0], truncated[1], batch_info)
             local_loss = local_loss + weight * output.local_loss
@@ -98,6 +107,16 @@ class Matryoshka(EncodedLoss):
             metrics = metrics or dict(output.metrics)
             metrics[f"loss@{dim}"] = output.local_loss.detach()
         return LossOutput(local_loss, metrics, row_losses)
+
+
+def draw(num_items: int, count: int, seed: int, batch: int) -> list[int]:
+    """`count` of the numbers below `num_items`, ascending: a function of the run's seed and the number of the batch.
+
+    Every rank draws the same, and a resumed run what the whole run draws.
+    """
+    if count >= num_items:
+        return list(range(num_items))
+    return sorted(np.random.default_rng([seed, batch]).permutation(num_items)[:count].tolist())
 
 
 def _truncated(encoded: Encoded, dim: int) -> Encoded:

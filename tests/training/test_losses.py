@@ -86,7 +86,9 @@ LOSSES: dict[str, LossConfig] = {
     "matryoshka": InfoNCEConfig(
         temperature=0.2, learn_temperature=True, matryoshka_dims=[8, 32, 16], matryoshka_weights=[0.5, 1.0, 0.7]
     ),
-    "matryoshka, ring": InfoNCEConfig(temperature=0.2, matryoshka_dims=[32, 8], implementation=WAYS.ring),
+    "matryoshka, ring": InfoNCEConfig(
+        temperature=0.2, matryoshka_dims=[32, 16, 8], matryoshka_per_step=2, implementation=WAYS.ring
+    ),
     "siglip": SigLIPConfig(temperature=0.3, bias=-2.0),
     "cosent": CoSENTConfig(temperature=0.2),
     "angle": AnglEConfig(temperature=0.2),

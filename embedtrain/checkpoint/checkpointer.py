@@ -118,6 +118,12 @@ class Checkpointer:
                 self._staging.reserve(snapshot)
 
     @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a run that resumes from these checkpoints must share."""
+        identity: Mapping[str, Any] = self._metadata["identity"]
+        return identity
+
+    @property
     def failed(self) -> bool:
         """Whether an asynchronous save has failed on this rank; `wait` raises the reason. Not a collective."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None

@@ -73,5 +73,7 @@ def require_run(run: str) -> None:
 def require_recipe_paths(recipe: Recipe) -> None:
     """Raise an error for a model, training rows or evaluation sets that do not exist."""
     require_models(**{"model.path": recipe.model.path, "model.lora.path": recipe.model.lora.path})
+    if recipe.train.init_from is not None and is_missing(recipe.train.init_from):
+        raise ConfigError(f"train.init_from={recipe.train.init_from}: there is no such run or checkpoint")
     require_sources(recipe.data.train)
     require_sets(recipe.evaluation.sets)

@@ -270,6 +270,9 @@ class TrainConfig:
 
     steps: int | None = None  # optimizer steps; set this or epochs
     epochs: float | None = None  # passes over the data; set this or steps
+    # An earlier run of the same model, or one of its checkpoints: a new run starts with its weights, loss and optimizer
+    # state, at step 0 of its own data and schedule. Of a run, the step that it exported.
+    init_from: str | None = None
     global_batch_size: int = 256  # rows per batch over all ranks, whatever their number
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     # Tokens whose activations are kept, so that they are not encoded twice; default: what fits into memory.

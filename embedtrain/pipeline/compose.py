@@ -24,12 +24,13 @@ from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_opt
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
 from embedtrain.pipeline.references import References, resolvers
-from embedtrain.pipeline.registry import KINDS, TRAIN, StageKind
+from embedtrain.pipeline.registry import KINDS, RUN, TRAIN, StageKind
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
 
 _RECIPE_NAME = re.compile(r"[\w-][\w./-]*")
 _SELECTIONS = ("from", "until", "only")
 _STAGES = "stages"
+_OPTIMIZER, _INIT_FROM = "optimizer", "init_from"  # of `init`, and the option of `train`
 _FOLDER = "pipelines/"  # of recipes/
 
 
@@ -216,16 +217,25 @@ def _stage(name: str, values: dict[str, Any], directory: Path, context: _Context
 
 
 def _set_init(values: dict[str, Any], references: References, kind: StageKind) -> None:
-    """Replace `init: {from: NAME}` by the model of that stage."""
+    """Replace `init: {from: NAME}` by the model of that stage, with `optimizer: true` also by its run."""
     init = values.pop(INIT)
     if kind.name != TRAIN:
         raise ConfigError(f"init={init}: is for do: train; write model: ${{out:NAME.model}}")
-    if not isinstance(init, dict) or set(init) != {FROM}:
-        raise ConfigError(f"init={init}: write init: {{from: NAME}}, a stage whose model is trained further")
+    is_known = isinstance(init, dict) and set(init) - {_OPTIMIZER} == {FROM}
+    if not is_known or not isinstance(init.get(_OPTIMIZER, False), bool):
+        raise ConfigError(
+            f"init={init}: write init: {{from: NAME}}, a stage whose model is trained further, and optimizer: true to "
+            "take its optimizer state as well"
+        )
     model = values.setdefault("model", {})
     if not isinstance(model, dict) or "path" in model or "config" in model:
         raise ConfigError(f"init={init}: model has a path or config as well; leave one of them out")
     model["path"] = references.resolve(f"{init[FROM]}.model")
+    if init.get(_OPTIMIZER):
+        train = values.setdefault(TRAIN, {})
+        if not isinstance(train, dict) or _INIT_FROM in train:
+            raise ConfigError(f"init={init}: train has {_INIT_FROM} as well; leave one of them out")
+        train[_INIT_FROM] = references.resolve(f"{init[FROM]}.{RUN}")
 
 
 def _selection(selections: Mapping[str, str], expanded: Expanded) -> Selection:

@@ -22,7 +22,7 @@ _IGNORED = (
     *("trust_remote_code", "index.place", "max_file_size"),
 )
 # Of training, what decides about the rows and the exported files although a resumed run may change it.
-_COUNTS = ("data.", "export.dtype", "export.formats", "export.truncate_dim", "export.rope_theta")
+_COUNTS = ("data.", "train.init_from", "export.dtype", "export.formats", "export.truncate_dim", "export.rope_theta")
 _DATA_IGNORED = ("data.cache_dir", "data.workers")
 # Texts under these names are never paths; under the others they are if they look like one or have one of these names.
 _NOT_PATHS = ("name", "revision", "output_dir", "to", "cache_dir", "vectors_dir", "config", "split", "subset")

@@ -27,7 +27,7 @@ from embedtrain.training.state import TrainState
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
 _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
-_BATCH_NEGATIVES, _MIXED_SHARE, _OPTIMIZER = "data.batch_negatives", "data.mixed_share", "optim.name"
+_BATCH_NEGATIVES, _MIXED_SHARE, OPTIMIZER_NAME = "data.batch_negatives", "data.mixed_share", "optim.name"
 
 
 @dataclass
@@ -135,7 +135,8 @@ EFFECTS = {
     "loss.implementation": Effect.changes_rounding,
     "sparsity": Effect.changes_training,
     "optim": Effect.changes_training,
-    _OPTIMIZER: Effect.must_match,
+    OPTIMIZER_NAME: Effect.must_match,
+    "train.init_from": Effect.no_effect,  # of a new run only
     "train.steps": Effect.changes_training,
     "train.epochs": Effect.changes_training,
     "train.global_batch_size": Effect.must_match,
@@ -190,7 +191,7 @@ def run_identity(
     }
     return {
         "seed": recipe.seed,
-        _OPTIMIZER: recipe.optim.name.value,
+        OPTIMIZER_NAME: recipe.optim.name.value,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
         "loss": common_loss,
@@ -233,7 +234,7 @@ def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
 
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Reject a checkpoint of a run with another identity."""
-    defaults = {_BATCH_NEGATIVES: 0, _OPTIMIZER: "adamw", _MIXED_SHARE: 0.0}
+    defaults = {_BATCH_NEGATIVES: 0, OPTIMIZER_NAME: "adamw", _MIXED_SHARE: 0.0}
     defaults |= _model_identity(to_plain(ModelConfig()))
     before = defaults | checkpoint.manifest.identity
     for option, value in identity.items():

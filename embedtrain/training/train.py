@@ -27,6 +27,7 @@ from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.ema import WeightAverage
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.groups import describe_groups, trained_parameters
+from embedtrain.training.initial_state import start_from
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
@@ -109,6 +110,8 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         average = WeightAverage(parts.module, recipe.optim.ema, checkpointer.wait_for_staging)
     checkpointer.average = None if average is None else average.tensors
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
+    if start.from_scratch and recipe.train.init_from is not None:
+        start_from(recipe.train.init_from, checkpointer, parts.module, parts.optimizer, recipe, run.console)
     if start.checkpoint is not None and state.step:
         saved = start.checkpoint.manifest.recipe
         change = schedule_change(saved, recipe, state.step, lambda other: run_length(other, inputs.data)[0])

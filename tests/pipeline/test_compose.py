@@ -122,7 +122,8 @@ def test_unknown_keys_of_the_recipe(run_inputs, tmp_path):
 
 
 def test_members_of_a_fan_out(run_inputs, tmp_path):
-    content = changed(run_inputs, "tuned", each={"low": {"optim": {"lr": 1e-4}}, "high": {"seed": 7}})
+    members = {"low": {"optim": {"lr": 1e-4}}, "high": {"seed": 7}}
+    content = changed(run_inputs, "tuned", each=members, init={"from": "weak", "optimizer": True})
     content["stages"]["final"]["run"] = "${out:tuned-low.run}"
     runs = {"low": "${out:tuned-low.run}", "high": "${out:tuned-high.run}"}
     content["stages"]["joint"] = {"do": "export", "adapters": runs}
@@ -134,6 +135,8 @@ def test_members_of_a_fan_out(run_inputs, tmp_path):
     assert [stage.name for stage in pipeline.stages if stage.kind.name == "evaluate"] == [
         "weak-evaluation", "tuned-low-evaluation", "tuned-high-evaluation",
     ]  # fmt: skip
+    assert low.options.train.init_from == str(tmp_path / "run/stages/weak")
+    assert input_paths(low)["train.init_from"] == low.options.train.init_from
     joint = pipeline.stage("joint")
     assert input_paths(joint) == {f"adapters.{name}": str(tmp_path / f"run/stages/tuned-{name}") for name in runs}
     assert joint.depends == ("tuned-low", "tuned-high")

@@ -8,7 +8,7 @@ from embedtrain.cli import run_command
 from embedtrain.config.paths import require_run, require_sets
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
-from embedtrain.merge.options import MergeMethod, MergeOptions, compose_merge
+from embedtrain.merge.options import LoraMerge, MergeMethod, MergeOptions, compose_merge
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
@@ -40,7 +40,7 @@ def main(options: MergeOptions) -> Path:
     from embedtrain.merge.compatibility import require_compatible
     from embedtrain.merge.members import open_member, open_members, store_streams, verify_member
     from embedtrain.merge.merger import Merger
-    from embedtrain.merge.output import locked_output, write_merged
+    from embedtrain.merge.output import locked_output, multiply_factors, write_merged
     from embedtrain.tracking.console import Console
 
     quiet_libraries()
@@ -74,6 +74,8 @@ def main(options: MergeOptions) -> Path:
             record = merge_record(options, members, measures.digests, weights, cosines, search)
             with world.fail_together("reading parts"):
                 combine = merger.merged(weights)
+            if options.lora is LoraMerge.factors:
+                members, combine = multiply_factors(members, combine, scratch.members, world)
             result = write_merged(options, members, combine, record, scratch, world, console)
         if result is not None:
             console.note(f"merged model: {result.directory} ({result.describe()})")

@@ -12,7 +12,7 @@ from embedtrain.checkpoint.export.usage import TAGS, describe_model, graph_usage
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ONNX
 from embedtrain.merge.members import Member
-from embedtrain.merge.options import MergeMethod, MergeOptions, SlerpScope
+from embedtrain.merge.options import LoraMerge, MergeMethod, MergeOptions, SlerpScope, WeightsOf
 from embedtrain.models.hub import split_revision
 
 MERGE_RECORD = "merge.json"
@@ -93,7 +93,10 @@ def _metadata(kind: Any, bases: list[str], *, onnx: bool) -> str:
 def _describe_method(options: MergeOptions) -> str:
     match options.method:
         case MergeMethod.linear:
-            return "The weights are the weighted mean of those of these models."
+            if options.lora is LoraMerge.factors:
+                return "The factors of the LoRA adapters are the weighted means of those of these checkpoints."
+            averages = " moving averages of the" if options.weights_of is WeightsOf.ema else ""
+            return f"The weights are the weighted mean of the{averages} weights of these models."
         case MergeMethod.slerp:
             angle = "each tensor" if options.scope is SlerpScope.tensor else "all weights together"
             return f"The weights are the spherical interpolation (slerp) of {angle}, of these models."

@@ -12,7 +12,7 @@ import torch
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, merged_adapter, require_same_base
 from embedtrain.checkpoint.export.model_directory import WeightStream
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checkpoint.snapshot import ENCODER, WEIGHTS
+from embedtrain.checkpoint.snapshot import AVERAGE, ENCODER, WEIGHTS
 from embedtrain.checkpoint.step_directory import (
     MANIFEST,
     Checkpoint,
@@ -28,7 +28,7 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.merge.options import MergeOptions, selected_steps
+from embedtrain.merge.options import LoraMerge, MergeOptions, WeightsOf, selected_steps
 from embedtrain.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from embedtrain.models.adapter_files import open_adapter
@@ -63,6 +63,8 @@ class Member:
         truncate_dim: dimensions of its vectors that are used.
         rope_theta: base of its rotary positions if it is not that of `architecture`.
         checkpoint: whose checksums are verified.
+        kind: of the tensors of the checkpoint.
+        adapters: with `lora=factors`, of the checkpoint; specs and tensors are those of the trained weights alone.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Member:
     truncate_dim: int | None = None
     rope_theta: float | None = None
     checkpoint: Checkpoint | None = None
+    kind: str = WEIGHTS
+    adapters: AdapterCheckpoint | None = None
 
 
 def open_members(options: MergeOptions) -> list[Member]:
@@ -83,8 +87,19 @@ def open_members(options: MergeOptions) -> list[Member]:
     Raises ConfigError, ModelError or CheckpointError for a model that cannot be opened.
     """
     if options.run:
-        return [_open_checkpoint(Path(options.run), path, options) for path in _paths_of_steps(options)]
-    return [open_member(path, f"models[{index}]", options) for index, path in enumerate(options.models)]
+        members = [_open_checkpoint(Path(options.run), path, options) for path in _paths_of_steps(options)]
+    else:
+        members = [open_member(path, f"models[{index}]", options) for index, path in enumerate(options.models)]
+    if options.weights_of is WeightsOf.ema and all(member.checkpoint is None for member in members):
+        raise ConfigError("weights_of=ema: no model is a run or a checkpoint; leave it out")
+    if options.lora is LoraMerge.factors:
+        other = next((m for m in members if m.adapters is None or m.architecture != members[0].architecture), None)
+        if other is not None:
+            raise ConfigError(
+                f"lora=factors: {other.name} and {members[0].name} are not checkpoints of one run with model.lora, and "
+                "factors of other runs have other coordinates; write lora=product"
+            )
+    return members
 
 
 def open_member(path: str, option: str, options: MergeOptions) -> Member:
@@ -93,8 +108,9 @@ def open_member(path: str, option: str, options: MergeOptions) -> Member:
     if (local / MANIFEST).is_file():
         return _open_checkpoint(local.resolve().parent.parent, local, options)
     if (local / "recipe.yaml").is_file() and not (local / "config.json").exists():
-        exported = RunDirectory(local).model
-        if not exported.is_dir():
+        exported, default = RunDirectory(local).model, MergeOptions()
+        reads_export = (options.weights_of, options.lora) == (default.weights_of, default.lora)
+        if not exported.is_dir() or not reads_export:
             return _open_checkpoint(local, find_checkpoint(RunDirectory(local).checkpoints, "latest").path, options)
         local, path = exported, str(exported)
     with _option_names(option, path):
@@ -147,12 +163,19 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
         "name": str(path), "source": source, "dtype": stored_dtype(source), "architecture": run_dir.architecture,
         "truncate_dim": recipe.export.truncate_dim, "rope_theta": recipe.export.rope_theta, "checkpoint": checkpoint,
     }  # fmt: skip
-    reader = checkpoint.tensors(WEIGHTS)
+    kind = AVERAGE if options.weights_of is WeightsOf.ema else WEIGHTS
+    if kind not in checkpoint.kinds:
+        raise CheckpointError(f"weights_of=ema: {path} has no moving average of the weights (optim.ema)")
+    common["kind"] = kind
+    reader = checkpoint.tensors(kind)
     if recipe.model.lora.on:
         adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, reader)
         require_same_base(checkpoint, adapters.base)
-        specs = adapters.merged().specs
-        return Member(specs=specs, stream=adapters.merged, **common)
+        if options.lora is LoraMerge.factors:
+            factors = tensors_of_checkpoint(reader, ENCODER)
+            specs = {name: tensor.spec for name, tensor in factors.items()}
+            return Member(specs=specs, tensors=factors, adapters=adapters, **common)
+        return Member(specs=adapters.merged().specs, stream=adapters.merged, **common)
     tensors = tensors_of_checkpoint(reader, ENCODER)
     state = build_encoder(source).state_dict()
     specs = {name: tensor.spec for name, tensor in tensors.items()}
@@ -266,7 +289,7 @@ def _option_names(option: str, path: str) -> Iterator[None]:
 def verify_member(member: Member, world: World) -> None:
     """Compare this rank's part of a member's files with their checksums, if there are any."""
     if member.checkpoint is not None:
-        member.checkpoint.tensors(WEIGHTS).verify_checksums(world.rank, world.size)
+        member.checkpoint.tensors(member.kind).verify_checksums(world.rank, world.size)
     elif member.source.directory is not None:
         verify_weights(member.source.directory, world.local_rank, world.local_size)
 

@@ -44,6 +44,25 @@ class MergeMethod(str, Enum):
     ties = "ties"
 
 
+class WeightsOf(str, Enum):
+    """Which weights of a checkpoint are merged: those that were trained, or their moving average (`optim.ema`)."""
+
+    trained = "trained"
+    ema = "ema"
+
+
+class LoraMerge(str, Enum):
+    """What is combined of LoRA adapters.
+
+    `product`: the models with the adapters merged, because the product of two means is not the mean of the products.
+    `factors`: the factors A and B themselves, an approximation for checkpoints of one run, which is what averaging the
+    adapter's files does.
+    """
+
+    product = "product"
+    factors = "factors"
+
+
 class SlerpScope(str, Enum):
     """What has an angle: each tensor, or all weights of the model together."""
 
@@ -106,6 +125,8 @@ class MergeOptions:
     steps: Any = None  # of `run`: last-N, best-N, or a list of steps
     best_metric: str | None = None  # set/metric of steps=best-N; default: the run's checkpoint.best_metric
     output_dir: str = ""  # for the merged model
+    weights_of: WeightsOf = WeightsOf.trained  # of checkpoints; an exported model is what it is
+    lora: LoraMerge = LoraMerge.product
 
     method: MergeMethod = MergeMethod.linear
     weights: list[float] | None = None  # one of each model; default: equal ones
@@ -176,6 +197,9 @@ def check_merge(options: MergeOptions) -> MergeOptions:
     check.require(options.best_metric is None or "/" in options.best_metric, "best_metric", "must be set/metric")
     _check_weights(options, check)
     _check_method(options, check)
+    if options.lora is LoraMerge.factors:
+        message = "is for method=linear without find.method, of checkpoints of one run; write lora=product"
+        check.require(options.method is MergeMethod.linear and options.find.method is None, "lora", message)
     _check_find(options.find)
     check.at_least(0, "settings_from", "it is an index of models")
     check.positive("timeout")

@@ -1,6 +1,7 @@
 """Writes the merged model as an export is written: all ranks fill the files, one reopens and compares them."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,8 @@ from embedtrain.distributed.world import World
 from embedtrain.files import remove_tree, write_json
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.merge.card import MERGE_RECORD, merge_card
-from embedtrain.merge.combine import all_pieces, merged_rows
-from embedtrain.merge.members import Member
+from embedtrain.merge.combine import all_pieces, linear_rows, merged_rows
+from embedtrain.merge.members import Member, store_streams
 from embedtrain.merge.options import MergeOptions
 from embedtrain.merge.stored_weights import Piece, pieces_of_rank
 from embedtrain.models.build import assemble_encoder
@@ -116,6 +117,23 @@ def write_merged(
             card = merge_card(options, settings, tokenizer.max_length, record, architecture)
             result = export.finish(card, reference, trust_remote_code=options.trust_remote_code, phase=console.phase)
     return result
+
+
+def multiply_factors(
+    members: Sequence[Member], combine: Callable[[Piece], Tensor], folder: Path, world: World
+) -> tuple[list[Member], Callable[[Piece], Tensor]]:
+    """The model with the combined factors of its adapters merged, as a single member, and its rows. A collective."""
+    first = members[0]
+    adapters = first.adapters
+    assert adapters is not None
+    parts: dict[str, list[Tensor]] = {}
+    for piece in all_pieces(members):
+        parts.setdefault(piece.name, []).append(combine(piece).float())
+    trained = {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
+    stream = functools.partial(adapters.merged, trained)
+    whole = replace(first, specs=stream().specs, tensors={}, stream=stream, adapters=None)
+    stored = store_streams([whole], folder, world)
+    return stored, lambda piece: linear_rows(stored, piece, [1.0])
 
 
 def _reference(

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from tests.merge.models import merge, merge_on_rank, split_weights, state_of
-from tests.runs import options, run, write_run_inputs
-from tests.small import save_guide, small_model, write_beir
+from tests.runs import BASE, options, run, run_without_base, write_run_inputs
+from tests.small import save_guide, save_language_model, small_model, write_beir
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,78 @@ def test_adapters(ranks, inputs, tmp_path):
     expected = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter).merge_and_unload().state_dict()
     found = AutoModel.from_pretrained(tmp_path / "alone").state_dict()
     assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items() if "pooler" not in name)
+
+
+def test_averages_and_factors_of_adapters(ranks, inputs, tmp_path):
+    """The moving averages, and the product of the mean factors, by hand from the files of two checkpoints."""
+    more = ["model.lora.rank=4", "train.steps=2", "checkpoint.every=1", "optim.lr=2e-2", "optim.ema=0.5"]
+    run_dir = tmp_path / "run"
+    ranks(2, run, *options(inputs, run_dir, *more, "checkpoint.keep=9", "checkpoint.layout=full"))
+    base = load_file(inputs / "model" / "model.safetensors")
+    for kind, option in (
+        ("weights", "lora=factors"),
+        ("ema", "weights_of=ema lora=factors"),
+        ("ema", "weights_of=ema"),
+    ):
+        parts = [load_file(run_dir / f"checkpoints/step-{step:08d}/{kind}.safetensors") for step in (1, 2)]
+        to = tmp_path / option.replace(" ", "-").replace("=", "-")
+        merge(f"run={run_dir}", "steps=[1,2]", "weights=[1,3]", *option.split(), f"output_dir={to}")
+        found, number = state_of(to), 0
+        for name in (name for name in parts[0] if name.endswith(".lora_A.default.weight")):
+            a, b = ([part[other].double() for part in parts] for other in (name, name.replace("lora_A", "lora_B")))
+            mean = (a[0] + 3 * a[1]) / 4, (b[0] + 3 * b[1]) / 4
+            product = mean[1] @ mean[0] if "factors" in option else (b[0] @ a[0] + 3 * b[1] @ a[1]) / 4
+            key = name.removeprefix("encoder.backbone.").replace(".lora_A.default", "")
+            assert (found[key] - (base[key] + 2 * product)).abs().max() < 1e-6, name  # alpha / rank = 2
+            number += 1
+        assert number == 12
+    for arguments, message in {
+        (f"models=[{run_dir},{inputs / 'model'}]", "lora=factors", "pooling=mean"): "not checkpoints of one run",
+        (f"models=[{inputs / 'model'}]", "weights_of=ema", "pooling=mean"): "no model is a run or a checkpoint",
+        (f"run={run_dir}", "steps=[1,2]", "lora=factors", "method=slerp"): "lora=factors: .*method=linear",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            merge(*arguments, f"output_dir={tmp_path / 'no'}")
+
+
+def run_of_kind(world, *arguments):
+    return run_without_base(world, *(option for option in BASE if "pooling" not in option), *arguments)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["late_interaction", "sparse", "m3"])
+def test_models_of_other_kinds(ranks, inputs, tmp_path, kind):
+    """Checkpoints and exported directories; the command compares the outputs of the libraries that open the model."""
+    model, own = inputs / "model", {
+        "late_interaction": ["model.late_interaction={dim: 8, query_expansion: min, expansion_length: 7}"],
+        "sparse": ["sparsity.query_weight=0.01", "sparsity.document_weight=0.01"],
+        "m3": ["loss=m3", "model.m3.dim=8"],
+    }  # fmt: skip
+    if kind == "sparse":
+        model = save_language_model(small_model("bert", kind=ModelKind.sparse, pooling=None), tmp_path / "model")
+    common = [f"model.kind={kind}", f"model.path={model}", f"data.train=[{inputs / 'train.jsonl'}]", *own[kind]]
+    more = [
+        "train.steps=2",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        "optim.lr=1e-2",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    ranks(1, run_of_kind, *common, *more)
+    for step in (1, 2):
+        exported(tmp_path / "run", step, tmp_path)
+    merge(f"run={tmp_path / 'run'}", "steps=[1,2]", f"output_dir={tmp_path / 'checkpoints'}")
+    merge(f"models=[{tmp_path / 'step1'},{tmp_path / 'step2'}]", f"output_dir={tmp_path / 'directories'}")
+    files = sorted(path.relative_to(tmp_path / "step1") for path in (tmp_path / "step1").rglob("*.safetensors"))
+    changed = 0
+    for file in files:
+        first, second = (load_file(tmp_path / name / file) for name in ("step1", "step2"))
+        for name, tensor in first.items():
+            mean = (tensor.double() + second[name].double()) / 2
+            changed += int(not tensor.equal(second[name]))
+            for merged in ("checkpoints", "directories"):
+                assert (load_file(tmp_path / merged / file)[name] - mean).abs().max() < 1e-6, (file, name, merged)
+    assert changed > 10 and len(files) == {"late_interaction": 2, "sparse": 1, "m3": 3}[kind]
 
 
 @pytest.fixture(scope="module")

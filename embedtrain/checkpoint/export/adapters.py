@@ -235,12 +235,13 @@ class AdapterCheckpoint:
         load_rows(self._trained_rows(encoder), encoder.state_dict())
         return encoder
 
-    def merged(self) -> WeightStream:
-        """All weights of the merged model, one tensor at a time."""
+    def merged(self, trained: Mapping[str, Tensor] | None = None) -> WeightStream:
+        """All weights of the merged model, one tensor at a time; `trained` are other values of the trained weights."""
         encoder = build_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
         self._attach(encoder)
-        return _merge_trained(encoder, specs, self._base_weights(specs), self._trained(encoder))
+        trained = self._trained(encoder) if trained is None else trained
+        return _merge_trained(encoder, specs, self._base_weights(specs), trained)
 
     def base_weights(self) -> WeightStream:
         """All weights of the base model, one tensor at a time."""

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.export.__main__ import main as export_main
 from embedtrain.export.options import ExportOptions
 from tests.runs import evaluation_metrics, losses, options, rewind_run, run
@@ -65,6 +66,11 @@ def test_the_average_is_evaluated_exported_and_resumed(ranks, run_inputs, tmp_pa
     decay = min(DECAY, 3 / 12)
     torch.testing.assert_close(begun[name], decay * live[1][name] + (1 - decay) * live[2][name], rtol=1e-5, atol=1e-7)
 
+    trained = export_main(
+        ExportOptions(run=str(whole), output_dir=str(tmp_path / "trained"), weights_of=WeightsOf.trained, check=False)
+    )
+    stored = load_file(trained / "model.safetensors")
+    assert all(stored[name.removeprefix("encoder.backbone.")].equal(live[-1][name]) for name in averages)
     shutil.rmtree(whole / "model")
     directory = export_main(ExportOptions(run=str(whole), check=False))
     again = load_file(directory / "model.safetensors")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.files import flush_to_disk, remove_tree
 from embedtrain.records import read_record
@@ -79,6 +79,14 @@ class Checkpoint:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of tensors it holds: `weights`, `optimizer` unless it was saved without, `ema` if the run has one."""
         return tuple(self.manifest.tensors)
+
+    def weights_kind(self, weights_of: WeightsOf | None) -> str:
+        """The kind of its weights; None: the moving average if it has one. CheckpointError if it has none."""
+        if weights_of is None:
+            return AVERAGE if AVERAGE in self.kinds else WEIGHTS
+        if weights_of is WeightsOf.ema and AVERAGE not in self.kinds:
+            raise CheckpointError(f"weights_of=ema: {self.path} has no moving average of the weights (optim.ema)")
+        return AVERAGE if weights_of is WeightsOf.ema else WEIGHTS
 
     def tensors(self, kind: str) -> TensorReader:
         """Its tensors of one kind; KeyError, TypeError or ValueError if the manifest does not describe them."""

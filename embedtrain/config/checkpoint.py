@@ -18,6 +18,13 @@ class CheckpointContents(str, Enum):
     model = "model"
 
 
+class WeightsOf(str, Enum):
+    """Which weights of a checkpoint are read: those that were trained, or their moving average (`optim.ema`)."""
+
+    trained = "trained"
+    ema = "ema"
+
+
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """What is saved and when."""

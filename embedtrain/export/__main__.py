@@ -52,9 +52,7 @@ def main(options: ExportOptions) -> Path:
         result = export_adapters(dict(zip(options.adapters, runs, strict=True)), output_dir, config, console)
     else:
         result = export_checkpoint(
-            run.run_dir,
-            run.recipe,
-            run.checkpoint,
+            run,
             output_dir,
             config,
             trust_remote_code=options.trust_remote_code,

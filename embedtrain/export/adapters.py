@@ -11,7 +11,7 @@ from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.task_adapters import TaskAdapter, joint_prompts, tasks_card
 from embedtrain.checkpoint.export.verify import AdapterBase, ExportReference, export_tolerance, probe_vectors
-from embedtrain.checkpoint.snapshot import AVERAGE, ENCODER, WEIGHTS
+from embedtrain.checkpoint.snapshot import ENCODER
 from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
@@ -82,8 +82,7 @@ def export_adapters(
 def _open_adapter(task: _Task, stack: ExitStack, tolerance: float | None, console: Console) -> TaskAdapter:
     """The adapter of a run, with the vectors to reproduce unless `tolerance` is None; `stack` closes its files."""
     run, recipe = task.run, task.run.recipe
-    kind = AVERAGE if AVERAGE in run.checkpoint.kinds else WEIGHTS
-    reader = stack.enter_context(run.checkpoint.tensors(kind))
+    reader = stack.enter_context(run.checkpoint.tensors(run.kind))
     checkpoint = AdapterCheckpoint.open(run.run_dir.adapter, recipe.model, recipe.seed, task.source, reader)
     require_same_base(run.checkpoint, checkpoint.base)
     if any(name.startswith(f"{ENCODER}dense.") for name in reader.specs):

@@ -16,16 +16,15 @@ from embedtrain.checkpoint.export.model_export import (
 from embedtrain.checkpoint.export.onnx import require_graph
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
-from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checkpoint.snapshot import AVERAGE, WEIGHTS
-from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.snapshot import AVERAGE
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import NO_PROJECTION
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig, ModelKind
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
+from embedtrain.export.runs import ExportedRun
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import open_model_source
@@ -35,9 +34,7 @@ from embedtrain.tracking.console import Console
 
 
 def export_checkpoint(
-    run_dir: RunDirectory,
-    recipe: Recipe,
-    checkpoint: Checkpoint,
+    run: ExportedRun,
     output_dir: Path,
     config: ExportConfig,
     *,
@@ -51,6 +48,7 @@ def export_checkpoint(
     Raises CheckpointError if the checkpoint does not fit the model, or the directory does not reproduce its embeddings;
     ConfigError if another export to the directory is running.
     """
+    run_dir, recipe, checkpoint = run.run_dir, run.recipe, run.checkpoint
     source = open_model_source(
         ModelConfig(
             path=str(run_dir.architecture),
@@ -77,10 +75,9 @@ def export_checkpoint(
         base = open_model_source(recipe.model)
         require_logit_score(base, run_dir.architecture)
     reference: ExportReference | None = None
-    kind = AVERAGE if AVERAGE in checkpoint.kinds else WEIGHTS
-    if kind == AVERAGE:
+    if run.kind == AVERAGE:
         console.note("exporting the moving average of the weights (optim.ema)")
-    with export_lock(output_dir) as unfinished, checkpoint.tensors(kind) as reader:
+    with export_lock(output_dir) as unfinished, checkpoint.tensors(run.kind) as reader:
         adapters: AdapterCheckpoint | None = None
         adapter: AdapterBase | None = None
         if recipe.model.lora.on:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.checks import check_export
 from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import ExportConfig, ExportDtype
@@ -29,6 +30,7 @@ class ExportOptions:
     # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
     adapters: Any = None
     step: str = "latest"  # latest, best, or a step's number
+    weights_of: WeightsOf | None = None  # default: the moving average if the run has one (optim.ema)
     output_dir: str | None = None  # default: model/ in the run's directory
     formats: list[str] | None = None  # default: the recipe's export.formats
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype

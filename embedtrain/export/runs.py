@@ -19,6 +19,7 @@ class ExportedRun:
     run_dir: RunDirectory
     recipe: Recipe
     checkpoint: Checkpoint
+    kind: str  # of its tensors that are exported
 
 
 def open_run(path: str, options: ExportOptions) -> ExportedRun:
@@ -36,4 +37,5 @@ def open_run(path: str, options: ExportOptions) -> ExportedRun:
         )
     require_no_links(run_dir.architecture)
     run_dir.require_intact()
-    return ExportedRun(run_dir, recipe, find_checkpoint(run_dir.checkpoints, options.step))
+    checkpoint = find_checkpoint(run_dir.checkpoints, options.step)
+    return ExportedRun(run_dir, recipe, checkpoint, checkpoint.weights_kind(options.weights_of))

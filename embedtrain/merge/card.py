@@ -9,10 +9,11 @@ import yaml
 from embedtrain import __version__
 from embedtrain.checkpoint.export.model_card import hub_id
 from embedtrain.checkpoint.export.usage import TAGS, describe_model, graph_usage, pipeline_tag, usage
+from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ONNX
 from embedtrain.merge.members import Member
-from embedtrain.merge.options import LoraMerge, MergeMethod, MergeOptions, SlerpScope, WeightsOf
+from embedtrain.merge.options import LoraMerge, MergeMethod, MergeOptions, SlerpScope
 from embedtrain.models.hub import split_revision
 
 MERGE_RECORD = "merge.json"

@@ -12,7 +12,7 @@ import torch
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, merged_adapter, require_same_base
 from embedtrain.checkpoint.export.model_directory import WeightStream
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checkpoint.snapshot import AVERAGE, ENCODER, WEIGHTS
+from embedtrain.checkpoint.snapshot import ENCODER, WEIGHTS
 from embedtrain.checkpoint.step_directory import (
     MANIFEST,
     Checkpoint,
@@ -23,12 +23,13 @@ from embedtrain.checkpoint.step_directory import (
 )
 from embedtrain.checkpoint.tensor_files import require_fit
 from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.compose import load_recipe
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.merge.options import LoraMerge, MergeOptions, WeightsOf, selected_steps
+from embedtrain.merge.options import LoraMerge, MergeOptions, selected_steps
 from embedtrain.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from embedtrain.models.adapter_files import open_adapter
@@ -163,11 +164,8 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
         "name": str(path), "source": source, "dtype": stored_dtype(source), "architecture": run_dir.architecture,
         "truncate_dim": recipe.export.truncate_dim, "rope_theta": recipe.export.rope_theta, "checkpoint": checkpoint,
     }  # fmt: skip
-    kind = AVERAGE if options.weights_of is WeightsOf.ema else WEIGHTS
-    if kind not in checkpoint.kinds:
-        raise CheckpointError(f"weights_of=ema: {path} has no moving average of the weights (optim.ema)")
-    common["kind"] = kind
-    reader = checkpoint.tensors(kind)
+    common["kind"] = checkpoint.weights_kind(options.weights_of)
+    reader = checkpoint.tensors(common["kind"])
     if recipe.model.lora.on:
         adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, reader)
         require_same_base(checkpoint, adapters.base)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
@@ -42,13 +43,6 @@ class MergeMethod(str, Enum):
     slerp = "slerp"
     task_arithmetic = "task_arithmetic"
     ties = "ties"
-
-
-class WeightsOf(str, Enum):
-    """Which weights of a checkpoint are merged: those that were trained, or their moving average (`optim.ema`)."""
-
-    trained = "trained"
-    ema = "ema"
 
 
 class LoraMerge(str, Enum):

@@ -27,6 +27,7 @@ class TeacherMap(str, Enum):
 
     truncate = "truncate"  # its first dimensions: Matryoshka teachers
     orthogonal = "orthogonal"  # a random orthogonal projection, which `seed` draws
+    pca = "pca"  # the principal components, without subtracting the mean, of a directory of `embedtrain vectors`
 
 
 class Divergence(str, Enum):
@@ -135,6 +136,11 @@ def check_teacher_loss(loss: TeacherConfig, check: OptionChecks) -> None:
                 loss.teacher_map is None or not loss.project,
                 "teacher_map",
                 "project=true maps the model's vectors to the teacher's dimensions already; keep one",
+            )
+            check.require(
+                loss.teacher_map is not TeacherMap.pca or loss.teacher is not None,
+                "teacher_map",
+                "needs one teacher, a directory of embedtrain vectors; write loss.teacher, or another map",
             )
 
 

@@ -92,7 +92,8 @@ class DistillEmbeddings(Loss):
     The mean over all texts, queries and documents, of the distance from the teacher's vector: 1 - cosine, the
     mean over dimensions of the squared difference (mse), or the length of the difference (l2). Unless D equals T, a
     projection D -> T has to be trained (`project`), or the teacher's vectors are mapped T -> D (`teacher_map`), to
-    their first dimensions or by a fixed random matrix with orthonormal columns. `guide_dimensions` has T by the paths
+    their first dimensions, by a fixed random matrix with orthonormal columns, or to their principal components, which
+    `set_principal_components` sets. `guide_dimensions` has T by the paths
     of `config` or FROM_ROWS, optional without a projection.
     """
 
@@ -113,7 +114,8 @@ class DistillEmbeddings(Loss):
                     f"loss.teacher_map={config.teacher_map.value}: the teacher's vectors have {width or 'unknown'} "
                     f"dimensions, fewer than the {dimension} of the model's; write loss.project=true instead"
                 )
-            if config.teacher_map is TeacherMap.orthogonal:
+            if config.teacher_map is not TeacherMap.truncate:
+                # The same as for `orthogonal`, until the training sets the principal components.
                 random = torch.randn(width, dimension, dtype=torch.float64)
                 matrix = torch.linalg.qr(random)[0].float()
                 self.register_buffer("teacher_projection", matrix, persistent=False)
@@ -147,6 +149,11 @@ class DistillEmbeddings(Loss):
         num_texts = max(1, sum(map(sum, batch_info.rows.counts)))
         owners = torch.cat([torch.arange(len(queries), device=terms.device), batch_info.owners])
         return LossOutput(terms.sum() / num_texts, row_losses=sum_by_row(terms, owners, len(queries)) / num_texts)
+
+    def set_principal_components(self, components: Tensor) -> None:
+        """Map the teacher's vectors to the first D components [T, T], of which each is a row."""
+        assert self.teacher_projection is not None
+        self.teacher_projection.copy_(components[: self.dimension].T)
 
     def _check_widths(self, dimension: int, width: int) -> None:
         if dimension != width:

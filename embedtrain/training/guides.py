@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
+from embedtrain.config.similarity_losses import TeacherMap
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Row, TextRole, Tokens
@@ -13,8 +15,10 @@ from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, ModelError
+from embedtrain.inference.principal_components import Moments, principal_components
 from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
 from embedtrain.loading.load import load_model
+from embedtrain.losses.distillation import DistillEmbeddings
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import split_revision
@@ -92,6 +96,41 @@ class StoredTeacher:
             f"the loss's guide or teacher {self.path} has no vector of the {role.value} {text[:60]!r} with the prompt "
             f"{self.stored.prompt(role)!r}: {hint}"
         )
+
+
+# Rows of a directory of vectors that are read at a time.
+_BLOCK = 4096
+
+
+def set_teacher_maps(loss: nn.Module, guides: Mapping[str, "GuideModel | StoredTeacher"], world: World) -> None:
+    """Give the parts of a loss with `teacher_map=pca` the principal components of their teacher. A collective.
+
+    They are the eigenvectors of the second moment of all vectors, less no mean: of all maps to so many dimensions, they
+    keep the inner products of the vectors best. A ConfigError for a teacher whose vectors are not on disk.
+    """
+    components: dict[str, Tensor] = {}
+    for part in loss.modules():
+        if not isinstance(part, DistillEmbeddings) or part.config.teacher_map is not TeacherMap.pca:
+            continue
+        path = part.config.teacher
+        teacher = guides.get(path or "")
+        if path is None or not isinstance(teacher, StoredTeacher):
+            raise ConfigError(
+                f"loss.teacher_map=pca: loss.teacher={path} is a model, whose vectors are not known at the "
+                "start; write them with embedtrain vectors and set loss.teacher to the directory, or write "
+                "teacher_map=orthogonal"
+            )
+        if path not in components:
+            components[path] = _principal_components(teacher.stored, world)
+        part.set_principal_components(components[path])
+
+
+def _principal_components(stored: StoredVectors, world: World) -> Tensor:
+    moments = Moments.of(torch.empty(0, stored.dimension))
+    with world.fail_together("reading the teacher's vectors"):
+        for start in range(world.rank * _BLOCK, len(stored.keys), world.size * _BLOCK):
+            moments += Moments.of(stored.vectors(np.arange(start, min(start + _BLOCK, len(stored.keys)))))
+    return principal_components(moments.all_reduced(world).second_moment)[0]
 
 
 def stored_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:

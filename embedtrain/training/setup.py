@@ -36,7 +36,7 @@ from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
-from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, stored_identity
+from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, set_teacher_maps, stored_identity
 from embedtrain.training.inputs import Run, RunInputs, run_length
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.precision import use_tf32_products
@@ -69,6 +69,7 @@ def build_loss(
             sparsity = recipe.sparsity.resolved(model.source.words.query_mode)
             loss = SparsityRegularized(loss, sparsity, _ramp_batches(recipe, data))
         loss = loss.to(world.device)
+    set_teacher_maps(loss, guides, world)
     use_tf32_products(loss, recipe.parallel.precision)
     for note in loss_notes(losses, data.names, loss, dimension):
         console.note(note)

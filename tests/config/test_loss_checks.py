@@ -77,6 +77,10 @@ CASES: list[tuple[LossConfig, str]] = [
         DistillEmbeddingsConfig(project=True, teacher_map=TeacherMap.truncate),
         r"loss\.teacher_map=truncate: project=true",
     ),
+    (
+        DistillEmbeddingsConfig(teachers=["b", "c"], teacher_map=TeacherMap.pca),
+        r"loss\.teacher_map=pca: .*one teacher",
+    ),
     (DistillSimilaritiesConfig(directions=[]), r"loss\.directions=\[\]"),
     (DistillSimilaritiesConfig(teacher_temperature=0.0), r"loss\.teacher_temperature=0\.0"),
     (

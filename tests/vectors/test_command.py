@@ -11,10 +11,13 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.inference.stored_vectors import StoredVectors
+from embedtrain.losses.build import build_loss
+from embedtrain.training import guides
 from embedtrain.vectors import writing
 from embedtrain.vectors.__main__ import main
 from embedtrain.vectors.options import compose_vectors
@@ -176,3 +179,49 @@ def test_bad_options_and_directories(tmp_path, inputs):
     (tmp_path / "vectors.json").write_text('{"format": 1, "sizes": {"keys.npy": 3}}')
     with pytest.raises(DataError, match=str(tmp_path)):
         StoredVectors.open(str(tmp_path))
+
+
+def fitted_map(world: World, path: str, dimension: int) -> torch.Tensor:
+    config = DistillEmbeddingsConfig(teacher=path, teacher_map=TeacherMap.pca)
+    loss = build_loss(config, dimension=dimension, guide_dimensions={path: 32}, seed=0)
+    before, guides._BLOCK = guides._BLOCK, 8
+    try:
+        guides.set_teacher_maps(loss, {path: guides.StoredTeacher(path)}, world)
+    finally:
+        guides._BLOCK = before
+    return dict(loss.named_buffers())["teacher_projection"]
+
+
+def test_teacher_map_of_principal_components(ranks, inputs, tmp_path):
+    """Those of all vectors on any number of ranks: the best map for their inner products. A live teacher has none."""
+    stored = tmp_path / "stored"
+    ranks(1, write, options(inputs, stored, "dtype=fp32"))
+    maps = [matrix for size in (1, 3) for matrix in ranks(size, fitted_map, str(stored), 8)]
+    for matrix in maps[1:]:
+        torch.testing.assert_close(matrix, maps[0], atol=1e-5, rtol=0)
+    opened = StoredVectors.open(str(stored))
+    vectors = opened.vectors(np.arange(len(opened.keys))).double()
+    _, _, components = torch.linalg.svd(vectors, full_matrices=False)
+    best, found = vectors @ components[:8].T, vectors @ maps[0].double()
+    torch.testing.assert_close(found @ found.T, best @ best.T, atol=1e-5, rtol=0)
+    largest = maps[0].T[torch.arange(8), maps[0].abs().argmax(dim=0)]
+    assert (largest > 0).all()
+
+    more = ["loss=distill_embeddings", "loss.teacher_map=pca", "model.heads=[{out: 8}]"]
+    base = [option for option in BASE if not option.startswith("loss")]
+
+    def arguments(name: str, teacher: Path) -> list[str]:
+        return [*base, *training(inputs, tmp_path / name, teacher, *more)]
+
+    for size, name in ((1, "one"), (2, "two")):
+        ranks(size, run_without_base, *arguments(name, stored))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    (message,) = ranks(1, failed, *arguments("live", inputs / "guide"))
+    assert "loss.teacher_map=pca" in message
+    assert str(inputs / "guide") in message
+
+
+def failed(world: World, *arguments: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        run_without_base(world, *arguments)
+    return str(error.value)

@@ -21,7 +21,6 @@ from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
-from embedtrain.models.static_embedding import is_static
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
@@ -41,7 +40,7 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
     tokenizer = small_tokenizer()
 
     def encode(text: str) -> torch.Tensor:
-        ids = torch.tensor([tokenizer(text, add_special_tokens=not is_static(source.config))["input_ids"]])
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
         hidden = encoder.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
         pooled = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[source.pooling.value]
         for head in encoder.dense:
@@ -148,7 +147,7 @@ def test_gradient_of_new_heads_equals_one_process(ranks, models, world_size):
 
 @pytest.mark.parametrize(("world_size", "strategy", "num_rows"), [(1, "fsdp", 10), (3, "fsdp", 10), (3, "ddp", 2)])
 def test_gradient_of_a_static_table_equals_one_process(ranks, models, world_size, strategy, num_rows):
-    """The rows of the table are sharded; with two rows, a rank has none."""
+    """The rows of the table are sharded; with two rows, a rank has none. Special tokens are tokens here."""
     for way in WAYS[1:]:
         check(ranks, models("static_embedding"), world_size, parallel(Strategy(strategy)), way, num_rows)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compressed import check_evaluated_vectors
+from embedtrain.config.conditions import parse_condition
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype
 from embedtrain.config.heads import check_heads
 from embedtrain.config.kind_losses import check_kind_loss
@@ -120,6 +121,11 @@ def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
         )
         check.at_least(0, "negatives", "null for all of a row")
         check.positive("score_scale", "scores are divided by it")
+        if source.where is not None:
+            try:
+                parse_condition(source.where)
+            except ConfigError as error:
+                raise ConfigError(f"{option}, {source.path}: {error}") from None
         check.length("query_max_length")
         check.length("document_max_length")
         check.instruction_format()

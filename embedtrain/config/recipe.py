@@ -243,6 +243,9 @@ class TrainSource:
     split: str = "train"  # split of a Hub data set
     columns: list[str] | None = None  # query, positive, negatives in this order, and a score; default: by name
     score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
+    # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A
+    # column with a number for each positive chooses among a row's positives; a row without any is left out.
+    where: str | None = None
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,24 @@ class Texts:
     instruction: str | None = None
     document_instruction: str | None = None
     max_negatives: int | None = None
+
+    def with_positives(self, keep: Sequence[bool]) -> "Texts":
+        """The same row with some of its positives."""
+        num_positives, num_texts = len(self.positives), 1 + len(self.positives) + len(self.negatives)
+
+        def select(values: Sequence[T]) -> tuple[T, ...]:
+            return tuple(value for value, kept in zip(values, keep, strict=True) if kept) if values else ()
+
+        vectors = self.vectors
+        if len(vectors) == num_texts and num_texts > 1:
+            vectors = (vectors[0], *select(vectors[1 : 1 + num_positives]), *vectors[1 + num_positives :])
+        return replace(
+            self,
+            positives=select(self.positives),
+            positive_scores=select(self.positive_scores),
+            positive_ids=select(self.positive_ids),
+            vectors=vectors,
+        )
 
     def scaled(self, by: float) -> "Texts":
         """The same row with scores divided by `by`."""

@@ -145,9 +145,13 @@ class ConsistencyFilter:
                 for number, source in enumerate(self.search.sources):
                     ranks, scores = self._results(number)
                     filtered = FilteredSource(source, self.positives[number], ranks, scores, self.options)
-                    folder.write_source(source.name, filtered.kept_rows())
-                    folder.write_source(f"{REJECTED}/{source.name}", filtered.rejected_rows())
-                    summaries[source.name] = filtered.summary().to_json(source.name, REJECTED)
+                    if self.options.annotate:
+                        folder.write_source(source.name, filtered.annotated_rows())
+                    else:
+                        folder.write_source(source.name, filtered.kept_rows())
+                        folder.write_source(f"{REJECTED}/{source.name}", filtered.rejected_rows())
+                    rejected = None if self.options.annotate else REJECTED
+                    summaries[source.name] = filtered.summary().to_json(source.name, rejected)
                 summary = {"documents": len(self.search.inputs.pool), "sources": summaries}
                 folder.finish(summary)
         return folder.world.broadcast(summary)
@@ -256,6 +260,14 @@ class FilteredSource:
                 fields["ranks"] = self.ranks[indices][~kept].tolist()
                 fields["scores"] = [float(str(score)) for score in self.scores[indices][~kept]]
                 yield f"{json.dumps(fields, ensure_ascii=False)}\n"
+
+    def annotated_rows(self) -> Iterator[str]:
+        """All rows with the ranks and scores of their positives, as lines."""
+        for row, indices, _ in self._rows():
+            fields = json.loads(_format(row))
+            fields["rank"] = self.ranks[indices].tolist()
+            fields["score"] = [float(str(score)) for score in self.scores[indices]]
+            yield f"{json.dumps(fields, ensure_ascii=False)}\n"
 
     def _rows(self) -> Iterator[tuple[Example, slice, NDArray[np.bool_]]]:
         """Each row, the indices of its positives, and which of them are kept."""

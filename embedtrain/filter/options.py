@@ -18,7 +18,7 @@ PATH: whatever training reads. A positive is ranked among all documents of all
 rows, and of corpus. The same command resumes, on any number of ranks.
 
 {{options: model! data! output_dir! corpus keep_rank pool min_score teacher
-  query_prompt precision}}
+  annotate query_prompt precision}}
 
 {LAUNCH_HELP}"""
 
@@ -35,6 +35,9 @@ class FilterOptions(RowSearchOptions):
     pool: int | None = None
     min_score: float | None = None  # of a positive that is kept; the teacher's score if there is one
     seed: int = 42  # of the random partition
+    # Write every row with the columns `rank` and `score`, which have a number for each positive, and reject none:
+    # `where` of a source, such as "rank <= 2", then chooses rows each time they are read.
+    annotate: bool = False
 
 
 def compose_filter(arguments: list[str]) -> FilterOptions:
@@ -48,15 +51,17 @@ def compose_filter(arguments: list[str]) -> FilterOptions:
     check.number("min_score", "null for no limit")
     check.seed("seed")
     check.require(
-        options.keep_rank is not None or options.min_score is not None,
+        options.keep_rank is not None or options.min_score is not None or options.annotate,
         "keep_rank",
         "without min_score keeps every row; write a rank such as 50, or a min_score",
     )
     check.require(
-        options.pool is None or options.keep_rank is not None, "pool", "has no effect without keep_rank; leave it out"
+        options.pool is None or options.keep_rank is not None or options.annotate,
+        "pool",
+        "has no effect without keep_rank; leave it out",
     )
     check.require(
-        options.teacher is None or options.min_score is not None,
+        options.teacher is None or options.min_score is not None or options.annotate,
         "teacher",
         "has no effect without min_score, which limits its scores",
     )

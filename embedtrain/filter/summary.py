@@ -31,11 +31,11 @@ class SourceSummary:
     scores: NDArray[np.float32]  # [P]
     examples: list[dict[str, Any]]  # the first rejected positives
 
-    def to_json(self, name: str, rejected: str) -> dict[str, Any]:
-        """For summary.json."""
+    def to_json(self, name: str, rejected: str | None) -> dict[str, Any]:
+        """For summary.json; `rejected` is the directory of rejected rows, None if none are."""
         return {
             "file": f"{name}.jsonl",
-            "rejected_file": f"{rejected}/{name}.jsonl",
+            "rejected_file": None if rejected is None else f"{rejected}/{name}.jsonl",
             "rows": self.rows,
             "kept_rows": self.kept_rows,
             "rows_with_fewer_positives": self.shortened_rows,
@@ -54,19 +54,11 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: FilterOptions
     for name, source in summary["sources"].items():
         positives = source["positives"]
         page.heading(name)
-        facts = [("rows kept", f"{_of(source['kept_rows'], source['rows'])} in {options.output_dir}/{source['file']}")]
-        if source["rows_with_fewer_positives"]:
-            facts.append(("", f"{source['rows_with_fewer_positives']:,} of these have fewer positives than before"))
-        facts.append(("positives kept", _of(source["kept_positives"], positives)))
-        if options.keep_rank is not None:
-            beyond = source["positives_beyond_keep_rank"]
-            facts.append(("rejected", f"{_of(beyond, positives)} have a rank above keep_rank={options.keep_rank}"))
-        if options.min_score is not None:
-            below = source["positives_below_min_score"]
-            further = "further " * (options.keep_rank is not None)
-            text = f"{further}{_of(below, positives)} score less than min_score={options.min_score:g}"
-            facts.append(("rejected", text))
-        page.facts(facts)
+        path = f"{options.output_dir}/{source['file']}"
+        if options.annotate:
+            page.facts([("rows written", f"{source['rows']:,} in {path}, with the columns rank and score")])
+        else:
+            page.facts(_kept_facts(source, path, options))
         counts = source["positives_by_rank"]
         page.table(
             ["rank at most", *counts],
@@ -74,7 +66,7 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: FilterOptions
         )
         if source["scores"] is not None:
             page.table(["", *source["scores"]], [["scores", *(f"{value:.4f}" for value in source["scores"].values())]])
-        for example in source["rejected"][:3]:
+        for example in [] if options.annotate else source["rejected"][:3]:
             page.texts(
                 [
                     ("query", "", example["query"]),
@@ -82,7 +74,25 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: FilterOptions
                 ],
                 plain_width=_TEXT_WIDTH,
             )
-    page.subheading(f"{options.output_dir}/rejected/ has the rejected positives with their ranks and scores")
+    if not options.annotate:
+        page.subheading(f"{options.output_dir}/rejected/ has the rejected positives with their ranks and scores")
+
+
+def _kept_facts(source: Mapping[str, Any], path: str, options: FilterOptions) -> list[tuple[str, str]]:
+    positives = source["positives"]
+    facts = [("rows kept", f"{_of(source['kept_rows'], source['rows'])} in {path}")]
+    if source["rows_with_fewer_positives"]:
+        facts.append(("", f"{source['rows_with_fewer_positives']:,} of these have fewer positives than before"))
+    facts.append(("positives kept", _of(source["kept_positives"], positives)))
+    if options.keep_rank is not None:
+        beyond = source["positives_beyond_keep_rank"]
+        facts.append(("rejected", f"{_of(beyond, positives)} have a rank above keep_rank={options.keep_rank}"))
+    if options.min_score is not None:
+        below = source["positives_below_min_score"]
+        further = "further " * (options.keep_rank is not None)
+        text = f"{further}{_of(below, positives)} score less than min_score={options.min_score:g}"
+        facts.append(("rejected", text))
+    return facts
 
 
 def _of(part: int, total: int) -> str:

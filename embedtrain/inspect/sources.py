@@ -136,7 +136,8 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, limit
     problems: list[str] = []
     for piece in reading.pieces(_WHOLE_FILE_BYTES):
         check, is_empty = RowCheck(needs), True
-        for line, row in reading.rows(piece, layout, documents):
+        rows = reading.rows(piece, layout, documents)
+        for line, row in rows:
             is_empty = False
             try:
                 if isinstance(row, BadRow):
@@ -146,7 +147,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, limit
                 problems.append(f"{piece.part.location(line)}: {bad}")
             if len(problems) >= limit:
                 return problems
-        if is_empty:
+        if is_empty and not rows.left_out:
             problems.append(f"{piece.part.name}: holds no rows")
             if len(problems) >= limit:
                 return problems

@@ -258,7 +258,8 @@ def _differences(before: object, now: object, name: str = "") -> Iterator[tuple[
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*now, *before]):
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else str(key))
-    elif before != now:
+    elif before != now and not all(value is None or value is False for value in (before, now)):
+        # An option that is off may be one that an earlier version did not have.
         yield name, before, now
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.filter.__main__ import main
@@ -133,6 +135,27 @@ def test_scores_of_a_teacher(ranks, folder):
     assert all(score < 0 for row in rejected for score in row["scores"])
     num_positives = sum(len(row["pos"]) for row in (*rejected, *read_jsonl(folder / "scored" / "rows.jsonl")))
     assert num_positives == sum(len(row["pos"]) for row in ROWS)
+
+
+def test_annotated_rows_are_read_with_a_condition(ranks, folder):
+    """As the rows that the same limits keep."""
+    options = ["min_score=0.3", f"keep_rank={KEEP_RANK}"]
+    ranks(2, run_filter, arguments(folder, "limited", *options))
+    ranks(2, run_filter, arguments(folder, "annotated", "annotate=true"))
+    annotated = read_jsonl(folder / "annotated" / "rows.jsonl")
+    assert [(row["query"], row["pos"]) for row in annotated] == [(row["query"], row["pos"]) for row in ROWS]
+    assert not (folder / "annotated" / "rejected").exists()
+    where = f"rank <= {KEEP_RANK} and score >= 0.3"
+    read_rows = []
+    for directory, condition in (("limited", None), ("annotated", where)):
+        (store,) = read_sources(
+            [TrainSource(path=str(folder / directory / "rows.jsonl"), where=condition)], OnError.stop
+        )
+        read_rows.append([(row.query, row.positives, row.negatives, row.positive_ids) for row in store])
+    assert read_rows[0] == read_rows[1]
+    assert 0 < len(read_rows[0]) < len(ROWS)
+    rest = [row["rank"] for row in annotated if not any(rank <= KEEP_RANK for rank in row["rank"])]
+    assert rest
 
 
 def stop_after_two_blocks(world: World, arguments: Sequence[str]) -> str:

@@ -165,6 +165,7 @@ def write_piece(
             statistics.add(texts, scored=texts is not read)
             writer.add(texts, line)
     statistics.features, statistics.ignored = list(rows.layout.features), list(rows.layout.ignored)
+    statistics.num_left_out = rows.left_out
     metadata = {
         "part": part,
         "lines": rows.lines,
@@ -289,7 +290,7 @@ def join_pieces(
         lines, is_empty = 0, True
         for name, piece in pieces:
             of_piece = RowStatistics.of(piece["statistics"]).after(lines)
-            is_empty &= not (of_piece.num_rows or of_piece.num_skipped)
+            is_empty &= not (of_piece.num_rows or of_piece.num_skipped or of_piece.num_left_out)
             _check_width(reading, statistics, of_piece)
             if of_piece.num_rows:
                 row_ranges.append(RowRange(statistics.num_rows, part, lines))
@@ -305,7 +306,10 @@ def join_pieces(
     if not statistics.num_rows:
         first = statistics.report(reading.name, "", reading.parts, None, cached=False).problems
         skipped = f" ({statistics.num_skipped:,} skipped, the first: {first[0]})" if first else ""
-        raise DataError(f"{reading.source.path}: no row that can be trained on{skipped}")
+        where = f"; where={reading.source.where} leaves out {statistics.num_left_out:,}"
+        raise DataError(
+            f"{reading.source.path}: no row that can be trained on{skipped}{where * (statistics.num_left_out > 0)}"
+        )
     for array_name in COUNTS[: 3 if MAX_NEGATIVES in extra_columns else 2]:
         concatenate_files((directory / name / f"{array_name}.bin" for name in names), path / f"{array_name}.bin")
     described = copy.deepcopy(layout)

@@ -206,6 +206,7 @@ class _Counts:
 
     num_rows: int = 0
     num_skipped: int = 0  # rows and empty files, with on_error=skip
+    num_left_out: int = 0  # rows for which `where` of the source does not hold
     num_dropped: int = 0  # negatives equal to a positive of their row, or repeated in it
     num_unscored: int = 0  # rows without scores, for a loss that uses them
     fewest_negatives: int = 0  # of the rows; how many a step uses at most is `Example.max_negatives`
@@ -229,6 +230,7 @@ class SourceReport(_Counts):
     def __str__(self) -> str:
         """One line for the user."""
         parts = [f"{self.name}: {self.layout}, {self.num_rows:,} rows from {self._files()}", self._negatives()]
+        parts += [f"{self.num_left_out:,} other rows left out by `where`"] if self.num_left_out else []
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} negatives left out that equal a positive or repeat another")
         if self.num_unscored:
@@ -280,8 +282,7 @@ class RowStatistics(_Counts):
         count = len(texts.negatives)
         self.fewest_negatives = min(self.fewest_negatives, count) if self.num_rows else count
         self.most_negatives = max(self.most_negatives, count)
-        self.num_dropped += texts.num_dropped
-        self.num_unscored += scored
+        self.num_dropped, self.num_unscored = self.num_dropped + texts.num_dropped, self.num_unscored + scored
         self.num_rows += 1
         self.one_text = not texts.positives
 
@@ -316,7 +317,7 @@ class RowStatistics(_Counts):
             self.fewest_negatives = min(self.fewest_negatives, fewest) if self.num_rows else fewest
             self.most_negatives = max(self.most_negatives, after.most_negatives)
             self.one_text = after.one_text
-        for name in ("num_rows", "num_skipped", "num_dropped", "num_unscored"):
+        for name in ("num_rows", "num_skipped", "num_left_out", "num_dropped", "num_unscored"):
             setattr(self, name, getattr(self, name) + getattr(after, name))
         for name in ("features", "ignored"):
             setattr(self, name, list(dict.fromkeys([*getattr(self, name), *getattr(after, name)])))

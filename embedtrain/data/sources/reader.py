@@ -3,17 +3,20 @@
 import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from itertools import islice
 from typing import Any, TypeAlias
 
+from embedtrain.config.conditions import parse_condition
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
+from embedtrain.data.sources import values
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_layout
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.resolve import find_parts
-from embedtrain.data.sources.values import BadRow
+from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 from embedtrain.formatting import format_count
@@ -25,18 +28,25 @@ _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arr
 
 
 class PieceRows:
-    """The rows of one piece, in order: iterate once, then read `lines` and `layout`.
+    """The rows of one piece, in order: iterate once, then read `lines`, `left_out` and `layout`.
 
     Yields pairs (line, texts): the line or row number within the piece from 1, and the row or its problem. At the end,
-    `lines` is the number of lines or rows of the piece, including blank ones, and `layout` has the `features` and
-    `ignored` of these rows. Iterating raises DataError where the piece cannot be read as a whole.
+    `lines` is the number of lines or rows of the piece, including blank ones, `left_out` that of rows for which `where`
+    does not hold, and `layout` has the `features` and `ignored` of these rows. Iterating raises DataError where the
+    piece cannot be read as a whole.
     """
 
     def __init__(
-        self, reader: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
+        self,
+        reader: PartReader,
+        piece: Piece,
+        layout: RowLayout,
+        documents: DocumentLookup | None,
+        source: TrainSource,
     ) -> None:
-        self.piece, self.layout, self.lines = piece, layout, 0
-        self._reader, self._documents, self._score_scale = reader, documents, score_scale
+        self.piece, self.layout, self.lines, self.left_out = piece, layout, 0, 0
+        self._reader, self._documents, self._score_scale = reader, documents, source.score_scale
+        self._condition = None if source.where is None else RowCondition(source.where, piece.part.kind)
 
     def __iter__(self) -> Iterator[tuple[int, Texts | BadRow]]:
         for line in self._reader.lines(self.piece):
@@ -47,11 +57,66 @@ class PieceRows:
                 yield line.number, line.row
                 continue
             try:
-                texts = self.layout.texts(line.row, self._documents).scaled(self._score_scale)
+                texts = self._texts(line.row)
             except BadRow as bad:
                 yield line.number, bad
                 continue
-            yield line.number, texts
+            if texts is None:
+                self.left_out += 1
+            else:
+                yield line.number, texts
+        for column in () if self._condition is None else self._condition.columns:
+            self.layout.ignored.pop(column, None)
+
+    def _texts(self, row: dict[str, Any]) -> Texts | None:
+        """The texts of a row; None if it is left out."""
+        holds = None if self._condition is None else self._condition.holds(row)
+        if holds is not None and not any(holds):
+            return None
+        texts = self.layout.texts(row, self._documents).scaled(self._score_scale)
+        if holds is None or all(holds):
+            return texts
+        if len(holds) != len(texts.positives):
+            raise BadRow(
+                f"the columns of where={self._condition} have {len(holds)} numbers, and the row has "
+                f"{format_count(len(texts.positives), 'positive')}"
+            )
+        return texts.with_positives(holds)
+
+
+class RowCondition:
+    """`where` of a source."""
+
+    def __init__(self, text: str, kind: PartKind) -> None:
+        self._text, self._comparisons = text, parse_condition(text)
+        self._is_cells = kind in (PartKind.csv, PartKind.tsv)  # in which numbers are texts
+
+    def __str__(self) -> str:
+        return self._text
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it compares."""
+        return [comparison.column for comparison in self._comparisons]
+
+    def holds(self, row: dict[str, Any]) -> list[bool]:
+        """Whether it holds: for the row, or for each of its positives if a column has a number for each.
+
+        Raises BadRow for a missing column, and a value that is not a number or a list of numbers.
+        """
+        holds = [True]
+        for comparison in self._comparisons:
+            column = comparison.column
+            if column not in row:
+                raise BadRow(f'no "{column}" in this row, which where={self._text} compares; it has: {list_names(row)}')
+            value = values.parse_cell(row[column]) if self._is_cells else row[column]
+            elements = value if isinstance(value, list) else [value]
+            of_column = [comparison.holds(values.number(element, f'column "{column}"')) for element in elements]
+            if len(of_column) != len(holds) and 1 not in (len(of_column), len(holds)):
+                raise BadRow(f"the columns of where={self._text} have {len(holds)} and {len(of_column)} numbers")
+            count = max(len(holds), len(of_column)) if of_column else 0
+            holds = [holds[i % len(holds)] and of_column[i % len(of_column)] for i in range(count)]
+        return holds
 
 
 class SourceReader:
@@ -68,7 +133,11 @@ class SourceReader:
         self.documents: DocumentReader | None = None
         if source_parts.document_parts:
             self.documents = DocumentReader(source_parts.document_parts, f"documents of {name}")
-        self._reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
+        columns = source.columns
+        if columns is not None and source.where is not None:
+            compared = [comparison.column for comparison in parse_condition(source.where)]
+            columns = list(dict.fromkeys([*columns, *compared]))
+        self._reader = PartReader(subset=source.subset, split=source.split, columns=columns)
 
     @property
     def document_parts(self) -> Sequence[Part]:
@@ -89,6 +158,7 @@ class SourceReader:
             "subset": source.subset,
             "split": source.split,
             "score_scale": source.score_scale,
+            **({} if source.where is None else {"where": list(map(astuple, parse_condition(source.where)))}),
             "parts": [self._reader.digests(part) for part in self.parts],
             "documents": self.documents.content()["parts"] if self.documents else [],
             "needs": {
@@ -140,7 +210,7 @@ class SourceReader:
 
     def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
         """The rows of one piece. The layout, as `detect_layout` returned it, is copied."""
-        return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source.score_scale)
+        return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source)
 
     def lines_before(self, piece: Piece) -> int:
         """The number of lines or rows of the part before the piece."""

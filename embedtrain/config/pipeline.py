@@ -18,4 +18,4 @@ class PipelineConfig:
     stages: dict[str, Any] = field(default_factory=dict)
     # Measures models after stages: `after`, names of stages, and options of evaluate, such as sets.
     evaluation: dict[str, Any] = field(default_factory=dict)
-    timeout: float = 1800.0  # seconds that a rank waits for the others, also while rank 0 works alone in a stage
+    timeout: float = 1800.0  # seconds that a rank waits for the others, except for rank 0 in stages that it runs alone

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
 from embedtrain import __version__
@@ -38,6 +39,7 @@ from embedtrain.pipeline.types import Pipeline, Stage, naming
 from embedtrain.tracking.console import Console
 from embedtrain.training.train import train
 
+_UNLIMITED = 10 * 365 * 86400.0  # seconds
 _SKIP, _BEGIN, _RESUME = "skip", "begin", "resume"
 
 
@@ -222,7 +224,7 @@ class _PipelineRun:
             if stage.kind.has_ranks:
                 return stage.kind.main(options)
             result: Any = None
-            with world.fail_together(f"running the stage {stage.name}"):
+            with _unlimited(world) as waiting, waiting.fail_together(f"running the stage {stage.name}"):
                 if world.is_main:
                     result = stage.kind.main(options)
             return result
@@ -263,6 +265,19 @@ class _PipelineRun:
         }
         with contextlib.suppress(OSError), atomic_write(self.pipeline.output_dir / "stopped.json") as file:
             file.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _unlimited(world: World) -> Iterator[World]:
+    """The same ranks, which wait for each other for any time: rank 0 may work for hours on a large corpus.
+
+    The watchdog still ends the others if it is lost, and gloo if its process ends.
+    """
+    waiting = world.new_cpu_group(_UNLIMITED)
+    try:
+        yield waiting
+    finally:
+        dist.destroy_process_group(waiting.group)
 
 
 def _versions() -> dict[str, str]:

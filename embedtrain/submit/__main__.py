@@ -84,8 +84,8 @@ def _submit_to_slurm(submission: Submission, command_line: Command) -> None:
     print(f"  script   {script}")
     print(f"  queue    squeue --jobs {job.id}")
     print(f"  log      tail -F {log_path}{'   (_1, _2, ... for the other seeds)' if slurm.seeds else ''}")
-    after = "after a checkpoint; scancel {0} immediately" if submission.recipe is not None else "immediately"
-    signal = "--signal=TERM " if submission.recipe is not None else ""
+    after = "after a checkpoint; scancel {0} immediately" if submission.is_training else "immediately"
+    signal = "--signal=TERM " if submission.is_training else ""
     print(f"  stop     scancel {signal}{job.id}   {after.format(job.id)}")
     ignored = [f"{name} in the environment is ignored: the script sets this option" for name in job.ignored]
     for note in (*ignored, *notes):

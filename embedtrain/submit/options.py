@@ -16,12 +16,15 @@ from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import did_you_mean, require_single_process, written
 from embedtrain.errors import ConfigError
+from embedtrain.pipeline.compose import compose_pipeline
+from embedtrain.pipeline.types import Pipeline
 from embedtrain.submit.kubernetes import KubernetesConfig, check_kubernetes
 from embedtrain.submit.slurm_options import SlurmConfig, check_slurm, has_control_characters, read_cluster
 
 HELP = """embedtrain submit: a training or another command as a job of a cluster
 
   embedtrain submit recipe=NAME slurm.nodes=4 [any option of training]
+      also recipe=pipelines/NAME
   embedtrain submit mine [options of it] [slurm.X=value ...]
       also evaluate, filter, vectors, export
   embedtrain submit recipe=NAME slurm.dry_run=true     print the script only
@@ -63,18 +66,23 @@ class Submission:
     name: str
     output_dirs: list[str]  # of the results, one for each seed; a single one without seeds
     uploads: bool = False  # whether its end uploads a model
-    recipe: Recipe | None = None  # of a training, without the seeds of an array
+    recipe: Recipe | None = None  # of a training, without the seeds of an array; None for a pipeline
     job: SubmitOptions = field(default_factory=SubmitOptions)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is a training or a pipeline: stopped by a signal, it writes `stopped.json` and resumes."""
+        return self.command == "train"
 
     @property
     def directory(self) -> Path:
         """Of the script and the log: the run directory, or a neighbour of what other commands write."""
         first = Path(self.output_dirs[0])
-        if self.recipe is None:  # an export replaces its directory
+        if not self.is_training:  # an export replaces its directory
             return first.with_name(f"{first.name}.job")
         # Several seeds: the parent of their run directories.
-        parent = Path(self.recipe.output_dir)
-        return parent if self.job.slurm.seeds and first.parent == parent else first
+        parent = None if self.recipe is None else Path(self.recipe.output_dir)
+        return first.parent if self.job.slurm.seeds and first.parent == parent else first
 
 
 def compose_submit(arguments: list[str]) -> Submission:
@@ -95,7 +103,8 @@ def compose_submit(arguments: list[str]) -> Submission:
     if job.slurm.seeds and (command != "train" or job.to is not Target.slurm):
         raise ConfigError(f"slurm.seeds={written(job.slurm.seeds)} is for trainings as SLURM jobs: leave it out")
     if command == "train":
-        return _training(command_arguments, job)
+        pipeline = compose_pipeline(command_arguments, check_paths=has_paths_of_this_machine(job))
+        return _training(command_arguments, job) if pipeline is None else _pipeline(pipeline, command_arguments, job)
     output_dir = _compose_output_dir(command, command_arguments)
     name = f"{command}-{Path(output_dir).name}"
     _check_names(name=name, output_dir=output_dir)
@@ -145,6 +154,25 @@ def _training(arguments: list[str], job: SubmitOptions) -> Submission:
         output_dirs=output_dirs,
         uploads=recipe.tracking.wandb_artifacts or recipe.export.push_to_hub is not None,
         recipe=recipe,
+        job=job,
+    )
+
+
+def _pipeline(pipeline: Pipeline, arguments: list[str], job: SubmitOptions) -> Submission:
+    if job.slurm.seeds:
+        raise ConfigError(
+            f"slurm.seeds={written(job.slurm.seeds)} is for the recipe of one training: `repeat` of a stage trains "
+            "several seeds"
+        )
+    output_dir = str(pipeline.output_dir)
+    _check_names(name=pipeline.name, output_dir=output_dir)
+    exports = [getattr(stage.options, "export", stage.options) for stage in pipeline.stages]
+    return Submission(
+        command="train",
+        arguments=arguments,
+        name=pipeline.name,
+        output_dirs=[output_dir],
+        uploads=any(getattr(export, "push_to_hub", None) is not None for export in exports),
         job=job,
     )
 

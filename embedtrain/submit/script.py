@@ -280,14 +280,14 @@ def _environment(slurm: SlurmConfig) -> str:
 def _training(submission: Submission, python: str) -> str:
     lines = [
         "# ---- the training; with the same arguments it resumes from its newest checkpoint, on any machine"
-        if submission.recipe is not None
+        if submission.is_training
         else "# ---- the command",
         f"python={shlex.quote(python)}",
         "arguments=(",
         *(f"  {shlex.quote(argument)}" for argument in submission.arguments),
         ")",
     ]
-    run_dirs = submission.output_dirs if submission.recipe is not None else [str(submission.directory)]
+    run_dirs = submission.output_dirs if submission.is_training else [str(submission.directory)]
     run_dirs = [shlex.quote(directory) for directory in run_dirs]
     if not submission.job.slurm.seeds:
         return "\n".join([*lines, f"run_dir={run_dirs[0]}", ""])

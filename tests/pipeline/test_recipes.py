@@ -17,10 +17,16 @@ from embedtrain.pipeline.run import run_pipeline
 from embedtrain.plan.options import compose_pipeline_plan
 from embedtrain.plan.pipeline import plan_pipeline
 from tests.conftest import ROOT
+from tests.mine.models import save_cross_encoder
 from tests.small import save_guide, save_small, small_model, text, write_beir
 
 PUBLISHED = {
     "arctic_embed_2": {"FacebookAI/xlm-roberta-base": "xlm-roberta", "intfloat/multilingual-e5-base": "xlm-roberta"},
+    "denseon": {
+        "answerdotai/ModernBERT-base": "modernbert",
+        "Alibaba-NLP/gte-modernbert-base": "modernbert",
+        "Alibaba-NLP/gte-reranker-modernbert-base": "cross-encoder",
+    },
     "embeddinggemma": {"google/gemma-3-270m": "gemma3_text", "Qwen/Qwen3-Embedding-4B": "qwen3"},
     "f2llm_v2": {"Qwen/Qwen3-4B": "qwen3", "Qwen/Qwen3-0.6B": "qwen3"},
     "kalm_v2": {"Qwen/Qwen2-0.5B": "qwen2", "Qwen/Qwen3-Embedding-8B": "qwen3"},
@@ -28,9 +34,13 @@ PUBLISHED = {
     "qwen3_embedding": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
 }
 # Directories of sentence-transformers; the others have no pooling.
-WITH_POOLING = ("intfloat/multilingual-e5-base", "Qwen/Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-8B")
+WITH_POOLING = (
+    *("intfloat/multilingual-e5-base", "Qwen/Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-8B"),
+    "Alibaba-NLP/gte-modernbert-base",
+)
 DATA = {
     "arctic_embed_2": ("weak", "labelled"),
+    "denseon": ("weak", "labelled"),
     "embeddinggemma": ("weak", "a", "b", "c"),
     "f2llm_v2": ("general", "retrieval", "clustering", "classification"),
     "kalm_v2": ("weak", "labelled"),
@@ -46,6 +56,10 @@ SIZES: dict[str, dict[str, object]] = {
     "arctic_embed_2": {
         "shared.dims": [32, 16], "evaluation.truncate_dims": [16], "stages.weak.optim.decay": 0.5,
         "stages.tuned.optim.decay": 1, "stages.weak.model.max_length": 48, "stages.tuned.model.max_length": 48,
+    },
+    "denseon": {
+        "shared.where": "rank <= 20 and score > -10", "stages.mined.rank_max": 20, "stages.mined.negatives": 10,
+        "stages.annotated.pool": 20,
     },
     "embeddinggemma": {
         "shared.dims": [32, 16], "stages.teacher.dims": 32, "stages.weak.model.heads": [{"out": 64}, {"out": 32}],
@@ -63,6 +77,9 @@ SIZES: dict[str, dict[str, object]] = {
 def write_inputs(name: str, folder: Path) -> None:
     """The models and the data that a recipe names, below the folder."""
     for path, architecture in PUBLISHED[name].items():
+        if architecture == "cross-encoder":
+            save_cross_encoder(folder / path)
+            continue
         model = small_model(architecture)
         model.config["max_position_embeddings"] = 2050
         if path in WITH_POOLING:

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.errors import CheckpointError, ConfigError, FailedElsewhere
 from embedtrain.models.export_record import verify_settings
 from embedtrain.pipeline.registry import KINDS
-from embedtrain.pipeline.run import run_pipeline
+from embedtrain.pipeline.run import _unlimited, run_pipeline
 from tests.faults.hooks import SignalWhen
 from tests.faults.runs import start
 from tests.pipeline.recipes import compose, pipeline_of_all_kinds, small_pipeline
@@ -203,6 +203,26 @@ def test_a_signal_stops_the_pipeline_and_the_same_command_resumes(run_inputs, tm
     assert json.loads((tmp_path / "run" / "stopped.json").read_text())["stage"] == "mined"
     finished_run(tmp_path, content, 1)
     assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+def wait_for_rank_0(world: World) -> str:
+    """Longer than the ranks otherwise wait for each other."""
+    limited = world.new_cpu_group(1.0)
+    with _unlimited(limited) as waiting, waiting.fail_together("working"):
+        if world.is_main:
+            time.sleep(3)
+    with (
+        _unlimited(limited) as waiting,
+        pytest.raises((ValueError, FailedElsewhere), match="of rank 0"),
+        waiting.fail_together("working"),
+    ):
+        if world.is_main:
+            raise ValueError("of rank 0")
+    return "done"
+
+
+def test_rank_0_may_work_longer_than_the_timeout(ranks):
+    assert ranks(2, wait_for_rank_0) == ["done", "done"]
 
 
 def test_a_changed_stage_is_repeated_only_by_request(ranks, run_inputs, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.submit.__main__ import compose
 from embedtrain.submit.options import Submission, compose_submit
+from embedtrain.submit.script import render_script
 from embedtrain.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
@@ -20,6 +21,19 @@ def test_options_of_the_job_and_of_the_training_are_separated():
     assert submission.recipe.optim.lr == 1e-3
     assert submission.job.slurm == SlurmConfig(nodes=4, time="24:00:00")
     assert submission.output_dirs == ["runs/t"]
+
+
+def test_a_pipeline_is_a_job():
+    """Whose stages resume in its directory: `stopped.json` is there."""
+    submission = compose_submit(["recipe=pipelines/quickstart", "slurm.nodes=2", "only=clean", "output_dir=runs/p"])
+    assert submission.arguments == ["recipe=pipelines/quickstart", "only=clean", "output_dir=runs/p"]
+    assert (submission.command, submission.name) == ("train", "quickstart_pipeline")
+    assert str(submission.directory) == "runs/p"
+    text = render_script(submission, command_line=["submit"], workdir="/w", log="log", python="python")
+    assert "\nrun_dir=runs/p\n" in text
+    assert '"${ranks_of[@]}" -m embedtrain "${arguments[@]}" &' in text
+    with pytest.raises(ConfigError, match=r"slurm\.seeds=\[1,2\] is for .*repeat"):
+        compose_submit(["recipe=pipelines/quickstart", "slurm.seeds=[1,2]"])
 
 
 def test_values_need_no_quotes():

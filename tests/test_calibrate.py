@@ -10,12 +10,12 @@ from sentence_transformers.util import quantize_embeddings
 
 from embedtrain.calibrate import __main__ as calibrate
 from embedtrain.calibrate.head import write_directory
-from embedtrain.config.compressed import VectorPrecision
+from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, read_ranges
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ModelError
 from embedtrain.evaluate import __main__ as evaluate
-from embedtrain.inference.quantisation_file import QUANTISATION_FILE, read_ranges
-from embedtrain.inference.quantised import Quantiser
+from embedtrain.losses.quantisation import Quantiser
 from embedtrain.models.source import open_model_source
 from tests.custom_code import model_with_remote_code
 from tests.small import save_guide, small_model, text, write_beir

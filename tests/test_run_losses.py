@@ -6,9 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, read_ranges
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.distributed.world import World
+from embedtrain.export.__main__ import main as export_main
+from embedtrain.export.options import ExportOptions
 from tests.runs import losses, metric_rows, run_without_base
 from tests.small import batch, save_guide, save_small, small_model, text
 
@@ -159,6 +164,33 @@ def test_parameters_of_a_loss_are_saved_and_resumed(ranks, inputs, tmp_path, own
         shutil.rmtree(resumed / "checkpoints" / "step-00000006")
         ranks(size, run, *options(inputs, file, resumed, *common))
         assert losses(resumed) == (expected if size == 2 else pytest.approx(expected, rel=1e-5))
+
+
+def test_ranges_of_a_loss_are_resumed_and_exported(ranks, inputs, tmp_path):
+    """Bit-equal on the same number of ranks; the exports of the run and of its checkpoint have the same file."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    more = [
+        *("loss.precisions=[float,int8,binary]", "loss.precision_warmup=0.5", "loss.matryoshka_dims=[32,16]"),
+        *("train.steps=4", "checkpoint.every=2", "checkpoint.keep=9", "checkpoint.layout=full"),
+    ]
+    ranks(2, run, *options(inputs, "triplets", whole, *more))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000004")
+    ranks(2, run, *options(inputs, "triplets", resumed, *more))
+    assert losses(resumed) == losses(whole)
+    last = metric_rows(whole)[-1]
+    assert {"loss@32", "loss@32-float", "loss@16-int8", "loss@16-binary"} <= last.keys()
+    expected = (whole / "model" / QUANTISATION_FILE).read_bytes()
+    assert (resumed / "model" / QUANTISATION_FILE).read_bytes() == expected
+    exported = export_main(ExportOptions(run=str(whole), output_dir=str(tmp_path / "exported"), check=False))
+    assert (exported / QUANTISATION_FILE).read_bytes() == expected
+    (file,) = (whole / "checkpoints" / "step-00000004").glob("weights*.safetensors")
+    saved = load_file(file)
+    ranges = read_ranges(exported)
+    assert ranges.keys() == {32, 16}
+    for dimension, each in ranges.items():
+        assert torch.stack([each.low, each.high]).equal(saved[f"loss.inner.ranges.{dimension}"])
+    # `evaluate` reads them: tests/test_calibrate.py.
 
 
 def test_a_step_over_several_global_batches(ranks, inputs, tmp_path):

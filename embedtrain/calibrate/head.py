@@ -18,13 +18,13 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.calibrate.options import CalibrationHead
+from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, write_ranges
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
 from embedtrain.files import write_json
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.principal_components import principal_components
-from embedtrain.inference.quantisation_file import QUANTISATION_FILE, write_ranges
-from embedtrain.inference.quantised import Ranges
+from embedtrain.losses.quantisation import Ranges
 from embedtrain.models.export_record import RECORD, write_record
 from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource

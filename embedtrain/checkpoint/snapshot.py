@@ -146,8 +146,9 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 class Staging:
     """Host memory for copies of snapshots, reused from one save to the next, so that training continues meanwhile.
 
-    On a GPU the copies run on a separate stream into pinned memory. Only the optimizer step changes weights, so only
-    it has to wait for the copies.
+    On a GPU the copies run on a separate stream into pinned memory. Only the optimizer step changes sharded weights, so
+    only it has to wait for the copies. A loss may change its buffers in every forward pass: tensors that are not
+    sharded, which are small, are copied before later work of the current stream.
     """
 
     def __init__(self) -> None:
@@ -172,14 +173,21 @@ class Staging:
         devices = {shard.rows.device for shards in snapshot.tensors.values() for shard in shards.values()}
         device = next((device for device in devices if device.type == "cuda"), None)
         if device is None:
-            return self._copy(snapshot)
+            return replace(snapshot, tensors=self._copy(snapshot, (False, True)))
+        whole = self._copy(snapshot, (False,))
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            copied = self._copy(snapshot)
+            sharded = self._copy(snapshot, (True,))
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
-        return copied
+        return replace(
+            snapshot,
+            tensors={
+                kind: {name: (whole[kind] | sharded[kind])[name] for name in shards}
+                for kind, shards in snapshot.tensors.items()
+            },
+        )
 
     def wait(self) -> None:
         """Block until the copies are complete; for the writing thread."""
@@ -192,15 +200,16 @@ class Staging:
             self._copied.wait()
             self._copied = None if self._copied.query() else self._copied
 
-    def _copy(self, snapshot: Snapshot) -> Snapshot:
-        copies = {
+    def _copy(self, snapshot: Snapshot, sharded: tuple[bool, ...]) -> dict[str, dict[str, LocalShard]]:
+        """Copies of the tensors that are sharded, or not, as `sharded` lists."""
+        return {
             kind: {
                 name: replace(shard, rows=self._buffers[kind, name].copy_(shard.rows, non_blocking=shard.rows.is_cuda))
                 for name, shard in shards.items()
+                if shard.sharded in sharded
             }
             for kind, shards in snapshot.tensors.items()
         }
-        return replace(snapshot, tensors=copies)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -3,10 +3,9 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorPrecision
 from embedtrain.config.parsing import merge_options, parse_items
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.config.validation import OptionChecks, written
@@ -15,19 +14,6 @@ from embedtrain.errors import ConfigError
 _PRECISION = "(?:float|int8|uint8|binary)"
 # What `VectorFormat.label` returns.
 _LABEL = re.compile(rf"(\d+|(\d+-)?{_PRECISION}(-float-query)?(-x\d+(-{_PRECISION})?(-\d+)?(-top\d+)?)?)")
-
-
-class VectorPrecision(str, Enum):
-    """How a number of a vector is stored.
-
-    `float`: as it is, in 4 bytes. `int8`, `uint8`: in one byte, as one of 256 steps between the smallest and the
-    largest value of its dimension. `binary`: in one bit, whether it is above 0.
-    """
-
-    float = "float"
-    int8 = "int8"
-    uint8 = "uint8"
-    binary = "binary"
 
 
 @dataclass(kw_only=True)

@@ -43,6 +43,19 @@ class VectorDtype(str, Enum):
     bf16 = "bf16"
 
 
+class VectorPrecision(str, Enum):
+    """How a number of a vector is stored.
+
+    `float`: as it is, in 4 bytes. `int8`, `uint8`: in one byte, as one of 256 steps between the smallest and the
+    largest value of its dimension. `binary`: in one bit, whether it is above 0.
+    """
+
+    float = "float"
+    int8 = "int8"
+    uint8 = "uint8"
+    binary = "binary"
+
+
 class Classifier(str, Enum):
     """The classifier of scikit-learn: logistic regression, or k-nearest neighbors."""
 

@@ -1,5 +1,6 @@
 """The losses that train each kind of model."""
 
+from embedtrain.config.compressed import check_kind_of_vectors
 from embedtrain.config.loss_registry import SCORE_LOSSES
 from embedtrain.config.losses import (
     TOKEN_TEMPERATURE_BOUNDS,
@@ -26,6 +27,8 @@ def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> 
 
     `loss` has passed `check_loss`; `option` is its name in the recipe.
     """
+    if loss.precisions is not None:
+        check_kind_of_vectors(kind, f"{option}.precisions")
     if isinstance(loss, CombinedConfig):
         for index, part in enumerate(loss.losses):
             _check(part, kind, f"{option}={loss.name}: losses[{index}].name", f"{option}.losses[{index}].")

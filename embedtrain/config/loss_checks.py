@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from embedtrain.config.code import is_code_path
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListConfig, SoftmaxConfig
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
@@ -22,6 +23,7 @@ from embedtrain.config.losses import (
     OnlineContrastiveConfig,
     OrthogonalConfig,
     PartitionMode,
+    PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
     TripletConfig,
@@ -71,6 +73,7 @@ def _check(loss: LossConfig, option: str) -> None:
     )
     check.positive("weight", "leave the loss out instead")
     _check_matryoshka(loss, check)
+    _check_precisions(loss, check)
     for name in ("temperature", "teacher_temperature"):
         if hasattr(loss, name):
             of_lists = isinstance(loss, ListConfig)
@@ -165,6 +168,42 @@ def _check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
     )
 
 
+def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
+    precisions, weights = loss.precisions, loss.precision_weights
+    check.require(
+        precisions is None or (bool(precisions) and len(set(precisions)) == len(precisions)),
+        "precisions",
+        "must be different precisions, such as [float,int8,binary]; null switches it off",
+    )
+    check.require(
+        VectorPrecision.uint8 not in (precisions or ()), "precisions", "uint8 has the steps of int8; write int8"
+    )
+    if weights is not None:
+        check.require(
+            precisions is not None and len(weights) == len(precisions),
+            "precision_weights",
+            f"must have one weight for each of precisions={written(precisions)}",
+        )
+        check.require(all(0 < weight < math.inf for weight in weights), "precision_weights", "must be above 0")
+    is_quantised = any(precision is not VectorPrecision.float for precision in precisions or ())
+    check.require(0 <= loss.precision_warmup <= 1, "precision_warmup", "is a share of the run, from 0 to 1")
+    for name, is_set in (
+        ("precision_warmup", loss.precision_warmup > 0),
+        ("precision_sides", loss.precision_sides is not PrecisionSides.both),
+    ):
+        check.require(is_quantised or not is_set, name, "has no effect without int8 or binary in precisions")
+    check.require(
+        not loss.precision_warmup or VectorPrecision.float in (precisions or ()),
+        "precision_warmup",
+        f"starts with float vectors, which precisions={written(precisions)} leaves out; add float",
+    )
+    check.require(
+        loss.precision_sides is PrecisionSides.both or row_requirements(loss).documents,
+        "precision_sides",
+        f"loss={loss.name} takes rows of one text, without documents; leave it out",
+    )
+
+
 def _check_temperature_bounds(loss: InfoNCEConfig | SigLIPConfig | XTRConfig, check: OptionChecks) -> None:
     bounds = loss.temperature_bounds
     if bounds is None:  # those of the kind of model, see kind_losses.py
@@ -233,6 +272,9 @@ def _check_combined(loss: CombinedConfig, option: str) -> None:
             loss.matryoshka_dims is None or part.matryoshka_dims is None,
             "matryoshka_dims",
             f"{option}.matryoshka_dims is set as well; keep one",
+        )
+        OptionChecks(part, f"{part_option}.").require(
+            part.precisions is None, "precisions", f"is for the whole loss; write {option}.precisions"
         )
         # The dimensions of the combination are those of each part.
         _check(replace(part, matryoshka_dims=loss.matryoshka_dims or part.matryoshka_dims), part_option)

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.evaluation import VectorPrecision
+
 
 class Similarity(str, Enum):
     """Similarity of two vectors; cosine and dot are equal for models with `model.normalize`."""
@@ -101,6 +103,13 @@ class MatryoshkaWeighting(str, Enum):
     sqrt = "sqrt"  # sqrt(dimensions / largest) / k for the k-th largest, as F2LLM-v2
 
 
+class PrecisionSides(str, Enum):
+    """The vectors that quantised losses quantise; the others stay float, as in a search with float queries."""
+
+    both = "both"
+    documents = "documents"
+
+
 # Of similarities of vectors, which differ by at most 2.
 VECTOR_TEMPERATURE = 0.02
 # Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
@@ -119,6 +128,11 @@ class LossConfig:
     matryoshka_weighting: MatryoshkaWeighting = MatryoshkaWeighting.uniform
     # Train on so many of `matryoshka_dims` in each batch: the largest, and others that `seed` draws; default: on all.
     matryoshka_per_step: int | None = None
+    # Also train on quantised vectors, as [float,int8,binary], at each of `matryoshka_dims`; default: float alone.
+    precisions: list[VectorPrecision] | None = None
+    precision_weights: list[float] | None = None  # of each of `precisions`; default: 1 each
+    precision_warmup: float = 0.0  # share of the run over which the weights of quantised losses rise linearly from 0
+    precision_sides: PrecisionSides = PrecisionSides.both
 
 
 @dataclass(kw_only=True)

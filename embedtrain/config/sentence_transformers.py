@@ -69,6 +69,11 @@ def check_sentence_transformers(loss: SentenceTransformersConfig, option: str = 
         f"{MATRYOSHKA} shortens embeddings itself; leave it out",
     )
     check.require(
+        loss.precisions is None or loss.class_name != MATRYOSHKA,
+        "precisions",
+        f"{MATRYOSHKA} would truncate vectors after they are quantised; write loss.matryoshka_dims instead of it",
+    )
+    check.require(
         loss.matryoshka_dims is None or (name != "SoftmaxLoss" and not SENTENCE_TRANSFORMERS_LOSSES[name].vectors),
         "matryoshka_dims",
         f"{name} takes whole embeddings; leave it out",

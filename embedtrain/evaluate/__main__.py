@@ -158,8 +158,8 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
 
 def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":
     """The forms of vectors to measure, with the ranges in the model's directory if it has any."""
+    from embedtrain.checkpoint.export.quantisation_file import read_ranges
     from embedtrain.evaluation.compressed import CompressedVectors
-    from embedtrain.inference.quantisation_file import read_ranges
 
     ranges = read_ranges(model.source.directory) if model is not None and options.vectors else {}
     return CompressedVectors(options.vectors, options.calibration, ranges)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from embedtrain.config.compressed import VectorFormat, VectorPrecision, stored_bytes
+from embedtrain.config.compressed import VectorFormat, stored_bytes
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
-from embedtrain.inference.quantised import Ranges
+from embedtrain.losses.quantisation import Ranges
 from embedtrain.tracking.metrics import VectorSize
 
 # A row of a set: its first dimensions, a view of its comparison, a form of its vectors, or None for all of it.

@@ -14,6 +14,7 @@ from embedtrain.checkpoint.export.model_export import (
     plan_export,
 )
 from embedtrain.checkpoint.export.onnx import require_graph
+from embedtrain.checkpoint.export.quantisation_file import write_trained_ranges
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.snapshot import AVERAGE
@@ -26,6 +27,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.export.runs import ExportedRun
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
@@ -97,6 +99,9 @@ def export_checkpoint(
         with console.phase("writing the directory"):
             export.begin()
             export.write(weights.rows, main=True)
+        names = [name for name in reader.specs if ranges_dimension(name) is not None]
+        ranges = {name: rows for name in names for _, rows in reader.all_rows(name)}
+        write_trained_ranges(unfinished, ranges, checkpoint.step)
         card = model_card(
             to_plain(recipe),
             run_dir.path,

@@ -15,37 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedtrain.config.compressed import VectorFormat, VectorPrecision
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.compressed import VectorFormat
+from embedtrain.config.evaluation import IndexConfig, VectorPrecision
 from embedtrain.inference.comparison import Tile
 from embedtrain.inference.cosine import Cosine, VectorStore
 from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
 from embedtrain.inference.index import Ranking, ShardedIndex
 from embedtrain.inference.vector_tiles import VectorTiles
 from embedtrain.losses.encoded import Part
+from embedtrain.losses.quantisation import Quantiser, Ranges
 
-_STEPS = 255
 # The largest whole number up to which float32 has all others.
 _EXACT = 1 << 24
 _LARGEST = {VectorPrecision.int8: 128, VectorPrecision.uint8: 255, VectorPrecision.binary: 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """The smallest and the largest value of each dimension, float32 [D]."""
-
-    low: Tensor
-    high: Tensor
-
-    @property
-    def steps(self) -> Tensor:
-        """The width of a step of each dimension; 1 where all values are equal."""
-        steps = (self.high - self.low) / _STEPS
-        return torch.where(steps == 0, 1, steps)
-
-    def to(self, device: torch.device) -> "Ranges":
-        """The same on a device."""
-        return Ranges(self.low.to(device), self.high.to(device))
 
 
 def sampled_rows(count: int, size: int) -> Tensor:
@@ -72,34 +54,6 @@ def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     return Ranges(low, high)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiser:
-    """What turns vectors into codes; `ranges` are for int8 and uint8."""
-
-    precision: VectorPrecision
-    ranges: Ranges | None = None
-
-    def encode(self, vectors: Tensor) -> Tensor:
-        """Codes of [n, D]: uint8 or int8; -1 and 1 as int8 for `binary`, whose packed bits they stand for."""
-        if self.precision is VectorPrecision.binary:
-            return torch.where(vectors > 0, 1, -1).to(torch.int8)
-        ranges = self._ranges(vectors.device)
-        codes = ((vectors.float() - ranges.low) / ranges.steps).floor().clamp(0, _STEPS)
-        return codes.to(torch.uint8) if self.precision is VectorPrecision.uint8 else (codes - 128).to(torch.int8)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """What codes [n, D] stand for, float32."""
-        if self.precision is VectorPrecision.binary:
-            return codes.float()
-        ranges = self._ranges(codes.device)
-        first = 0 if self.precision is VectorPrecision.uint8 else -128
-        return ranges.low + (codes.float() - first + 0.5) * ranges.steps
-
-    def _ranges(self, device: torch.device) -> Ranges:
-        assert self.ranges is not None, f"{self.precision.value} needs ranges"
-        return self.ranges.to(device)
 
 
 class QuantisedCosine(Cosine):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
     CombinedConfig,
@@ -22,7 +23,7 @@ from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, Distill
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
-from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka
+from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka, Quantised
 from embedtrain.losses.custom import build_custom
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
@@ -30,6 +31,7 @@ from embedtrain.losses.listwise import BCE, MSE, ListNet, PListMLE, Softmax
 from embedtrain.losses.m3 import M3Loss
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
+from embedtrain.losses.quantisation import SmoothedRanges
 from embedtrain.losses.ranking import ADRMSE, LambdaLoss, RankNet
 from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
@@ -76,16 +78,21 @@ def build_loss(
     guide_dimensions: Mapping[str, int] | None = None,
     seed: int,
     score: Score | None = None,
+    num_batches: int = 0,
+    ranges: SmoothedRanges | None = None,
 ) -> Loss:
     """Build the loss that `config` describes for vectors of `dimension`.
 
     `score` is how the model compares texts; default: the similarity of vectors that the loss names. `guide_dimensions`
     has the dimension of each guide's or teacher's vectors, by the keys of `BatchInfo.guides`. The loss's own parameters
-    are a function of `seed`, so they are the same on every rank. Options that do not fit the model raise a ConfigError.
+    are a function of `seed`, so they are the same on every rank. `num_batches` are the global batches of the run, for
+    warm-ups. Losses that share `ranges` quantise with the same ones. Options that do not fit the model raise a
+    ConfigError.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _Builder(dimension, guide_dimensions or {}, seed, score).build(config)
+        builder = _Builder(dimension, guide_dimensions or {}, seed, score, num_batches, ranges or SmoothedRanges())
+        return builder.build(config)
 
 
 def build_losses(
@@ -95,6 +102,7 @@ def build_losses(
     guide_dimensions: Sequence[Mapping[str, int]],
     seed: int,
     score: Score | None = None,
+    num_batches: int = 0,
 ) -> Loss:
     """Build the loss of all sources, or a `LossPerSource` if they differ.
 
@@ -102,7 +110,7 @@ def build_losses(
     differ in dimension raise a ConfigError.
     """
     unique, indices = distinct_losses(configs)
-    losses = []
+    losses, ranges = [], SmoothedRanges()
     for number, config in enumerate(unique):
         widths = [guide_dimensions[source] for source, index in enumerate(indices) if index == number]
         if any(width != widths[0] for width in widths):
@@ -110,7 +118,17 @@ def build_losses(
                 f"loss={config.name}: the teacher's vectors of its sources have different dimensions "
                 f"({', '.join(sorted({str(width.get(FROM_ROWS)) for width in widths}))}); use vectors of one teacher"
             )
-        losses.append(build_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed, score=score))
+        losses.append(
+            build_loss(
+                config,
+                dimension=dimension,
+                guide_dimensions=widths[0],
+                seed=seed,
+                score=score,
+                num_batches=num_batches,
+                ranges=ranges,
+            )
+        )
     return losses[0] if len(losses) == 1 else LossPerSource(losses, indices)
 
 
@@ -143,15 +161,28 @@ class _Builder:
     guide_dimensions: Mapping[str, int]
     seed: int
     score: Score | None
+    num_batches: int
+    ranges: SmoothedRanges
 
     def build(self, config: LossConfig) -> Loss:
         loss = self._whole(config)
+        if config.precisions is not None:
+            loss = self._quantised(loss, config, config.precisions)
         if config.matryoshka_dims is None:
             return loss
         require_dimensions(config, self.dimension)
         largest_first = sorted(zip(config.matryoshka_dims, matryoshka_weights(config), strict=True), reverse=True)
         dims, weights = zip(*largest_first, strict=True)
         return Matryoshka(loss, dims, weights, per_step=config.matryoshka_per_step, seed=self.seed)
+
+    def _quantised(self, loss: Loss, config: LossConfig, precisions: Sequence[VectorPrecision]) -> Quantised:
+        weights = dict(zip(precisions, config.precision_weights or [1.0] * len(precisions), strict=True))
+        if VectorPrecision.int8 in weights:
+            for dim in config.matryoshka_dims or [self.dimension]:
+                self.ranges.add(dim)
+        most_precise_first = {precision: weights[precision] for precision in VectorPrecision if precision in weights}
+        warmup = config.precision_warmup * self.num_batches
+        return Quantised(loss, most_precise_first, self.ranges, config.precision_sides, warmup)
 
     def _whole(self, config: LossConfig) -> Loss:
         """The loss of all dimensions."""

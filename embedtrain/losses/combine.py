@@ -1,4 +1,4 @@
-"""Losses made of other losses: a weighted sum, one loss per training source, and Matryoshka."""
+"""Losses made of other losses: a weighted sum, one per training source, and those of truncated or quantised vectors."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -7,9 +7,14 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embedtrain.config.evaluation import VectorPrecision
+from embedtrain.config.losses import PrecisionSides
 from embedtrain.losses.encoded import Encoded
+from embedtrain.losses.quantisation import Quantiser, SmoothedRanges, straight_through
 from embedtrain.losses.similarity import at_least_float32
 from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput, Prepared
+
+_LOSS_AT = "loss@"  # begins the names of metrics of truncated and quantised vectors
 
 
 class CombinedLoss(EncodedLoss):
@@ -70,6 +75,63 @@ class LossPerSource(EncodedLoss):
         return output
 
 
+class Quantised(EncodedLoss):
+    """The weighted sum of a loss on vectors of several precisions, with straight-through gradients.
+
+    Quantised vectors are those that an evaluation compares: unit vectors, rounded to codes, as float numbers. Int8 has
+    ranges of the vectors that are quantised, of queries and documents of all ranks together. Logs the metrics of the
+    first precision, and the value of each.
+
+    Args:
+        weights: of each precision.
+        ranges: smoothed ranges, which several losses may share.
+        sides: which vectors are quantised.
+        warmup: global batches over which the weights of quantised losses rise linearly from 0.
+    """
+
+    def __init__(
+        self,
+        inner: Loss,
+        weights: Mapping[VectorPrecision, float],
+        ranges: SmoothedRanges,
+        sides: PrecisionSides = PrecisionSides.both,
+        warmup: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.inner, self.weights, self.sides, self.warmup = inner, dict(weights), sides, warmup
+        self.ranges = ranges if VectorPrecision.int8 in weights else None
+
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """What the loss needs."""
+        return self.inner.prepare(batch_info, dimension)
+
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """Vectors [B, D] and [M, D] to this rank's loss."""
+        texts = [at_least_float32(encoded.vectors) for encoded in (queries, documents)]
+        unit = [F.normalize(vectors, dim=1) for vectors in texts]
+        quantised = [self.sides is PrecisionSides.both, True]
+        ranges = None
+        if self.ranges is not None:
+            ranges = self.ranges.update([each for each, chosen in zip(unit, quantised, strict=True) if chosen])
+        growth = min(1.0, batch_info.seed / self.warmup) if self.warmup > 0 else 1.0
+        local_loss, metrics = texts[0].new_zeros(()), dict[str, Tensor]()
+        row_losses: Tensor | None = texts[0].detach().new_zeros(batch_info.num_queries)
+        for precision, weight in self.weights.items():
+            pair, factor = texts, weight
+            if precision is not VectorPrecision.float:
+                quantiser, factor = Quantiser(precision, ranges), growth * weight
+                pair = [
+                    straight_through(each, quantiser) if chosen else each
+                    for each, chosen in zip(unit, quantised, strict=True)
+                ]
+            output = self.inner(pair[0], pair[1], batch_info)
+            local_loss = local_loss + factor * output.local_loss
+            row_losses = _add(row_losses, factor, output.row_losses)
+            metrics = metrics or dict(output.metrics)
+            metrics[f"{_LOSS_AT}{precision.value}"] = output.local_loss.detach()
+        return LossOutput(local_loss, metrics, row_losses)
+
+
 class Matryoshka(EncodedLoss):
     """Kusupati et al., "Matryoshka Representation Learning" (2022).
 
@@ -104,8 +166,11 @@ class Matryoshka(EncodedLoss):
             output = self.inner(truncated[0], truncated[1], batch_info)
             local_loss = local_loss + weight * output.local_loss
             row_losses = _add(row_losses, weight, output.row_losses)
-            metrics = metrics or dict(output.metrics)
-            metrics[f"loss@{dim}"] = output.local_loss.detach()
+            of_precisions = {name: value for name, value in output.metrics.items() if name.startswith(_LOSS_AT)}
+            metrics = metrics or {name: value for name, value in output.metrics.items() if name not in of_precisions}
+            metrics[f"{_LOSS_AT}{dim}"] = output.local_loss.detach()
+            for name, value in of_precisions.items():
+                metrics[f"{_LOSS_AT}{dim}-{name.removeprefix(_LOSS_AT)}"] = value
         return LossOutput(local_loss, metrics, row_losses)
 
 

@@ -13,6 +13,7 @@ from embedtrain.checkpoint.export.late_interaction import probe_token_vectors
 from embedtrain.checkpoint.export.m3 import probe_m3
 from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
+from embedtrain.checkpoint.export.quantisation_file import write_trained_ranges
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.sparse import probe_words
 from embedtrain.checkpoint.export.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
@@ -100,6 +101,7 @@ def export_run(
             export.write(weights.rows, main=world.is_main)
         with world.fail_together("exporting the model"):
             if world.is_main:
+                write_trained_ranges(unfinished, trained.loss.state_dict(), step)
                 card = model_card(
                     to_plain(recipe),
                     run_dir.path,
@@ -110,8 +112,9 @@ def export_run(
                     formats=config.formats,
                     name=config.push_to_hub,
                 )
-                trusted = recipe.model.trust_remote_code
-                difference = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase).difference
+                difference = export.finish(
+                    card, reference, trust_remote_code=recipe.model.trust_remote_code, phase=tracker.phase
+                ).difference
         if not config.check:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
         with world.fail_together("uploading the model"):

@@ -56,6 +56,7 @@ def build_loss(
     console: Console,
 ) -> Loss:
     """The loss of all sources, on this rank's device. Prints notes about it."""
+    num_batches = run_length(recipe, data)[1]
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
         loss = build_losses(
@@ -64,6 +65,7 @@ def build_loss(
             guide_dimensions=guide_dimensions,
             seed=recipe.seed,
             score=_score_of(model.source),
+            num_batches=num_batches,
         )
         if model.source.words is not None:
             sparsity = recipe.sparsity.resolved(model.source.words.query_mode)

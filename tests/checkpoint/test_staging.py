@@ -15,7 +15,7 @@ from tests.small import parallel
 
 
 def snapshot_of(tensors: dict[str, Tensor]) -> Snapshot:
-    shards = {name: LocalShard(TensorSpec.of(rows), rows, 0, sharded=False) for name, rows in tensors.items()}
+    shards = {name: LocalShard(TensorSpec.of(rows), rows, 0, sharded=rows.dim() == 2) for name, rows in tensors.items()}
     return Snapshot(ShardPosition(0, 0, 1), {"weights": shards})
 
 

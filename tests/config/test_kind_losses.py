@@ -4,6 +4,7 @@ import pytest
 
 from embedtrain.config import kind_losses
 from embedtrain.config.checks import check_recipe
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.listwise_losses import RankNetConfig
 from embedtrain.config.loss_registry import LOSSES, SCORE_LOSSES
@@ -38,6 +39,7 @@ CASES = [
     (SigLIPConfig(), ModelKind.sparse, r"loss=siglip: .*loss=infonce"),
     (InfoNCEConfig(similarity=Similarity.dot), ModelKind.sparse, r"loss\.similarity=dot: "),
     (InfoNCEConfig(matryoshka_dims=[4]), ModelKind.sparse, r"loss\.matryoshka_dims=\[4\]: "),
+    (InfoNCEConfig(precisions=[VectorPrecision.int8]), ModelKind.late_interaction, r"loss\.precisions: .*dense"),
     (XTRConfig(), ModelKind.dense, r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
     (InfoNCEConfig(), ModelKind.cross_encoder, r"loss=infonce: .*loss=softmax"),
     (SigLIPConfig(), LATE, r"loss=siglip: .*write one of infonce, xtr, bce, "),

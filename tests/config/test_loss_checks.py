@@ -3,6 +3,7 @@
 import pytest
 
 from embedtrain.config import loss_checks, sentence_transformers
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListNetConfig, SoftmaxConfig
 from embedtrain.config.loss_checks import check_loss, guide_paths
 from embedtrain.config.loss_registry import LOSSES
@@ -23,6 +24,7 @@ from embedtrain.config.losses import (
     MatryoshkaWeighting,
     OrthogonalConfig,
     PartitionMode,
+    PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
     TripletConfig,
@@ -135,6 +137,18 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(matryoshka_dims=[8, 4], matryoshka_per_step=3), r"matryoshka_per_step=3: .*dims=\[8,4\]"),
     (InfoNCEConfig(matryoshka_dims=[8, 4], matryoshka_per_step=1), r"matryoshka_per_step=1: "),
     (InfoNCEConfig(matryoshka_per_step=2), r"matryoshka_per_step=2: .*dims=null"),
+    (InfoNCEConfig(precisions=[]), r"loss\.precisions=\[\]: "),
+    (InfoNCEConfig(precisions=[VectorPrecision.uint8]), r"precisions=.*uint8.*: .*write int8"),
+    (InfoNCEConfig(precision_weights=[1.0]), r"precision_weights=\[1\.0\]: .*precisions=null"),
+    (InfoNCEConfig(precisions=[VectorPrecision.int8], precision_weights=[0.0]), r"precision_weights=\[0\.0\]: "),
+    (InfoNCEConfig(precision_warmup=1.5), r"precision_warmup=1\.5: "),
+    (InfoNCEConfig(precision_sides=PrecisionSides.documents), r"precision_sides=.*documents.*: .*int8 or binary"),
+    (InfoNCEConfig(precisions=[VectorPrecision.int8], precision_warmup=0.1), r"precision_warmup=0\.1: .*add float"),
+    (
+        BatchTripletConfig(precisions=[VectorPrecision.int8], precision_sides=PrecisionSides.documents),
+        r"precision_sides=.*documents.*: loss=batch_triplet",
+    ),
+    (parts(InfoNCEConfig(precisions=[VectorPrecision.float])), r"losses\[0\]\.precisions=.*write loss\.precisions"),
     (ContrastiveConfig(margin=0.0), r"loss\.margin=0\.0: "),
     (TripletConfig(margin=-1.0), r"loss\.margin=-1\.0"),
     (OrthogonalConfig(mean_weight=-1.0), r"loss\.mean_weight=-1\.0: "),

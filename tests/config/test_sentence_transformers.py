@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.losses import SentenceTransformersConfig
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE, check_sentence_transformers
@@ -82,6 +83,12 @@ def case(pattern: str, class_name: str, **options: object) -> object:
         case(r"distance_metric=\[x\]: ", "TripletLoss", arguments={"distance_metric": ["x"]}),
         case(r"loss\.guide=null: GISTEmbedLoss", "GISTEmbedLoss"),
         case(r"loss\.guide=some/guide: .*GISTEmbedLoss.*CoSENTLoss", "CoSENTLoss", guide="some/guide"),
+        case(
+            r"loss\.precisions=.*: MatryoshkaLoss .*write loss\.matryoshka_dims",
+            "MatryoshkaLoss",
+            arguments=matryoshka(),
+            precisions=[VectorPrecision.binary],
+        ),
         case(r"loss\.matryoshka_dims=\[4\]: MSELoss", "MSELoss", matryoshka_dims=[4]),
         case(
             r"loss\.matryoshka_dims=\[4\]: MatryoshkaLoss",

@@ -14,6 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.listwise_losses import ADRMSEConfig, BCEConfig, LambdaLossConfig, PListMLEConfig, SoftmaxConfig
 from embedtrain.config.losses import (
     AnglEConfig,
@@ -88,6 +89,13 @@ LOSSES: dict[str, LossConfig] = {
     ),
     "matryoshka, ring": InfoNCEConfig(
         temperature=0.2, matryoshka_dims=[32, 16, 8], matryoshka_per_step=2, implementation=WAYS.ring
+    ),
+    # Not int8, whose codes differ between float32 and float64: see tests/losses/test_quantised.py.
+    "quantised": InfoNCEConfig(
+        temperature=0.2,
+        matryoshka_dims=[32, 8],
+        precisions=[VectorPrecision.float, VectorPrecision.binary],
+        precision_weights=[1.0, 0.5],
     ),
     "siglip": SigLIPConfig(temperature=0.3, bias=-2.0),
     "cosent": CoSENTConfig(temperature=0.2),

@@ -20,10 +20,11 @@ from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.index import Ranking, ShardedIndex, first_added_order, trec_order
-from embedtrain.inference.quantised import CompressedIndex, Ranges, sample_ranges
+from embedtrain.inference.quantised import CompressedIndex, sample_ranges
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
+from embedtrain.losses.quantisation import Ranges
 from embedtrain.tracking.query_metrics import QueryMetrics
 
 # MTEB's seed for all draws.

@@ -3,8 +3,9 @@
     {"version": 1, "origin": {"documents": 10000, ...},
      "ranges": {"384": {"min": [-0.13, ...], "max": [0.12, ...]}, "128": ...}}
 
-They are those of unit vectors of so many first dimensions, normalised again. `min` and `max` are the two rows of the
-argument `ranges` of sentence-transformers' `quantize_embeddings`.
+`calibrate` writes the file, and the export of a run whose loss quantises to int8. The ranges are those of unit vectors
+of so many first dimensions, normalised again. `min` and `max` are the two rows of the argument `ranges` of
+sentence-transformers' `quantize_embeddings`.
 """
 
 import json
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embedtrain.errors import ModelError
-from embedtrain.inference.quantised import Ranges
+from embedtrain.losses.quantisation import Ranges, ranges_dimension
 from embedtrain.records import is_number
 
 QUANTISATION_FILE = "quantisation.json"
@@ -46,6 +48,20 @@ def write_ranges(path: Path, ranges: Mapping[int, Ranges], origin: Mapping[str, 
     }
     content = {"version": _VERSION, "origin": dict(origin), "ranges": of_dimension}
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def write_trained_ranges(directory: Path, tensors: Mapping[str, Tensor], step: int) -> None:
+    """Write the ranges in the state dict of a trained loss, if it has any, to a model's directory.
+
+    Those without a batch yet are left out.
+    """
+    ranges = {
+        number: Ranges(tensor[0].float().cpu(), tensor[1].float().cpu())
+        for name, tensor in tensors.items()
+        if (number := ranges_dimension(name)) is not None and not tensor.isnan().any()
+    }
+    if ranges:
+        write_ranges(directory / QUANTISATION_FILE, dict(sorted(ranges.items(), reverse=True)), {"step": step})
 
 
 def _ranges(dimension: int, values: Mapping[str, list[float]]) -> Ranges:

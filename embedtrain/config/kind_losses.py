@@ -96,6 +96,11 @@ def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
             "write loss=infonce, or model.kind=late_interaction"
         )
     if isinstance(loss, InfoNCEConfig):
+        check.require(
+            not loss.mixes_negatives or kind is ModelKind.dense,
+            "mixed_pairs" if loss.mixed_pairs else "mixed_list",
+            f"mixes one vector of each text, which model.kind={kind.value} has not; leave it out",
+        )
         of_tokens = kind in (ModelKind.late_interaction, ModelKind.sparse)
         low, high = loss.temperature_bounds or (TOKEN_TEMPERATURE_BOUNDS if of_tokens else VECTOR_TEMPERATURE_BOUNDS)
         # The default of late interaction follows from the score, which the model's directory may choose.

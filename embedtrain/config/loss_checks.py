@@ -26,6 +26,7 @@ from embedtrain.config.losses import (
     PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
+    Similarity,
     TripletConfig,
     XTRConfig,
 )
@@ -252,6 +253,17 @@ def _check_infonce(loss: InfoNCEConfig, check: OptionChecks) -> None:
     check.at_least(0, "margin")
     check.at_least(0, "hardness_strength")
     check.at_least(0, "focal")
+    check.at_least(0, "mixed_pairs")
+    check.require(
+        not loss.mixes_negatives or loss.similarity is Similarity.cosine,
+        "similarity",
+        "mixed negatives have length 1; write cosine, or leave mixed_pairs and mixed_list out",
+    )
+    check.require(
+        not loss.mixes_negatives or loss.partition_mode is PartitionMode.joint or len(directions) == 1,
+        "partition_mode",
+        "mixed negatives are of one softmax; write joint, or leave mixed_pairs and mixed_list out",
+    )
     check.require(
         (loss.hardness is Hardness.none) == (loss.hardness_strength == 0),
         "hardness",

@@ -163,7 +163,17 @@ class InfoNCEConfig(LossConfig):
     hardness_strength: float = 0.0  # 0: none
     # Rows are weighted by (1 - p)^focal, p the positive's probability, without gradient (Lin et al., 2017); KaLM: 0.5.
     focal: float = 0.0
+    # Synthetic negatives of each row (KaLM-Embedding-V2): so many mixtures of two of its own hard negatives.
+    mixed_pairs: int = 0
+    mixed_list: bool = (
+        False  # also the mixture of all hard negatives of the row, weighted by the softmax of their scores
+    )
     implementation: Implementation = Implementation.auto
+
+    @property
+    def mixes_negatives(self) -> bool:
+        """Whether rows have synthetic negatives."""
+        return self.mixed_pairs > 0 or self.mixed_list
 
 
 @dataclass(kw_only=True)

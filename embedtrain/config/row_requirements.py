@@ -8,6 +8,7 @@ from embedtrain.config.listwise_losses import SoftmaxConfig
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
+    InfoNCEConfig,
     KDLossType,
     LossConfig,
     M3LossConfig,
@@ -160,6 +161,8 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             for part in parts:
                 combined |= row_requirements(part)
             return combined
+        case InfoNCEConfig(mixes_negatives=True):
+            return RowRequirements(negatives=True, loss="infonce with mixed negatives")
         case SentenceTransformersConfig(class_name=name, arguments=arguments):
             if name == "MatryoshkaLoss":
                 name = arguments["loss"]["class_name"]

@@ -18,6 +18,7 @@ from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
+from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
 from embedtrain.losses.ring import ring_softmax
 from embedtrain.losses.score import Columns, TiledScore, VectorScore
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
@@ -66,6 +67,8 @@ class InfoNCE(EncodedLoss):
         self.temperature = Temperature(value, trained=config.learn_temperature, bounds=bounds)
         joint = config.partition_mode is PartitionMode.joint
         self.partitions = [config.directions] if joint else [[direction] for direction in config.directions]
+        # A function of the seed that the caller has set, as the initial values of a loss's parameters are.
+        self.mixing_seed = int(torch.randint(2**62, ())) if config.mixes_negatives else 0
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """The excluded candidates."""
@@ -134,6 +137,15 @@ class InfoNCE(EncodedLoss):
         if guide is not None:
             guide_positives = guide.documents[batch_info.positives]
             guide_limit = guide_limits((guide.queries * guide_positives).sum(dim=1), config)
+        positive = (similarity - config.margin) * scale
+        mixed: Tensor | None = None
+        if config.mixes_negatives:
+            own_counts = global_rows.local_num_documents
+            scores = self.score.compare(queries, documents, batch_info.owners, own_counts).detach() * scale.detach()
+            mask = self._excluded_documents(scores, batch_info, rules.excluded, limits, guide)
+            own = OwnDocuments(queries=queries.values, documents=documents.values, scores=scores, excluded=mask)
+            mixed = self._mixed_losses(own, positive, scale, limits, batch_info)
+            positive = positive if mixed is None else positive + mixed
         rows = Rows(
             first=first_query,
             queries=queries,
@@ -143,8 +155,8 @@ class InfoNCE(EncodedLoss):
             guide_queries=None if guide is None else guide.queries,
             guide_positives=guide_positives,
             guide_limits=guide_limit,
+            mixed_losses=None if mixed is None else mixed.detach(),
         )
-        positive = (similarity - config.margin) * scale
         with_queries = any(direction in QUERY_CANDIDATES for direction in config.directions)
         implementation = choose_implementation(config, counts, dimension, dtype, sizes)
         if implementation is Implementation.ring:
@@ -157,7 +169,8 @@ class InfoNCE(EncodedLoss):
                 guide_queries=None if guide is None or not with_queries else guide.queries,
             )
             texts = documents, queries if with_queries else None
-            return ring_softmax(rows, local, rules, scale, positive, self.partitions, texts, global_rows)
+            sums = ring_softmax(rows, local, rules, scale, positive, self.partitions, texts, global_rows)
+            return sums.plus(mixed)
 
         def gather(part: Part, sizes: NDArray[np.int64] | None, counts: list[int]) -> Columns:
             return self.score.columns(Part(gather_rows(part.values, rows_per_rank(sizes, counts)), sizes))
@@ -171,7 +184,7 @@ class InfoNCE(EncodedLoss):
             guide_queries=None if guide is None or not with_queries else gather_rows(guide.queries, counts.queries),
         )
         softmax = plain_softmax if implementation is Implementation.plain else tiled_softmax
-        return softmax(rows, gathered, rules, scale, positive, self.partitions)
+        return softmax(rows, gathered, rules, scale, positive, self.partitions).plus(mixed)
 
     def _hard_negatives(
         self,
@@ -189,23 +202,50 @@ class InfoNCE(EncodedLoss):
         with torch.no_grad():
             tolerance = self.score.rounding(queries, documents.take(positives, batch_info.rows.local_positives))
             thresholds, limits = score_limits(positive.detach(), tolerance, scale.detach(), config)
-        mask = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
-        mask.index_fill_(0, positives, True)
         exclusion = self._exclusion(batch_info.rows, queries.values.shape[1], queries.values.dtype)
-        ExcludedCandidates.of(exclusion, batch_info).exclude_answers(mask, owners)
-        if limits is not None:
-            mask |= scores.detach() > limits[owners]
-        if guide is not None:
-            guide_similarity = (guide.queries[owners] * guide.documents).sum(dim=1)
-            mask |= guide_similarity > guide_limits(guide_similarity[positives], config)[owners]
+        excluded = ExcludedCandidates.of(exclusion, batch_info)
+        mask = self._excluded_documents(scores, batch_info, excluded, limits, guide)
+        target = (positive - config.margin) * scale
+        own = OwnDocuments(queries=queries.values, documents=documents.values, scores=scores.detach(), excluded=mask)
+        mixed = self._mixed_losses(own, target, scale, limits, batch_info)
         if config.hardness in (Hardness.hard, Hardness.all):
             scores = scores + config.hardness_strength * similarity.detach()
         scores = scores.masked_fill(mask, -torch.inf)
         highest = group_max(scores.detach(), owners, len(queries))
-        gap = group_logsumexp(scores, owners, len(queries)) - (positive - config.margin) * scale
+        gap = group_logsumexp(scores, owners, len(queries)) - (target if mixed is None else target + mixed)
         gap = gap.masked_fill(highest == -torch.inf, -torch.inf)
-        terms = F.softplus(gap) * focal_weights(gap, config.focal)
-        return SoftmaxSums(terms.sum(), (highest < thresholds).sum(), terms.detach())
+        weights = focal_weights(gap, config.focal, None if mixed is None else mixed.detach())
+        terms = F.softplus(gap) * weights
+        return SoftmaxSums(terms.sum(), (highest < thresholds).sum(), terms.detach(), weights).plus(mixed)
+
+    def _excluded_documents(
+        self,
+        scores: Tensor,
+        batch_info: BatchInfo,
+        excluded: ExcludedCandidates,
+        limits: Tensor | None,
+        guide: Guide | None,
+    ) -> Tensor:
+        """Bool [M]: the positives of this rank, and its documents that are no negatives of their own row."""
+        owners, positives = batch_info.owners, batch_info.positives
+        mask = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
+        mask.index_fill_(0, positives, True)
+        excluded.exclude_answers(mask, owners)
+        if limits is not None:
+            mask |= scores.detach() > limits[owners]
+        if guide is not None:
+            similarity = (guide.queries[owners] * guide.documents).sum(dim=1)
+            mask |= similarity > guide_limits(similarity[positives], self.config)[owners]
+        return mask
+
+    def _mixed_losses(
+        self, own: OwnDocuments, positive: Tensor, scale: Tensor, limits: Tensor | None, batch_info: BatchInfo
+    ) -> Tensor | None:
+        """See `mixed_losses`; None without mixed negatives."""
+        if not self.config.mixes_negatives:
+            return None
+        draws = Draws.of(batch_info, self.config.mixed_pairs, self.mixing_seed)
+        return mixed_losses(own, positive, scale, limits, self.config, draws)
 
 
 def choose_implementation(

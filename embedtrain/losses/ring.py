@@ -64,7 +64,7 @@ class _Ring(GradientInForward):
         scale: Tensor,
         positive: Tensor,
         rest: tuple[Rows, Candidates, ScoringRules, Partitions, tuple[Part, Part | None], GlobalRows],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows, candidates, rules, partitions, texts, global_rows = rest
         grads = Gradients.zeros(rows, candidates)
         softmaxes = [_OnlineSoftmax(rows, directions) for directions in partitions]
@@ -73,10 +73,10 @@ class _Ring(GradientInForward):
                 softmax.add(rows, passing, rules, scale)
         sigma_sum, row_losses, loss = torch.zeros_like(positive), torch.zeros_like(positive), positive.new_zeros(())
         num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
-        row_weights = []
+        row_weights, weight = [], torch.zeros_like(positive)
         for softmax in softmaxes:
             gap = softmax.logsumexp() - positive
-            weight = focal_weights(gap, rules.focal)
+            weight = focal_weights(gap, rules.focal, rows.mixed_losses)
             terms = F.softplus(gap) * weight
             loss += terms.sum() / len(partitions)
             row_losses += terms / len(partitions)
@@ -91,8 +91,8 @@ class _Ring(GradientInForward):
         for passing_rows, passing_weights in _passing_rows(rows, torch.stack(row_weights, dim=1), global_rows):
             _add_candidate_grads(grads, passing_rows, passing_weights, candidates, rules, scale, partitions)
         ctx.computed = grads.finish(rows, sigma_sum, scale)
-        ctx.mark_non_differentiable(num_correct, row_losses)
-        return loss, num_correct, row_losses
+        ctx.mark_non_differentiable(num_correct, row_losses, weight)
+        return loss, num_correct, row_losses, weight
 
 
 class _OnlineSoftmax:

@@ -27,6 +27,7 @@ class Rows:
     guide_queries: Tensor | None = None  # [c, T]
     guide_positives: Tensor | None = None  # [c, T]
     guide_limits: Tensor | None = None  # [c], candidates more similar than this to the guide are no negatives
+    mixed_losses: Tensor | None = None  # [c], that of a softmax without candidates, see mixing.py
 
     def slice(self, start: int, end: int) -> "Rows":
         """The rows from `start` to `end`."""

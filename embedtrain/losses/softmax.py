@@ -14,7 +14,7 @@ rank at a time. `focal_weights` multiplies loss_i and sigma_i.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,15 @@ class SoftmaxSums:
     loss: Tensor
     num_correct: Tensor
     row_losses: Tensor  # [B], detached: the terms of `loss`
+    row_weights: Tensor | None = None  # [B], detached: factors of the rows in the last partition
+
+    def plus(self, losses: Tensor | None) -> "SoftmaxSums":
+        """The sums with a further loss of each row, [B], which has the weight of the row; for one partition."""
+        if losses is None:
+            return self
+        assert self.row_weights is not None
+        terms = losses * self.row_weights
+        return replace(self, loss=self.loss + terms.sum(), row_losses=self.row_losses + terms.detach())
 
 
 def plain_softmax(
@@ -50,7 +59,7 @@ def plain_softmax(
     `scale` [1] is one over the temperature, and `positive` [B] the positives' scores, scaled, with the margin.
     """
     loss, num_correct = positive.new_zeros(()), torch.zeros((), dtype=torch.int64, device=positive.device)
-    row_losses = torch.zeros_like(positive)
+    row_losses = weights = torch.zeros_like(positive)
     for directions in partitions:
         blocks = []
         for direction in directions:
@@ -64,10 +73,11 @@ def plain_softmax(
         scores = scores.masked_fill_(no_negatives.unsqueeze(1), 0.0)
         lse = torch.logsumexp(scores, dim=1) if scores.shape[1] else torch.zeros_like(positive)
         gap = (lse - positive).masked_fill(no_negatives, -torch.inf)
-        terms = F.softplus(gap) * focal_weights(gap, rules.focal)
+        weights = focal_weights(gap, rules.focal, rows.mixed_losses)
+        terms = F.softplus(gap) * weights
         loss = loss + terms.sum() / len(partitions)
-        row_losses += terms.detach() / len(partitions)
-    return SoftmaxSums(loss, num_correct, row_losses)
+        row_losses = row_losses + terms.detach() / len(partitions)
+    return SoftmaxSums(loss, num_correct, row_losses, weights)
 
 
 def tiled_softmax(
@@ -92,9 +102,14 @@ def differentiable(rows: Rows, candidates: Candidates, scale: Tensor, positive: 
     )
 
 
-def focal_weights(gap: Tensor, exponent: float) -> Tensor:
-    """(1 - p)^exponent of each row, where p = sigmoid(-gap) is its positive's probability; without gradient."""
-    return torch.sigmoid(gap.detach()) ** exponent
+def focal_weights(gap: Tensor, exponent: float, further: Tensor | None = None) -> Tensor:
+    """(1 - p)^exponent of each row, where p = sigmoid(-gap) is its positive's probability; without gradient.
+
+    With a further loss of each row, detached, p is exp(-(loss + further)).
+    """
+    gap = gap.detach()
+    missing = torch.sigmoid(gap) if further is None else -torch.expm1(-(F.softplus(gap) + further))
+    return missing**exponent
 
 
 def row_max(scores: Tensor) -> Tensor:
@@ -194,10 +209,11 @@ class _Tiled(GradientInForward):
         scale: Tensor,
         positive: Tensor,
         rest: tuple[Rows, Candidates, ScoringRules, Partitions],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows, candidates, rules, partitions = rest
         grads = Gradients.zeros(rows, candidates)
         sigma_sum, row_losses, loss = torch.zeros_like(positive), torch.zeros_like(positive), positive.new_zeros(())
+        row_weights = torch.zeros_like(positive)
         num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
         widths = [sum(len(candidates.of(direction)) for direction in directions) for directions in partitions]
         buffer = TileBuffer(rows, max(widths))
@@ -216,7 +232,8 @@ class _Tiled(GradientInForward):
                 for scores in cells:
                     sum_exp += scores.sub_(offset.unsqueeze(1)).exp_().sum(dim=1)
                 gap = offset + sum_exp.log() - tile_positive  # -inf in a row without negatives, whose loss is 0
-                weight = focal_weights(gap, rules.focal)
+                weight = focal_weights(gap, rules.focal, tile_rows.mixed_losses)
+                row_weights[start:end] = weight
                 terms = F.softplus(gap) * weight
                 loss += terms.sum() / len(partitions)
                 row_losses[start:end] += terms / len(partitions)
@@ -230,5 +247,5 @@ class _Tiled(GradientInForward):
                     tile.add_anchor_grads(anchor_grads, exp, weights)
                     tile.add_candidate_grads(grads.candidates(direction), exp, weights)
         ctx.computed = grads.finish(rows, sigma_sum, scale)
-        ctx.mark_non_differentiable(num_correct, row_losses)
-        return loss, num_correct, row_losses
+        ctx.mark_non_differentiable(num_correct, row_losses, row_weights)
+        return loss, num_correct, row_losses, row_weights

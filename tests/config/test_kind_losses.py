@@ -39,6 +39,7 @@ CASES = [
     (SigLIPConfig(), ModelKind.sparse, r"loss=siglip: .*loss=infonce"),
     (InfoNCEConfig(similarity=Similarity.dot), ModelKind.sparse, r"loss\.similarity=dot: "),
     (InfoNCEConfig(matryoshka_dims=[4]), ModelKind.sparse, r"loss\.matryoshka_dims=\[4\]: "),
+    (InfoNCEConfig(mixed_list=True), ModelKind.sparse, r"loss\.mixed_list=true: .*sparse"),
     (InfoNCEConfig(precisions=[VectorPrecision.int8]), ModelKind.late_interaction, r"loss\.precisions: .*dense"),
     (XTRConfig(), ModelKind.dense, r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
     (InfoNCEConfig(), ModelKind.cross_encoder, r"loss=infonce: .*loss=softmax"),

@@ -27,6 +27,7 @@ from embedtrain.config.losses import (
     PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
+    Similarity,
     TripletConfig,
     XTRConfig,
 )
@@ -137,6 +138,12 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(matryoshka_dims=[8, 4], matryoshka_per_step=3), r"matryoshka_per_step=3: .*dims=\[8,4\]"),
     (InfoNCEConfig(matryoshka_dims=[8, 4], matryoshka_per_step=1), r"matryoshka_per_step=1: "),
     (InfoNCEConfig(matryoshka_per_step=2), r"matryoshka_per_step=2: .*dims=null"),
+    (InfoNCEConfig(mixed_pairs=-1), r"mixed_pairs=-1: "),
+    (InfoNCEConfig(mixed_pairs=1, similarity=Similarity.dot), r"similarity=.*dot.*: .*write cosine"),
+    (
+        InfoNCEConfig(mixed_list=True, directions=ALL_DIRECTIONS[:2], partition_mode=PartitionMode.separate),
+        r"partition_mode=.*separate.*: .*write joint",
+    ),
     (InfoNCEConfig(precisions=[]), r"loss\.precisions=\[\]: "),
     (InfoNCEConfig(precisions=[VectorPrecision.uint8]), r"precisions=.*uint8.*: .*write int8"),
     (InfoNCEConfig(precision_weights=[1.0]), r"precision_weights=\[1\.0\]: .*precisions=null"),

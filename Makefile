@@ -15,7 +15,7 @@ PRECISION ?= fp32
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
+.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-slurm test-hosts test-browser test-engines image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
@@ -36,17 +36,17 @@ demo-reranker: .venv  ## mine negatives, train a reranker, and order the documen
 	  output_dir=$(RERANKER)-evaluation
 
 test: .venv  ## all tests except those marked slow
-	$(PYTEST) -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
+	$(PYTEST) -m 'not slow and not gpu and not slurm and not hosts and not image and not browser and not engines'
 
 test-all: .venv  ## slow tests as well
-	$(PYTEST) -m 'not gpu and not slurm and not hosts and not image and not browser'
+	$(PYTEST) -m 'not gpu and not slurm and not hosts and not image and not browser and not engines'
 
 test-gpu: .venv  ## on a CUDA device, with two NCCL ranks where there are two
 	$(BIN)/python -m pytest -m gpu -rs
 
 test-oldest: .venv-oldest  ## all tests except those marked slow, with the oldest versions that pyproject.toml allows
 	.venv-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
-	  -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
+	  -m 'not slow and not gpu and not slurm and not hosts and not image and not browser and not engines'
 
 test-slurm: .venv  ## on a SLURM cluster of two virtual nodes, which the tests start (as root)
 	$(BIN)/python -m pytest tests/slurm -m slurm -rs
@@ -56,6 +56,9 @@ test-hosts: .venv  ## on two hosts, which are network namespaces of this machine
 
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
+
+test-engines: .venv .venv-transformers4 .venv-fastembed  ## exported models in older libraries and in serving engines
+	$(BIN)/python -m pytest tests/verify -m engines -rs
 
 image-test: .venv  ## build the CPU image and run the quickstart in it
 	$(BIN)/python -m pytest tests/docker -m image -rs
@@ -98,5 +101,17 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	  || { touch -d @0 $@; exit 1; }
 	@touch $@
 
+# Serving engines, each with its own requirements.
+.venv-transformers4: Makefile
+	$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==4.57.6' \
+	  'sentence-transformers==5.2.0' || { touch -d @0 $@; exit 1; }
+	@touch $@
+
+.venv-fastembed: Makefile
+	$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'fastembed==0.9.1' || { touch -d @0 $@; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed build dist .mypy_cache .ruff_cache

@@ -45,6 +45,7 @@ COMMANDS = {
         Command("vectors", "embedtrain.vectors", "compute a teacher's vectors of training data once", has_ranks=True),
         Command("search", "embedtrain.search", "search a corpus with a model"),
         Command("export", "embedtrain.export", "write a model directory from a checkpoint"),
+        Command("verify", "embedtrain.verify", "compare the vectors of serving engines with those of a model"),
         Command("merge", "embedtrain.merge", "merge the weights of several models", has_ranks=True),
         Command("calibrate", "embedtrain.calibrate", "prepare vectors for compression", has_ranks=True),
         Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),

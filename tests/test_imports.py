@@ -16,6 +16,7 @@ COMMANDS = (
     "vectors",
     "search",
     "export",
+    "verify",
     "merge",
     "calibrate",
     "plan",

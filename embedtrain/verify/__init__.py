@@ -1,0 +1,1 @@
+"""`embedtrain verify`: compare the vectors that libraries and serving engines compute with those of the encoder."""

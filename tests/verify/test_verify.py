@@ -1,0 +1,103 @@
+"""`embedtrain verify`: engines of this environment, and with `make test-engines` those of others."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from embedtrain.config.heads import HeadConfig
+from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.verify.__main__ import main
+from embedtrain.verify.engines import interpreters
+from embedtrain.verify.options import compose_verify
+from tests.checkpoint.exporting import architecture_of, export_model
+from tests.conftest import ROOT
+from tests.small import POOLINGS, save_small, small_model
+
+pytest.importorskip("onnxruntime")
+# Rotary positions that are not the defaults of any version, and layers that differ.
+ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 55.0}}
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 77.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LAYERS = {"full_attention": {"rope_type": "default", "rope_theta": 44.0}}
+LAYERS |= {"sliding_attention": {"rope_type": "default", "rope_theta": 20.0}}
+CHANGES = {
+    "xlm-roberta": {},
+    "bert": {},
+    "qwen3": ROTARY,
+    "llama": {"rope_parameters": LLAMA_3 | {"original_max_position_embeddings": 16}},
+    "modernbert": {"rope_parameters": LAYERS},
+    "gemma3_text": {"rope_parameters": LAYERS, "sliding_window": 5},
+}
+
+
+def exported(folder: Path, architecture: str, truncate_dim: int | None = None, **options: object) -> Path:
+    model = small_model(architecture)
+    save_small(small_model(architecture, config=model.config | CHANGES[architecture]), folder / "model")
+    values = {"pooling": POOLINGS.get(architecture, Pooling.mean), "query_prompt": "alpha "} | options
+    made = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), **values))
+    export_model(folder / "out", made, formats=["onnx"], truncate_dim=truncate_dim, check=False)
+    return folder / "out"
+
+
+def verify(model: Path, *more: str) -> dict[str, dict[str, float]]:
+    outcomes = main(compose_verify([f"model={model}", *more]))
+    return {outcome.engine: dict(outcome.differences or {}) for outcome in outcomes}
+
+
+def test_onnxruntime_computes_the_vectors_of_a_model_with_heads(tmp_path, capsys):
+    model = exported(tmp_path, "xlm-roberta", 16, pooling=Pooling.cls, heads=[HeadConfig(out=48), HeadConfig(out=24)])
+    differences = verify(model, "engines=[onnxruntime,transformers]")
+    assert differences.keys() == {"onnxruntime"}
+    assert differences["onnxruntime"]["text"] < 1e-5
+    assert "transformers: not compared, it leaves out dense heads" in capsys.readouterr().out
+
+
+def test_an_engine_with_other_vectors_is_named(tmp_path, capsys):
+    model = exported(tmp_path, "qwen3")
+    (model / "embedtrain.json").unlink()
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": None, "post_processor": None}))
+    settings = model / "1_Pooling" / "config.json"
+    settings.write_text(
+        settings.read_text().replace('"pooling_mode_lasttoken": true', '"pooling_mode_lasttoken": false')
+    )
+    settings.write_text(
+        settings.read_text().replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
+    )
+    with pytest.raises(CheckpointError, match="onnxruntime: not the vectors of the model"):
+        verify(model, "engines=[onnxruntime]")
+    assert "onnxruntime" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared(tmp_path):
+    with pytest.raises(ConfigError, match="engines"):
+        compose_verify(["model=x", "engines=[fastembedding]"])
+    with pytest.raises(ConfigError, match="python"):
+        compose_verify(["model=x", "python={vllm: y}"])
+    with pytest.raises(ModelError, match="is not a directory"):
+        main(compose_verify([f"model={tmp_path / 'none'}"]))
+    options = compose_verify(["model=x", "engines=[fastembed]", "python={fastembed: y}"])
+    assert interpreters(options) == {"fastembed": "y"}
+    assert interpreters(compose_verify(["model=x"]))["transformers"] == sys.executable
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("architecture", CHANGES)
+def test_engines_of_other_environments(tmp_path, architecture):
+    """transformers 4 with sentence-transformers 5, and fastembed; `make test-engines` installs them."""
+    pythons = {}
+    for name, environment in (
+        ("sentence_transformers", ".venv-transformers4"), ("transformers", ".venv-transformers4"),
+        ("fastembed", ".venv-fastembed"),
+    ):  # fmt: skip
+        python = ROOT / environment / "bin" / "python"
+        if not os.access(python, os.X_OK):
+            pytest.skip(f"{environment} does not exist: make test-engines installs it")
+        pythons[name] = python
+    given = ", ".join(f"{name}: {python}" for name, python in pythons.items())
+    differences = verify(exported(tmp_path, architecture), f"engines=[{','.join(pythons)}]", f"python={{{given}}}")
+    assert differences["sentence_transformers"].keys() == {"text", "query", "document"}
+    assert all(value < 1e-4 for each in differences.values() for value in each.values())

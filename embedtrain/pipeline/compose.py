@@ -28,6 +28,7 @@ from embedtrain.pipeline.registry import KINDS, RUN, TRAIN, StageKind
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
 
 _RECIPE_NAME = re.compile(r"[\w-][\w./-]*")
+_SHARED = re.compile(r"\$\{([\w.]+)\}")
 _SELECTIONS = ("from", "until", "only")
 _STAGES = "stages"
 _OPTIMIZER, _INIT_FROM = "optimizer", "init_from"  # of `init`, and the option of `train`
@@ -110,7 +111,9 @@ def _configure(content: dict[str, Any], overrides: Sequence[str], choice: str) -
     try:
         config = OmegaConf.merge(OmegaConf.structured(PipelineConfig), content)
         assert isinstance(config, DictConfig)
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        # What stages share first, because an override of a stage copies it.
+        for override in sorted(parsed, key=lambda override: override.key_or_group.partition(".")[0] != "shared"):
             _set(config, override, names)
     except (OmegaConfBaseException, HydraException, RecursionError) as error:
         raise ConfigError(explain_hydra_error(error)) from None
@@ -140,7 +143,25 @@ def _set(config: DictConfig, override: Any, names: Sequence[str]) -> None:
             raise ConfigError(f"{written}: there is no such option to delete")
         del parent[key.rpartition(".")[2]]
         return
+    _copy_shared(config, key)
     OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
+
+
+def _copy_shared(config: DictConfig, key: str) -> None:
+    """Replace `${shared.train}` on the way to an option by a copy of it, whose other values the stage keeps."""
+    parent: Any = config
+    for part in key.split(".")[:-1]:
+        if not isinstance(parent, DictConfig) or part not in parent:
+            return
+        if OmegaConf.is_interpolation(parent, part):
+            plain = OmegaConf.to_container(parent, resolve=False)
+            assert isinstance(plain, dict)
+            match = _SHARED.fullmatch(str(plain[part]))
+            shared = None if match is None else OmegaConf.select(config, match[1])
+            if not isinstance(shared, DictConfig):
+                return
+            parent[part] = OmegaConf.to_container(shared, resolve=False)
+        parent = parent[part]
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,16 @@ def test_stages_refer_to_the_results_of_earlier_ones(run_inputs, tmp_path):
     assert [stage.name for stage in pipeline.dependents("mined")] == ["tuned", "tuned-evaluation", "final"]
 
 
+def test_an_override_keeps_the_other_values_of_what_stages_share(run_inputs, tmp_path):
+    content = small_pipeline(run_inputs, shared={"optim": {"lr": 1e-4, "warmup": 3, "schedule": "constant"}})
+    content["stages"] = {name: content["stages"][name] | {"optim": "${shared.optim}"} for name in ("weak", "tuned")}
+    content["stages"]["tuned"]["data"] = content["stages"]["weak"]["data"]
+    pipeline = compose(tmp_path, content | {"evaluation": {}}, "stages.tuned.optim.lr=1e-5", "shared.optim.warmup=2")
+    weak, tuned = (pipeline.stage(name).options.optim for name in ("weak", "tuned"))
+    assert (weak.lr, weak.warmup, weak.schedule.value) == (1e-4, 2, "constant")
+    assert (tuned.lr, tuned.warmup, tuned.schedule.value) == (1e-5, 2, "constant")
+
+
 def test_the_recipe_of_one_training_is_no_pipeline():
     assert compose_pipeline(["recipe=quickstart"]) is None
 

@@ -29,6 +29,7 @@ PUBLISHED = {
     },
     "embeddinggemma": {"google/gemma-3-270m": "gemma3_text", "Qwen/Qwen3-Embedding-4B": "qwen3"},
     "f2llm_v2": {"Qwen/Qwen3-4B": "qwen3", "Qwen/Qwen3-0.6B": "qwen3"},
+    "jina_embeddings_v5": {"EuroBERT/EuroBERT-210m": "eurobert", "Qwen/Qwen3-Embedding-4B": "qwen3"},
     "kalm_v2": {"Qwen/Qwen2-0.5B": "qwen2", "Qwen/Qwen3-Embedding-8B": "qwen3"},
     "llama_embed_nemotron": {"meta-llama/Llama-3.1-8B": "llama"},
     "qwen3_embedding": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
@@ -43,6 +44,7 @@ DATA = {
     "denseon": ("weak", "labelled"),
     "embeddinggemma": ("weak", "a", "b", "c"),
     "f2llm_v2": ("general", "retrieval", "clustering", "classification"),
+    "jina_embeddings_v5": ("general", "long", "retrieval", "similarity", "clustering", "classification"),
     "kalm_v2": ("weak", "labelled"),
     "llama_embed_nemotron": (".",),
     "qwen3_embedding": ("synthetic", "labelled"),
@@ -68,6 +70,7 @@ SIZES: dict[str, dict[str, object]] = {
         "shared.loss.matryoshka_dims": [32, 16], "shared.loss.matryoshka_weights": [1, 0.354],
         "shared.small": {"dims": [32, 16], "weights": [1, 0.354]}, "stages.teacher.dims": 32, "stages.pruned.keep": 1,
     },
+    "jina_embeddings_v5": {"shared.dims": [32, 16], "shared.lora": {"rank": 2, "alpha": 2}},
     "kalm_v2": {"shared.dims": [32, 16, 8]},
     "llama_embed_nemotron": {"stages.member.repeat": 2},
     "qwen3_embedding": {"stages.good.min_score": 0},
@@ -81,7 +84,7 @@ def write_inputs(name: str, folder: Path) -> None:
             save_cross_encoder(folder / path)
             continue
         model = small_model(architecture)
-        model.config["max_position_embeddings"] = 2050
+        model.config["max_position_embeddings"] = 8194
         if path in WITH_POOLING:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             save_guide(model, folder / "saved" / path).rename(folder / path)

@@ -10,6 +10,8 @@ from embedtrain.checksums import Block, Checksums
 from embedtrain.errors import ModelError
 
 RECORD = "embedtrain.json"
+# Files of a directory that say how it was made; what the model computes does not depend on them.
+DESCRIPTIONS = (RECORD, "lineage.json", "summary.json", "merge.json")
 _WEIGHTS = ".safetensors"
 # `README.md` is for readers; the folders are further formats of the same model.
 _NOT_READ = ("README.md", "adapter/", "adapters/", "onnx/")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from embedtrain.errors import ModelError
+from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.models.m3_files import LAYERS
 from embedtrain.models.security import weight_files
 from embedtrain.models.types import ModelSource
@@ -59,16 +60,37 @@ def weights_digest(source: ModelSource) -> str:
     Enough to distinguish models, and a model before and after training; a digest of all bytes of an 8B model would take
     half a minute.
     """
-    digest = hashlib.blake2b(digest_size=16)
     directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
-    for directory in filter(None, directories):
-        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.stem in LAYERS):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for number in range(_NUM_SAMPLES):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
+    return _sampled_digest(
+        (path.name, path)
+        for directory in filter(None, directories)
+        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.stem in LAYERS)
+    )
+
+
+def directory_digest(directory: Path) -> str:
+    """The same of all files that a model is read from: weights, settings and vocabulary.
+
+    Not of the card, of hidden files, or of those that only describe how an export was made.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = ((path.relative_to(directory).as_posix(), path) for path in files)
+    return _sampled_digest(
+        (name, path)
+        for name, path in names
+        if path.name not in DESCRIPTIONS and path.suffix != ".md" and not name.startswith(".")
+    )
+
+
+def _sampled_digest(files: Iterable[tuple[str, Path]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in files:
+        size = path.stat().st_size
+        digest.update(f"{name} {size}".encode())
+        with path.open("rb") as file:
+            for number in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

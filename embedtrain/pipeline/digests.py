@@ -12,7 +12,7 @@ from typing import Any
 
 from embedtrain.checksums import Checksums, checksum_of, file_checksum
 from embedtrain.files import atomic_write
-from embedtrain.models.export_record import RECORD
+from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.types import Stage
 
@@ -30,8 +30,6 @@ _PATHS = (
     *("path", "model", "models", "data", "train", "corpus", "teacher", "reranker", "run", "sets", "adapter"),
     *("tokenizer", "base", "documents", "guide", "members"),
 )
-# Files of a directory that say how it was made; the results do not depend on them.
-_DESCRIPTIONS = (RECORD, "lineage.json", "summary.json", "merge.json")
 
 
 def options_of(stage: Stage) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def content_digest(checksums: Checksums) -> str:
 
 
 def _is_description(name: str) -> bool:
-    return name.rpartition("/")[2] in _DESCRIPTIONS or name.endswith(".md")
+    return name.rpartition("/")[2] in DESCRIPTIONS or name.endswith(".md")
 
 
 class ContentDigests:

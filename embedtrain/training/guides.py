@@ -1,6 +1,7 @@
 """Guides and teachers of a loss: frozen models that encode the same texts, or their vectors on disk."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from embedtrain.losses.distillation import DistillEmbeddings
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import split_revision
+from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training.rank_batch import GuideTokenizer
+from embedtrain.training.resume import TEACHERS
 
 
 class GuideModel:
@@ -133,10 +136,16 @@ def _principal_components(stored: StoredVectors, world: World) -> Tensor:
     return principal_components(moments.all_reduced(world).second_moment)[0]
 
 
-def stored_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """The digests of the vectors on disk among guides and teachers: a resumed run must have the same."""
-    digests = {path: StoredVectors.open(path).digest for path in paths if is_stored_vectors(path)}
-    return {"teacher_vectors": digests} if digests else {}
+def teachers_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
+    """The digests of guides and teachers on this disk, not of ids of the Hub: a resumed run must have the same."""
+    digests = {}
+    for path in paths:
+        directory = Path(path).expanduser()
+        if is_stored_vectors(path):
+            digests[path] = StoredVectors.open(path).digest
+        elif directory.is_dir():
+            digests[path] = directory_digest(directory)
+    return {TEACHERS: digests} if digests else {}
 
 
 def load_guides(

@@ -26,6 +26,7 @@ from embedtrain.training.state import TrainState
 
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
+TEACHERS = "teachers"  # digests of the guides and teachers of the losses, by path
 _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
 _BATCH_NEGATIVES, _MIXED_SHARE, OPTIMIZER_NAME = "data.batch_negatives", "data.mixed_share", "optim.name"
 
@@ -236,7 +237,9 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
     """Reject a checkpoint of a run with another identity."""
     defaults = {_BATCH_NEGATIVES: 0, OPTIMIZER_NAME: "adamw", _MIXED_SHARE: 0.0}
     defaults |= _model_identity(to_plain(ModelConfig()))
-    before = defaults | checkpoint.manifest.identity
+    before: dict[str, Any] = defaults | checkpoint.manifest.identity
+    if "teacher_vectors" in before:  # earlier versions had digests of stored vectors only
+        before |= {TEACHERS: {**identity.get(TEACHERS, {}), **before["teacher_vectors"]}}
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)
         if difference is None:
@@ -247,6 +250,12 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
             raise CheckpointError(
                 f"{checkpoint.path} was written with other weights than those of "
                 f"model.path={identity.get('model.path')}: restore its old files, {alternative}"
+            )
+        if option == TEACHERS:
+            raise CheckpointError(
+                f"{checkpoint.path} was written with other content of the loss's guide or teacher "
+                f"{name.removeprefix(f'{TEACHERS}.')} (digest {saved}, this run has {now}): restore its old files, "
+                f"{alternative}"
             )
         if name.endswith(_ROWS):
             raise CheckpointError(

@@ -36,7 +36,7 @@ from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
-from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, set_teacher_maps, stored_identity
+from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, set_teacher_maps, teachers_identity
 from embedtrain.training.inputs import Run, RunInputs, run_length
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.precision import use_tf32_products
@@ -120,8 +120,11 @@ def claim_output_dir(run: Run) -> Iterator[None]:
 def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStart]:
     """The checkpoints of the run, and the one from which it starts."""
     identity = run_identity(run.recipe, inputs.data, inputs.losses, inputs.source.prompts)
-    with run.world.fail_together("opening the teacher's vectors"):
-        identity |= stored_identity([path for loss in inputs.losses for path in guide_paths(loss)])
+    teachers: dict[str, Mapping[str, str]] = {}
+    with run.world.fail_together("reading the loss's guide or teacher"):
+        if run.world.is_main:
+            teachers = teachers_identity([path for loss in inputs.losses for path in guide_paths(loss)])
+    identity |= run.world.broadcast(teachers)
     identity |= {BASE_WEIGHTS: run.world.broadcast(inputs.base_digest)}
     checkpointer = Checkpointer(
         run.run_dir.checkpoints,

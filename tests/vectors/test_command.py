@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.inference.stored_vectors import StoredVectors
 from embedtrain.losses.build import build_loss
+from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides
 from embedtrain.vectors import writing
 from embedtrain.vectors.__main__ import main
@@ -140,9 +142,10 @@ def test_an_interrupted_command_resumes(ranks, inputs, tmp_path):
 
 
 def test_training_without_the_teacher(ranks, inputs, tmp_path):
-    """The losses of the live teacher, on another number of ranks; other vectors are another run."""
+    """The losses of the live teacher, on another number of ranks; other vectors or weights are another run."""
     ranks(1, write, options(inputs, tmp_path / "stored", "dtype=fp32"))
-    ranks(1, train, *training(inputs, tmp_path / "live", inputs / "guide"))
+    live = shutil.copytree(inputs / "guide", tmp_path / "guide")
+    ranks(1, train, *training(inputs, tmp_path / "live", live))
     out = tmp_path / "cached"
     output = ranks(2, train, *training(inputs, out, tmp_path / "stored"))[0]
     assert f"guide or teacher {tmp_path / 'stored'}" in output
@@ -150,8 +153,16 @@ def test_training_without_the_teacher(ranks, inputs, tmp_path):
     os.rename(tmp_path / "stored", tmp_path / "first")
     ranks(1, write, options(inputs, tmp_path / "stored", "dtype=fp32", "query_prompt=''"))
     digests = [StoredVectors.open(str(tmp_path / name)).digest for name in ("first", "stored")]
-    with pytest.raises(AssertionError, match=rf"teacher_vectors.*{digests[0]}.*{digests[1]}"):
+    with pytest.raises(AssertionError, match=rf"teacher.*{digests[0]}.*{digests[1]}"):
         ranks(1, train, *training(inputs, out, tmp_path / "stored", "train.steps=4"))
+    before = directory_digest(live)
+    (live / "README.md").write_text("not part of the model")
+    assert directory_digest(live) == before
+    with (live / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(AssertionError, match=rf"teacher.*{live}.*{before}.*{directory_digest(live)}"):
+        ranks(1, train, *training(inputs, tmp_path / "live", live, "train.steps=4"))
 
 
 def test_a_missing_text_is_named(ranks, inputs, tmp_path):

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -23,12 +24,21 @@ _IGNORED = (
 )
 # Of training, what decides about the rows and the exported files although a resumed run may change it.
 _COUNTS = ("data.", "train.init_from", "export.dtype", "export.formats", "export.truncate_dim", "export.rope_theta")
+_INDEX = re.compile(r"\[\d+\]")
 _DATA_IGNORED = ("data.cache_dir", "data.workers")
-# Texts under these names are never paths; under the others they are if they look like one or have one of these names.
-_NOT_PATHS = ("name", "revision", "output_dir", "to", "cache_dir", "vectors_dir", "config", "split", "subset")
-_PATHS = (
-    *("path", "model", "models", "data", "train", "corpus", "teacher", "reranker", "run", "sets", "adapter"),
-    *("tokenizer", "base", "documents", "guide", "members"),
+_SETS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
+_LOSSES = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
+# Options of all kinds of stages that name files, directories or ids of the Hub, without the numbers of elements. Others
+# are texts, whatever they look like.
+_INPUTS = frozenset(
+    (
+        *("model", "models", "adapter", "base", "teacher", "run", "corpus", "reranker", "reranker.path"),
+        *("reranker.adapter", "model.path", "model.config", "model.tokenizer", "model.lora.path"),
+        *("model.sparse.query_weights", "parallel.accelerate_config", "train.init_from"),
+        *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents")),
+        *(f"{sets}{option}" for sets in _SETS for option in ("", ".path", ".candidates", ".train")),
+        *(f"{loss}.{option}" for loss in _LOSSES for option in ("guide", "teacher", "teachers")),
+    )
 )
 
 
@@ -56,13 +66,9 @@ def _counts_in_training(name: str, recipe: Any) -> bool:
 
 def input_paths(stage: Stage) -> dict[str, str]:
     """The options, by dotted name, that count and name local files or directories, and their values."""
-    counted = options_of(stage)
     paths = {}
-    for name, value in _leaves(stage.options, ""):
-        if name not in counted or not isinstance(value, str) or isinstance(value, Enum) or not value:
-            continue
-        last = name.rpartition(".")[2].partition("[")[0]
-        if last in _NOT_PATHS or "\n" in value or not (last in _PATHS or "/" in value):
+    for name, value in options_of(stage).items():
+        if not isinstance(value, str) or not value or _INDEX.sub("", name) not in _INPUTS:
             continue
         path = os.path.expanduser(value)
         if _is_below(path, stage.directory.parent) or glob.has_magic(path) or os.path.lexists(path):

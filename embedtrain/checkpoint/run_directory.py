@@ -140,13 +140,14 @@ _LOCK_TIMEOUT = 10.0
 
 
 @contextlib.contextmanager
-def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
-    """Hold the lock of an output directory while the block runs. A collective.
+def output_dir_lock(path: Path, world: World, timeout: float, output_dir: Path | None = None) -> Iterator[None]:
+    """Hold the lock of an output directory, by default the one that `path` is in, while the block runs. A collective.
 
     The operating system releases the lock if the run is killed. Raises ConfigError on every rank alike if another run
     holds the lock, or if a rank cannot see the directory within `timeout` seconds.
     """
     lock_timeout = min(_LOCK_TIMEOUT, timeout / 2)
+    output_dir = output_dir or path.parent
     lock = FileLock(path)
     owner = ""
     with contextlib.ExitStack() as stack:
@@ -157,23 +158,23 @@ def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
                     stack.enter_context(lock.acquire(timeout=lock_timeout))
                 except Timeout:
                     raise ConfigError(
-                        f"output_dir={path.parent} is in use by {_holder(path)}: wait for it, stop it, or choose "
+                        f"output_dir={output_dir} is in use by {_holder(path)}: wait for it, stop it, or choose "
                         f"another output_dir"
                     ) from None
                 owner = _describe_run(world)
                 path.write_text(owner, encoding="utf-8")
         owner = world.broadcast(owner)
         with world.fail_together("looking at the output directory"):
-            _require_visible(path, owner, lock_timeout)
+            _require_visible(path, output_dir, owner, lock_timeout)
         yield
 
 
-def _require_visible(path: Path, owner: str, timeout: float) -> None:
+def _require_visible(path: Path, output_dir: Path, owner: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not (path.is_file() and path.read_text(encoding="utf-8") == owner):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(owner)['host']} "
+                f"output_dir={output_dir}: {socket.gethostname()} does not see what {json.loads(owner)['host']} "
                 f"wrote there: it must be on a file system that all hosts share"
             )
         time.sleep(0.1)

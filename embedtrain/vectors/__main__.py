@@ -1,5 +1,6 @@
 """`torchrun -m embedtrain.vectors model=DIR data=[PATH,...] output_dir=DIR`: a teacher's vectors on all ranks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,11 @@ from embedtrain.loading.command_model import command_model_config
 from embedtrain.vectors.options import VectorsOptions, compose_vectors
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.data.cache.row_store import RowStore
+    from embedtrain.distributed.world import World
     from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
+    from embedtrain.vectors.writing import VectorDirectory
 
 
 def compose(arguments: list[str]) -> VectorsOptions:
@@ -24,16 +29,11 @@ def compose(arguments: list[str]) -> VectorsOptions:
 
 def main(options: VectorsOptions) -> Path:
     """Read the rows, encode each text once, and write the vectors. Returns the directory."""
-    from embedtrain.data.cache.cache import Cache, writable_cache_directory
-    from embedtrain.data.cache.read_sources import read_sources
-    from embedtrain.data.sources.layouts import TEXTS_ONLY
-    from embedtrain.data.sources.resolve import expand_sources
     from embedtrain.distributed.sharding import resolve_precision
-    from embedtrain.distributed.world import explain_lost_contact, joined_world
-    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.distributed.world import joined_world
     from embedtrain.inference.vector_cache import model_identity
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
-    from embedtrain.loading.encoder_model import load_encoder_model, open_encoder_source
+    from embedtrain.loading.encoder_model import open_encoder_source
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
     from embedtrain.vectors.writing import VectorDirectory, distinct_texts
@@ -47,14 +47,7 @@ def main(options: VectorsOptions) -> Path:
         with world.fail_together("opening the model"), command_option_names(MODEL_OPTION_NAMES):
             source = open_encoder_source(command_model_config(options))[1]
             _require_vectors(options, source)
-        fallback = output_dir.with_name(f"{output_dir.name}.cache")
-        cache_dir = writable_cache_directory(options.cache_dir, fallback, world, console.note)
-        with world.fail_together("reading rows"), console.progress() as progress:
-            cache = Cache.of_world(cache_dir, world, progress=progress)
-            stores = read_sources(expand_sources(options.data), options.on_error, TEXTS_ONLY, cache)
-            cache.verification.wait()
-        for store in stores:
-            console.note(str(store.report))
+        stores = _read_rows(options, output_dir, world, console)
         prompts = source.prompts.get("query", ""), source.prompts.get("document", "")
         with world.fail_together("collecting texts"):
             texts = distinct_texts(stores, *prompts)
@@ -72,21 +65,50 @@ def main(options: VectorsOptions) -> Path:
         if directory.is_complete():
             console.note(f"{options.output_dir} already holds the vectors of this command: nothing to do")
             return output_dir
-        with console.phase("loading the model"):
-            model = load_encoder_model(command_model_config(options), precision, world)
-        for note in model.notes:
-            console.note(note)
-        encoder = SentenceEncoder.from_model(
-            model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard, truncate=False
-        )
-        encoder.truncate_dim = options.dims
-        console.note(f"{len(texts):,} distinct texts with their prompts")
-        with console.progress() as progress:
-            directory.write(encoder, progress)
-        with explain_lost_contact("writing the index"):
-            stored = directory.finish()
-        console.note(f"{options.output_dir}: {stored.describe()}")
+        with directory.locked(options.timeout):
+            if not directory.is_complete():  # another command may just have ended
+                _encode(options, precision, directory, console)
         return output_dir
+
+
+def _read_rows(options: VectorsOptions, output_dir: Path, world: "World", console: "Console") -> "Sequence[RowStore]":
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
+    from embedtrain.data.cache.read_sources import read_sources
+    from embedtrain.data.sources.layouts import TEXTS_ONLY
+    from embedtrain.data.sources.resolve import expand_sources
+
+    fallback = output_dir.with_name(f"{output_dir.name}.cache")
+    cache_dir = writable_cache_directory(options.cache_dir, fallback, world, console.note)
+    with world.fail_together("reading rows"), console.progress() as progress:
+        cache = Cache.of_world(cache_dir, world, progress=progress)
+        stores = read_sources(expand_sources(options.data), options.on_error, TEXTS_ONLY, cache)
+        cache.verification.wait()
+    for store in stores:
+        console.note(str(store.report))
+    return stores
+
+
+def _encode(options: VectorsOptions, precision: Precision, directory: "VectorDirectory", console: "Console") -> None:
+    """Load the model, and write what is missing of the directory."""
+    from embedtrain.distributed.world import explain_lost_contact
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.loading.encoder_model import load_encoder_model
+
+    world = directory.world
+    with console.phase("loading the model"):
+        model = load_encoder_model(command_model_config(options), precision, world)
+    for note in model.notes:
+        console.note(note)
+    encoder = SentenceEncoder.from_model(
+        model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard, truncate=False
+    )
+    encoder.truncate_dim = options.dims
+    console.note(f"{len(directory.texts):,} distinct texts with their prompts")
+    with console.progress() as progress:
+        directory.write(encoder, progress)
+    with explain_lost_contact("writing the index"):
+        stored = directory.finish()
+    console.note(f"{options.output_dir}: {stored.describe()}")
 
 
 def _require_vectors(options: VectorsOptions, source: "ModelSource") -> None:

@@ -5,11 +5,12 @@ Parts are written beside the directory, to DIR.unfinished, which is renamed when
 n: texts of all rows, with repetitions; U: distinct texts, each with its prompt.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save
 
+from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.checksums import file_checksum
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
@@ -67,7 +69,10 @@ class DistinctTexts:
 
 
 def distinct_texts(stores: Sequence[RowStore], query_prompt: str, document_prompt: str) -> DistinctTexts:
-    """All queries, positives and negatives of all rows with their prompts, each once."""
+    """All queries, positives and negatives of all rows with their prompts, each once.
+
+    A text that has the same prompt as a query and as a document is one of them: a dense model encodes both alike.
+    """
     keys: list[Keys] = []
     sources, rows, positions = array("i"), array("q"), array("i")
     for source, store in enumerate(stores):
@@ -124,6 +129,20 @@ class VectorDirectory:
                     )
                 complete = True
         return complete
+
+    @contextlib.contextmanager
+    def locked(self, timeout: float) -> Iterator[None]:
+        """Keep other commands from writing the directory; a ConfigError if another one does. A collective."""
+        lock = self.directory.with_name(f"{self.directory.name}.lock")
+        with self.world.fail_together("creating the folder of output_dir"):
+            if self.world.is_main:
+                make_folder(lock.parent)
+        with output_dir_lock(lock, self.world, timeout, self.directory):
+            try:
+                yield
+            finally:
+                if self.world.is_main:
+                    lock.unlink(missing_ok=True)
 
     def write(self, encoder: SentenceEncoder, progress: ProgressCallback) -> None:
         """Encode and write the parts that an interrupted command has not written."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, TeacherMap
@@ -139,6 +140,14 @@ def test_an_interrupted_command_resumes(ranks, inputs, tmp_path):
     digest = StoredVectors.open(str(tmp_path / "cut")).index["inputs"]
     assert str(tmp_path / "cut") in message
     assert digest in message
+
+
+def test_two_commands_cannot_write_one_directory(ranks, inputs, tmp_path):
+    with FileLock(tmp_path / "stored.lock"):
+        (message,) = ranks(1, rejection, options(inputs, tmp_path / "stored", "timeout=2"))
+    assert f"output_dir={tmp_path / 'stored'} is in use by another run" in message
+    ranks(1, write, options(inputs, tmp_path / "stored"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stored"]
 
 
 def test_training_without_the_teacher(ranks, inputs, tmp_path):

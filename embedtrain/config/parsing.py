@@ -5,14 +5,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from embedtrain.config.heads import HeadConfig
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, LossConfig
 from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, unknown_loss
+from embedtrain.config.optim import ParameterGroup
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
@@ -24,6 +27,8 @@ GROUPS = ("recipe", "model", "loss", "parallel")  # `GROUP=NAME` chooses a file 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '(([^=']+)=([^']*))'")  # of Hydra
 _MAX_MESSAGE = 2000  # characters: errors repeat values, which may be long
+# Options that are lists of mappings, by the dataclass of their elements.
+_LISTS = {ParameterGroup: "optim.groups", HeadConfig: "model.heads"}
 _LOSSES_EXAMPLE = "must be a list, such as loss.losses=[{name: infonce}, {name: orthogonal, weight: 0.1}]"
 
 
@@ -159,6 +164,10 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
         return _NO_PACKAGE if "@recipe." in str(error) else " ".join(str(error).split())
     option = cause.full_key or ""
     parent_type = cause.object_type
+    if parent_type in _LISTS and not option.startswith(
+        _LISTS[parent_type]
+    ):  # OmegaConf names only the element's option
+        option = f"{_LISTS[parent_type]}[{_failing_index(parent_type, values)}].{option}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if parent_type is Recipe and option == "recipe":
             return _NO_PACKAGE
@@ -170,6 +179,8 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
     message = re.sub(r"^\w+ raised while resolving interpolation: ", "", message)
     if re.search(r"Merge error: \w+Config is not a subclass of \w+Config", message):
         return f"loss takes one loss; for several write loss=combined and loss.losses, which {_LOSSES_EXAMPLE}"
+    if form := _form_of_list(option, message, values):
+        return form
     if option == "loss.losses":
         return f"loss.losses {_LOSSES_EXAMPLE}"
     value = values.get(option)
@@ -179,3 +190,31 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
     if "expected one of" in message and value is not None and (ours := counterpart(option, str(value))):
         message += f": write {ours}"
     return f"{written}: {message}" if option else message
+
+
+def _form_of_list(option: str, message: str, values: Mapping[str, Any]) -> str | None:
+    """The message for a list of mappings that has another form."""
+    for kind, name in _LISTS.items():
+        is_element = re.fullmatch(rf"{name}(\[\d+\])?", option) is not None
+        if is_element or (option.startswith(f"{name}[") and "missing mandatory" in message):
+            required, *others = (field.name for field in dataclasses.fields(kind))
+            written = f"{name}={values[name]}" if name in values else name
+            return (
+                f"{written}: must be a list of mappings, such as {name}=[{{{required}: ...}}], with {required} and any "
+                f"of {', '.join(others)}"
+            )
+    return None
+
+
+def _failing_index(kind: type, values: Mapping[str, Any]) -> str:
+    """The number of the first element of a list of the command line that is no `kind`; empty for a list of a file."""
+    try:
+        elements: Any = OverridesParser.create().parse_override(f"list={values[_LISTS[kind]]}").value()
+    except (KeyError, HydraException):
+        return ""
+    for index, element in enumerate(elements):
+        try:
+            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), escape_interpolations(element)))
+        except OmegaConfBaseException:
+            return str(index)
+    return ""

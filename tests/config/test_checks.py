@@ -426,3 +426,21 @@ def test_options_of_tracking():
     )
     recipe.tracking.profile_ranks = None
     assert check_recipe(recipe) is recipe
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("optim.groups=[bias]", "optim.groups=[bias]: must be a list of mappings, such as optim.groups=[{match: ...}]"),
+        ("optim.groups=bias", "optim.groups=[{match: ...}]"),
+        ("optim.groups=[{lr: 1}]", "optim.groups=[{match: ...}]"),
+        ("model.heads=[256]", "model.heads=[256]: must be a list of mappings, such as model.heads=[{out: ...}]"),
+        ("model.heads=[{out: 8},{out: x}]", "model.heads[1].out: Value 'x'"),
+        ("model.heads=[{out: 8, activation: swish}]", "model.heads[0].activation: Invalid value 'swish'"),
+        ("optim.groups=[{mach: a}]", "unknown option optim.groups[0].mach, did you mean match?"),
+    ],
+)
+def test_lists_of_options_of_another_form(argument, words):
+    with pytest.raises(ConfigError) as caught:
+        compose_recipes(["name=t", argument])
+    assert words in str(caught.value)

@@ -12,11 +12,9 @@ from embedtrain.calibrate import __main__ as calibrate
 from embedtrain.calibrate.head import write_directory
 from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, read_ranges
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ModelError
 from embedtrain.evaluate import __main__ as evaluate
 from embedtrain.losses.quantisation import Quantiser
-from embedtrain.models.source import open_model_source
 from tests.custom_code import model_with_remote_code
 from tests.small import save_guide, small_model, text, write_beir
 
@@ -125,6 +123,7 @@ def test_evaluate_uses_the_ranges_of_the_directory(ranks, tmp_path):
         (["output_dir=taken"], "output_dir=taken"),
         (["model=plain"], "/.*plain, which has no modules.json"),
         (["documents=1"], "documents=1"),
+        (["output_dir=guide/1_Pooling/out"], "output_dir=guide/1_Pooling/out is inside "),
     ],
 )
 def test_what_cannot_be_calibrated(ranks, tmp_path, more, message):
@@ -137,6 +136,25 @@ def test_what_cannot_be_calibrated(ranks, tmp_path, more, message):
     with pytest.raises(AssertionError, match=f"ConfigError: {message}"):
         ranks(1, calibrated_in, tmp_path, arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_transformer_is_in_a_folder_of_its_own(ranks, tmp_path):
+    model = save_guide(small_model("bert"), tmp_path)
+    modules = json.loads((model / "modules.json").read_text())
+    (model / "0_Transformer").mkdir()
+    for path in sorted(model.iterdir()):
+        if path.is_file() and path.name not in ("modules.json", "config_sentence_transformers.json"):
+            path.rename(model / "0_Transformer" / path.name)
+    modules[0]["path"] = "0_Transformer"
+    (model / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(f'{{"_id": "{i}", "text": "{each}"}}\n' for i, each in enumerate(TEXTS))
+    )
+    out = tmp_path / "out"
+    ranks(1, calibrated, [[f"model={model}", f"data={tmp_path / 'corpus.jsonl'}", f"output_dir={out}", "head=mean"]])
+    raw = raw_vectors(model)
+    assert encode(out) == pytest.approx(normalised(raw - raw.mean(0)), abs=2e-4)
+    assert read_ranges(out / "0_Transformer").keys() == {raw.shape[1]}
 
 
 def calibrated_in(world, folder, arguments):
@@ -153,6 +171,5 @@ def test_a_model_with_python_code_is_written_if_its_code_is_trusted(tmp_path):
     (model / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
     (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    source = open_model_source(ModelConfig(path=str(model), trust_remote_code=True))
-    write_directory(tmp_path / "calibrated", source, None, {}, {})
+    write_directory(tmp_path / "calibrated", model, None, {}, {}, trust_remote_code=True)
     assert (tmp_path / "calibrated" / "modeling_pairing.py").is_file()

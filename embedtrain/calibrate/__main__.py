@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from embedtrain.calibrate.options import CalibrateOptions, compose_calibrate
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
-from embedtrain.errors import DataError
+from embedtrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from torch import Tensor
@@ -29,14 +29,13 @@ def compose(arguments: list[str]) -> CalibrateOptions:
 
 def main(options: CalibrateOptions) -> Path:
     """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
-    from embedtrain.calibrate.head import fit_head, ranges_of, require_calibratable, write_directory
+    from embedtrain.calibrate.head import fit_head, ranges_of, write_directory
     from embedtrain.checkpoint.export.replacement import export_lock, replace_export, require_replaceable
-    from embedtrain.config.compressed import check_kind_of_vectors
     from embedtrain.config.recipe import ModelConfig
-    from embedtrain.config.validation import OptionChecks
     from embedtrain.distributed.world import joined_world
     from embedtrain.loading.encoder_model import load_encoder_model
     from embedtrain.loading.load import quiet_libraries
+    from embedtrain.models.hub import resolve_directory
     from embedtrain.models.stored_weights import weights_digest
     from embedtrain.tracking.console import Console
 
@@ -47,6 +46,7 @@ def main(options: CalibrateOptions) -> Path:
         with world.fail_together("checking output_dir"):
             if world.is_main:
                 output_dir = require_replaceable(output_dir, Path(options.model).expanduser())
+                _require_outside(output_dir, options.model)
         texts = _sampled_texts(options, world)
         config = ModelConfig(
             path=options.model,
@@ -58,13 +58,7 @@ def main(options: CalibrateOptions) -> Path:
         )
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
-        check_kind_of_vectors(model.source.kind, "model")
-        require_calibratable(model.source, options.model)
-        dimension, check = model.source.dimension, OptionChecks(options)
-        check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
-        num_out = options.dims or dimension
-        check.require(max(options.ranges, default=1) <= num_out, "ranges", f"the vectors have {num_out} dimensions")
-        check.require(len(texts) > 1, "data", "has fewer than two documents")
+        num_out = _check_model(options, model, texts)
         vectors = _encode(options, model, texts, world, console)
         with console.phase("writing the directory"), world.fail_together("writing the directory"):
             if world.is_main:
@@ -73,16 +67,44 @@ def main(options: CalibrateOptions) -> Path:
                 ranges = {size: ranges_of(outputs, size) for size in dict.fromkeys((num_out, *options.ranges))}
                 digest = hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).hexdigest()
                 origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
+                origin |= {"head": options.head.value}
                 with export_lock(output_dir) as unfinished:
-                    write_directory(unfinished, model.source, head, ranges, origin | {"head": options.head.value})
+                    root = resolve_directory(options.model, options.revision, "model", "revision")
+                    trusted = options.trust_remote_code
+                    write_directory(unfinished, root, head, ranges, origin, trust_remote_code=trusted)
                     replace_export(output_dir, unfinished)
                 if head is not None:
                     console.note(
-                        f"head: {options.head.value}, {dimension} to {num_out} dimensions with {head.explained:.1%} of "
-                        f"the variance of {len(texts):,} documents"
+                        f"head: {options.head.value}, {model.source.dimension} to {num_out} dimensions with "
+                        f"{head.explained:.1%} of the variance of {len(texts):,} documents"
                     )
         console.note(f"model: {output_dir}")
         return output_dir
+
+
+def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[str]) -> int:
+    """The dimensions of the new vectors; a ConfigError if the model has no such vectors, or the sample is too small."""
+    from embedtrain.calibrate.head import require_calibratable
+    from embedtrain.config.compressed import check_kind_of_vectors
+    from embedtrain.config.validation import OptionChecks
+
+    check_kind_of_vectors(model.source.kind, "model")
+    require_calibratable(model.source, options.model)
+    dimension, check = model.source.dimension, OptionChecks(options)
+    check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
+    num_out = options.dims or dimension
+    check.require(max(options.ranges, default=1) <= num_out, "ranges", f"the vectors have {num_out} dimensions")
+    check.require(len(texts) > 1, "data", "has fewer than two documents")
+    return num_out
+
+
+def _require_outside(output_dir: Path, model: str) -> None:
+    """A ConfigError for a folder inside the model's directory, which would become part of its own copy."""
+    directory = Path(model).expanduser()
+    if directory.is_dir() and output_dir.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"output_dir={output_dir} is inside {directory}, which is copied: name a folder outside of it"
+        )
 
 
 def _sampled_texts(options: CalibrateOptions, world: "World") -> list[str]:

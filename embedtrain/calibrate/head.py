@@ -90,22 +90,23 @@ def require_calibratable(source: ModelSource, model: str) -> None:
 
 def write_directory(
     directory: Path,
-    source: ModelSource,
+    model: Path,
     head: AffineHead | None,
     ranges: Mapping[int, Ranges],
     origin: Mapping[str, Any],
+    *,
+    trust_remote_code: bool,
 ) -> None:
     """Copy a model directory and add the head, before the normalisation, and the ranges.
 
     Raises ModelError if the new directory cannot be opened.
     """
-    assert source.directory is not None, "a model has a directory, unless it is made from a configuration"
-    shutil.copytree(source.directory, directory, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     if head is not None:
         _add_head(directory, head)
     write_ranges(directory / QUANTISATION_FILE, ranges, origin)
     write_record(directory)
-    open_model_source(ModelConfig(path=str(directory), trust_remote_code=source.trust_remote_code))
+    open_model_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
 
 
 def _add_head(directory: Path, head: AffineHead) -> None:

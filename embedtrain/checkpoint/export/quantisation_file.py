@@ -27,9 +27,15 @@ _KEYS = ("min", "max")
 
 
 def read_ranges(directory: Path | None) -> dict[int, Ranges]:
-    """Ranges by the number of dimensions; none without the file. ModelError if it is not as described."""
-    path = None if directory is None else directory / QUANTISATION_FILE
-    if path is None or not path.is_file():
+    """Ranges by the number of dimensions; none without the file. ModelError if it is not as described.
+
+    `directory` has the weights of a model: the file may be beside them, or beside modules.json in the folder above.
+    """
+    if directory is None:
+        return {}
+    is_nested = not (directory / "modules.json").is_file() and (directory.parent / "modules.json").is_file()
+    path = (directory.parent if is_nested else directory) / QUANTISATION_FILE
+    if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_bytes())

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,12 @@ from embedtrain.loading.command_model import command_model_config
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
+    from embedtrain.evaluate.inputs import Inputs
     from embedtrain.evaluation.compressed import CompressedVectors
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.score import PairScorer
+    from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.loading.load import LoadedModel
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
@@ -47,12 +49,8 @@ def main(options: EvaluateOptions) -> Metrics:
     from embedtrain.evaluate.inputs import read_inputs
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, run_tasks
     from embedtrain.evaluate.stages import Models, stages
-    from embedtrain.evaluation.set_kinds import check_sets_of_kind
-    from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.loading.reranker import open_reranker
     from embedtrain.tracking.console import Console
-    from embedtrain.tracking.metrics import DatasetInfo, evaluation_row
 
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
@@ -63,29 +61,12 @@ def main(options: EvaluateOptions) -> Metrics:
         with world.fail_together("opening metrics.jsonl"):
             output_dir.mkdir(parents=True, exist_ok=True)
             metrics_file = _open_metrics(output_dir) if world.is_main else None
-        datasets: dict[str, DatasetInfo] = {}
-
-        def record(
-            name: str, values: Mapping[str, float], dataset: DatasetInfo, origin: Mapping[str, str] | None = None
-        ) -> None:
-            datasets[name] = dataset
-            if metrics_file is not None:
-                row = evaluation_row(0, name, values, dataset)
-                metrics_file.append_new({**row, **({"model": options.model} if origin is None else origin)})
-
+        rows = _Rows(metrics_file, options.model)
         model = _load_model(options, world, console) if options.model else None
         scorer = _load_scorer(options, reranker, world, console)
-        encoder: SentenceEncoder | None = None
-        vector_cache: VectorCache | None = None
-        if model is not None:
-            check_sets_of_kind(inputs.sets, model.source.kind, "sets")
-            encoder = SentenceEncoder.from_model(
-                model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard
-            )
-            identity = _identity(options, model, world)
-            if options.vectors_dir:
-                vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity)
-
+        encoder, identity, vector_cache = (
+            (None, {}, None) if model is None else _open_encoder(options, model, inputs, world)
+        )
         models = Models(encoder, scorer, vector_cache, inputs.function, _compressed(options, model))
         metrics: Metrics = {}
         of_queries: dict[str, QueryMetrics] = {}  # of sets that a reranker orders
@@ -94,12 +75,11 @@ def main(options: EvaluateOptions) -> Metrics:
             if inputs.sets or inputs.function is not None:
                 with console.phase("evaluating"):
                     for stage in stages(options, inputs.sets, models, world):
+                        record = functools.partial(rows.record, origin=stage.origin)
                         metrics |= stage.evaluator.evaluate(
                             save_runs=output_dir / "runs" if options.save_runs else None,
                             progress=progress,
-                            on_result=_noting_speed(
-                                stage.evaluator, functools.partial(record, origin=stage.origin), console
-                            ),
+                            on_result=_noting_speed(stage.evaluator, record, console),
                             on_queries=None if scorer is None else of_queries.__setitem__,
                         )
             if options.mteb and model is not None and encoder is not None:
@@ -111,12 +91,36 @@ def main(options: EvaluateOptions) -> Metrics:
                     index=options.index,
                     vector_cache=vector_cache,
                     progress=progress,
-                    on_result=record,
+                    on_result=rows.record,
                 )
-        _report(options, metrics | task_results.metrics, datasets, of_queries, world, console)
+        _report(options, metrics | task_results.metrics, rows.datasets, of_queries, world, console)
         if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
         return metrics | task_results.metrics
+
+
+@dataclass
+class _Rows:
+    """Writes a row to metrics.jsonl for each result, and remembers what it was measured on."""
+
+    file: "MetricsFile | None"  # of rank 0
+    model: str
+    datasets: "dict[str, DatasetInfo]" = field(default_factory=dict)  # by the name of the result
+
+    def record(
+        self,
+        name: str,
+        values: Mapping[str, float],
+        dataset: "DatasetInfo",
+        origin: Mapping[str, str] | None = None,
+    ) -> None:
+        """A result; `origin` is what its row has besides the metrics, by default the model."""
+        from embedtrain.tracking.metrics import evaluation_row
+
+        self.datasets[name] = dataset
+        if self.file is not None:
+            row = evaluation_row(0, name, values, dataset)
+            self.file.append_new({**row, **({"model": self.model} if origin is None else origin)})
 
 
 def _noting_speed(evaluator: "Evaluator", record: "ResultCallback", console: "Console") -> "ResultCallback":
@@ -154,6 +158,21 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     for note in model.notes:
         console.note(note)
     return model
+
+
+def _open_encoder(
+    options: EvaluateOptions, model: "LoadedModel", inputs: "Inputs", world: "World"
+) -> "tuple[SentenceEncoder, dict[str, Any], VectorCache | None]":
+    """What encodes texts with the model, the identity of its vectors, and their cache if the user wants one."""
+    from embedtrain.evaluation.set_kinds import check_sets_of_kind
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.vector_cache import VectorCache
+
+    check_sets_of_kind(inputs.sets, model.source.kind, "sets")
+    encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
+    identity = _identity(options, model, world)
+    directory = options.vectors_dir
+    return encoder, identity, VectorCache(Path(directory).expanduser(), identity) if directory else None
 
 
 def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -55,25 +56,10 @@ def export_run(
     """Write `model/` from the live weights, or those of the best step if one was selected. Every rank calls it."""
     step = exported_step(recipe, state)
     if step != state.step:
-        with world.fail_together("opening the best checkpoint"):
-            folder = open_checkpoint(step_path(run_dir.checkpoints, step))
-        has_average = recipe.optim.ema is not None and AVERAGE in folder.kinds
-        read_tensors(folder, trained, None, AVERAGE if has_average else WEIGHTS)
+        _read_best(recipe, trained, step_path(run_dir.checkpoints, step), world)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
     config, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
-    reference: ExportReference | None = None
-    if config.check:
-        tolerance = export_tolerance(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32)
-        vectors = _probe_outputs(model, encoder)
-        base_vectors: Tensor | None = None
-        if model.adapted is not None:
-            with without_adapters(model.encoder):
-                base_vectors = _probe_outputs(model, encoder).cpu()
-        prompts, tokenizer = model.source.prompts, model.tokenizer
-        compared = compared_pairs(tokenizer, PROBES, prompts)
-        reference = ExportReference(vectors, tolerance, prompts, tokenizer.max_length, base_vectors, compared=compared)
-        if recipe.parallel.precision is not Precision.fp32:
-            reference = replace(reference, min_effect=MIN_BF16_EFFECT)
+    reference = _reference(model, encoder, recipe.parallel.precision, dtype) if config.check else None
     weights = live_weights(model.encoder)
     difference: float | None = None
     with contextlib.ExitStack() as stack:
@@ -85,15 +71,9 @@ def export_run(
         with world.fail_together("exporting the model"):
             run_dir.require_intact()
             adapter = None if model.adapted is None else _adapter_base(model, recipe, run_dir)
+            architecture, base = run_dir.architecture, model.source
             export = plan_export(
-                run_dir.model,
-                unfinished,
-                run_dir.architecture,
-                weights,
-                dtype,
-                config,
-                adapter=adapter,
-                base=model.source,
+                run_dir.model, unfinished, architecture, weights, dtype, config, adapter=adapter, base=base
             )
             if world.is_main:
                 export.begin()
@@ -112,21 +92,56 @@ def export_run(
                     formats=config.formats,
                     name=config.push_to_hub,
                 )
-                difference = export.finish(
-                    card, reference, trust_remote_code=recipe.model.trust_remote_code, phase=tracker.phase
-                ).difference
-        if not config.check:
+                trusted = recipe.model.trust_remote_code
+                difference = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase).difference
+        if reference is None:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
         with world.fail_together("uploading the model"):
-            if world.is_main and config.push_to_hub is not None:
-                with tracker.phase(f"uploading to {config.push_to_hub}"):
-                    address = upload_model(run_dir.model, config.push_to_hub, private=config.private, step=step)
-                tracker.note(f"uploaded: {address}")
+            if world.is_main:
+                _upload(recipe, run_dir, step, tracker)
     return ExportResult(run_dir.model, world.broadcast(difference), dtype)
 
 
+def _read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world: World) -> None:
+    """Read the weights of the best step, or their average."""
+    with world.fail_together("opening the best checkpoint"):
+        folder = open_checkpoint(checkpoint)
+    has_average = recipe.optim.ema is not None and AVERAGE in folder.kinds
+    read_tensors(folder, trained, None, AVERAGE if has_average else WEIGHTS)
+
+
+def _upload(recipe: Recipe, run_dir: RunDirectory, step: int, tracker: Tracker) -> None:
+    """Upload the exported model, if the recipe says where."""
+    repository = recipe.export.push_to_hub
+    if repository is not None:
+        with tracker.phase(f"uploading to {repository}"):
+            address = upload_model(run_dir.model, repository, private=recipe.export.private, step=step)
+        tracker.note(f"uploaded: {address}")
+
+
+def _reference(
+    model: LoadedModel, encoder: SentenceEncoder, precision: Precision, dtype: torch.dtype
+) -> ExportReference:
+    """What an export in `dtype` has to reproduce. A collective."""
+    vectors = _probe_outputs(model, encoder)
+    base_vectors: Tensor | None = None
+    if model.adapted is not None:
+        with without_adapters(model.encoder):
+            base_vectors = _probe_outputs(model, encoder).cpu()
+    prompts, tokenizer = model.source.prompts, model.tokenizer
+    reference = ExportReference(
+        vectors,
+        export_tolerance(dtype, exact_encoder=precision is Precision.fp32),
+        prompts,
+        tokenizer.max_length,
+        base_vectors,
+        compared=compared_pairs(tokenizer, PROBES, prompts),
+    )
+    return reference if precision is Precision.fp32 else replace(reference, min_effect=MIN_BF16_EFFECT)
+
+
 def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
-    """What an export has to reproduce, see `probe_vectors`. A collective."""
+    """The outputs for the probe texts, see `probe_vectors`. A collective."""
     tokenizer, prompts, device = model.tokenizer, model.source.prompts, encoder.world.device
     if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer | M3Tokenizer | StaticQueryTokenizer):
         return encoder.encode_all(PROBES)

@@ -1,6 +1,7 @@
 """Small models of real architectures, a tokenizer, and batches to run them on."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -208,3 +209,12 @@ def write_beir(folder: Path, num_rows: int) -> Path:
     judged = "".join(f"q{i}\td{i}\t1\n" for i, _ in found)
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
     return folder
+
+
+def assert_same_gradient(grads: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """All gradients, within rounding; those that are small beside the others with a tolerance of the whole."""
+    assert grads.keys() == expected.keys()
+    norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    for name, grad in expected.items():
+        error = (grads[name].double() - grad).norm() / max(grad.norm(), 1e-3 * norm)
+        assert error < 1e-5, name

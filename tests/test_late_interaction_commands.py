@@ -9,10 +9,10 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
 
-from embedtrain import evaluate, load_encoder, mine, train
+from embedtrain import evaluate, load_encoder, train
 from embedtrain.errors import ConfigError
-from tests.commands import call
 from tests.late_interaction_models import PUNCTUATION, multi_vector_model, save_backbone
+from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, text
 
 CORPUS = {f"d{i}": text(i, 2 + i % 9) + f", {WORDS[i % 7]}." for i in range(40)}
@@ -102,33 +102,19 @@ def test_metrics_during_training_are_those_of_the_exported_model(model_dir: Path
         train(data=rows, model=model_dir, evaluation=moods, output_dir=tmp_path / "not", options=options, quiet=True)
 
 
-def test_search(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"_id": d, "text": words}) + "\n" for d, words in CORPUS.items()))
-    printed = call("embedtrain.search", f"model={model_dir}", f"corpus={corpus}", f"query={QUERIES['q3']}", "top_k=4")
-    scores, numbers = (part.tolist() for part in their_scores[3].topk(4))
-    expected = [[f"{score:.3f}", f"d{number}"] for score, number in zip(scores, numbers, strict=True)]
-    assert [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[d] for d in CORPUS]] == expected
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"_id": d, "text": words}) + "\n" for d, words in CORPUS.items()))
+    return path
 
 
-def test_mine(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path) -> None:
-    rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"_id": d, "text": words}) + "\n" for d, words in CORPUS.items()))
-    options: dict[str, Any] = {"negatives": 3, "precision": "fp32", "scores": True, "corpus": [str(corpus)]}
-    options |= {"relative_margin": None, "absolute_margin": None, "max_score": None, "rank_min": 0}
-    for teacher in (None, str(model_dir)):
-        mined_files = mine(
-            model_dir, rows, tmp_path / f"mined-{teacher is None}", teacher=teacher, quiet=True, **options
-        )
-        mined = [json.loads(line) for line in mined_files.files[0].read_text().splitlines()]
-        for number, row in enumerate(mined):
-            scores = their_scores[number].clone()
-            positive = float(scores[number])
-            scores[number] = -torch.inf
-            best = scores.topk(3)
-            assert row["neg"] == [CORPUS[f"d{document}"] for document in best.indices.tolist()]
-            assert row["pos_scores"] + row["neg_scores"] == pytest.approx([positive, *best.values.tolist()], abs=1e-5)
+def test_search(model_dir: Path, their_scores: torch.Tensor, corpus: Path) -> None:
+    assert_found(model_dir, corpus, QUERIES["q3"], their_scores[3])
+
+
+def test_mine(model_dir: Path, their_scores: torch.Tensor, corpus: Path, tmp_path: Path) -> None:
+    assert_mined(model_dir, [*QUERIES.values()], [*CORPUS.values()], corpus, their_scores, tmp_path)
 
 
 def test_load_encoder(model_dir: Path, theirs: Any) -> None:

@@ -12,9 +12,10 @@ from sentence_transformers.sparse_encoder.evaluation import SparseInformationRet
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from sentence_transformers.sparse_encoder.modules import Transformer as SparseTransformer
 
-from embedtrain import evaluate, load_encoder, mine
+from embedtrain import evaluate, load_encoder
 from embedtrain.config.recipe import ModelKind
 from tests.commands import call
+from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, save_language_model, small_model, text
 from tests.tracking.report.runs import make_run
 
@@ -82,29 +83,11 @@ def test_evaluate(model_dir: Path, theirs: Any, tmp_path: Path) -> None:
 
 
 def test_search(model_dir: Path, their_scores: torch.Tensor, corpus: Path) -> None:
-    printed = call("embedtrain.search", f"model={model_dir}", f"corpus={corpus}", f"query={QUERIES['q3']}", "top_k=4")
-    scores, numbers = (part.tolist() for part in their_scores[3].topk(4))
-    expected = [[f"{score:.3f}", f"d{number}"] for score, number in zip(scores, numbers, strict=True)]
-    assert [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[d] for d in CORPUS]] == expected
-    assert "Warning" not in printed
+    assert "Warning" not in assert_found(model_dir, corpus, QUERIES["q3"], their_scores[3])
 
 
 def test_mine(model_dir: Path, their_scores: torch.Tensor, corpus: Path, tmp_path: Path) -> None:
-    rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]
-    options: dict[str, Any] = {"negatives": 3, "precision": "fp32", "scores": True, "corpus": [str(corpus)]}
-    options |= {"relative_margin": None, "absolute_margin": None, "max_score": None, "rank_min": 0}
-    for teacher in (None, str(model_dir)):
-        mined_files = mine(
-            model_dir, rows, tmp_path / f"mined-{teacher is None}", teacher=teacher, quiet=True, **options
-        )
-        mined = [json.loads(line) for line in mined_files.files[0].read_text().splitlines()]
-        for number, row in enumerate(mined):
-            scores = their_scores[number].clone()
-            positive = float(scores[number])
-            scores[number] = -torch.inf
-            best = scores.topk(3)
-            assert row["pos_scores"] + row["neg_scores"] == pytest.approx([positive, *best.values.tolist()], abs=1e-5)
-            assert row["neg"] == [CORPUS[f"d{document}"] for document in best.indices.tolist()]
+    assert_mined(model_dir, [*QUERIES.values()], [*CORPUS.values()], corpus, their_scores, tmp_path)
 
 
 def test_load_encoder(model_dir: Path, theirs: Any) -> None:

@@ -254,21 +254,17 @@ def _measure_vectors(context: EncoderContext) -> dict[str, float]:
     match context.loaded.data:
         case RetrievalSet(candidates=None) as data:
             return measure_retrieval(data, context)
-        case RetrievalSet() as data:
-            return measure_reranking(data, context)
-        case ScoredPairs() as data:
-            return measure_sts(data, context)
-        case LabelledPairs() as data:
-            return measure_pair_classification(data, context)
         case Bitext() as data:
             return measure_bitext(data, context)
         case ClassificationSet() as data:
             return measure_classification(data, context)
         case ClusteringSet() as data:
             return measure_clustering(data, context)
+        case _:
+            return _measure_scores(context)
 
 
-def _measure_scores(context: ScorerContext) -> dict[str, float]:
+def _measure_scores(context: EncoderContext | ScorerContext) -> dict[str, float]:
     match context.loaded.data:
         case RetrievalSet() as data:
             return measure_reranking(data, context)

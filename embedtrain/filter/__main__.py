@@ -1,18 +1,19 @@
 """`torchrun -m embedtrain.filter model=DIR data=[PATH,...] output_dir=DIR`: a consistency filter on all ranks."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
-from embedtrain.config.paths import require_models, require_sources
 from embedtrain.filter.options import FilterOptions, compose_filter
+from embedtrain.mining.options import require_inputs
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.tracking.console import Console
 
 
 def compose(arguments: list[str]) -> FilterOptions:
     """The options, checked, with paths that exist."""
-    options = compose_filter(arguments)
-    require_models(model=options.model, adapter=options.adapter, teacher=options.teacher)
-    require_sources(options.data, options.corpus)
-    return options
+    return require_inputs(compose_filter(arguments))
 
 
 def main(options: FilterOptions) -> list[Path]:
@@ -20,28 +21,17 @@ def main(options: FilterOptions) -> list[Path]:
 
     Returns the files of kept rows, one for each source.
     """
-    from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.filter.consistency import ConsistencyFilter
     from embedtrain.filter.summary import print_summary
-    from embedtrain.loading.load import quiet_libraries
-    from embedtrain.mining.run import start_row_search
-    from embedtrain.tracking.console import Console
-    from embedtrain.tracking.pages import Page
+    from embedtrain.mining.run import Finish, RowSearch, run_row_search
 
-    quiet_libraries()
-    with joined_world(options.timeout) as world:
-        console = Console(enabled=world.is_main)
-        folder, search = start_row_search(options, world, console, rows="filtered", temporary=".filtering")
-        if search is None:
-            return folder.written_files()
+    def rank_positives(search: RowSearch, console: "Console") -> Finish:
         consistency_filter = ConsistencyFilter(search, options)
         with console.progress() as progress:
             consistency_filter.rank_positives(progress)
-        with explain_lost_contact("writing filtered files"):
-            summary = consistency_filter.finish()
-        if world.is_main:
-            print_summary(Page(), summary, options)
-        return folder.written_files()
+        return consistency_filter.finish
+
+    return run_row_search(options, rank_positives, print_summary, rows="filtered", temporary=".filtering")
 
 
 if __name__ == "__main__":

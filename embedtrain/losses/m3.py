@@ -23,7 +23,7 @@ documents of one query.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,22 +76,17 @@ class M3Loss(ExcludingLoss):
         excluded = ExcludedCandidates.of(self.exclusion, batch_info)
         own = _OwnDocuments.of(batch_info, self.config)
         compare = self._all_documents if self.config.in_batch_negatives else self._own_documents
-        loss, row_losses, entropies, num_correct = compare(anchors, local, batch_info, excluded, own, terms)
+        texts_of_rank = _Compared(anchors, local, batch_info, excluded, own, terms)
+        loss, row_losses, entropies, num_correct = compare(texts_of_rank)
         num_rows, num_texts = max(1, sum(counts.queries)), max(1, sum(counts.queries) + sum(counts.documents))
         metrics = {f"ce/{name}": term / num_rows for name, term in zip((*NAMES, "hybrid"), entropies, strict=True)}
         metrics["accuracy"] = num_correct / num_rows
         metrics["no_lexical"] = sum(_num_without_weight(part.lexical) for part in (anchors, local)) / num_texts
         return LossOutput(loss / num_rows, metrics, row_losses / num_rows)
 
-    def _all_documents(
-        self,
-        anchors: Parts,
-        local: Parts,
-        batch_info: BatchInfo,
-        excluded: ExcludedCandidates,
-        own: "_OwnDocuments",
-        terms: "_Terms",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _all_documents(self, compared: "_Compared") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each query against the documents of all ranks."""
+        anchors, local, batch_info, excluded, own, terms = compared
         rows = batch_info.rows
         sizes, counts = rows.part_sizes.documents, rows.counts.documents
         assert sizes is not None
@@ -113,16 +108,9 @@ class M3Loss(ExcludingLoss):
         values = [part.values for part in (*anchors, *columns)]
         return _Unified.apply(*values, problem)  # type: ignore[no-untyped-call,no-any-return]
 
-    def _own_documents(
-        self,
-        anchors: Parts,
-        local: Parts,
-        batch_info: BatchInfo,
-        excluded: ExcludedCandidates,
-        own: "_OwnDocuments",
-        terms: "_Terms",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _own_documents(self, compared: "_Compared") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each query against its own documents, in rows of G; autograd has the gradient."""
+        anchors, local, batch_info, excluded, own, terms = compared
         owners = batch_info.owners
         scores = compare_parts(anchors, local, owners, batch_info.rows.local_num_documents)
         is_answer = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
@@ -133,6 +121,17 @@ class M3Loss(ExcludingLoss):
         row_losses, entropies, hybrid = terms.of_rows(padded, masked, own.in_rows())
         num_correct = _num_correct(hybrid.detach(), torch.zeros_like(own.columns[:, 0]))
         return row_losses.sum(), row_losses.detach(), entropies.detach(), num_correct
+
+
+class _Compared(NamedTuple):
+    """What a rank compares: its queries and documents, and how."""
+
+    anchors: Parts
+    local: Parts
+    batch_info: BatchInfo
+    excluded: ExcludedCandidates
+    own: "_OwnDocuments"
+    terms: "_Terms"
 
 
 @dataclass(frozen=True, slots=True)

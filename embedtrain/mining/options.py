@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.evaluation import IndexConfig, Unshard
+from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
+
+Options = TypeVar("Options", bound="RowSearchOptions")
 
 
 @dataclass(kw_only=True)
@@ -87,3 +90,10 @@ def _check_source(source: TrainSource, output_dir: str) -> None:
         raise ConfigError(
             f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a directory outside"
         )
+
+
+def require_inputs(options: Options) -> Options:
+    """The same options; an error if the models or rows that they name do not exist."""
+    require_models(model=options.model, adapter=options.adapter, teacher=options.teacher)
+    require_sources(options.data, options.corpus)
+    return options

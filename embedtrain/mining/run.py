@@ -1,15 +1,16 @@
 """What `mine` and `filter` do before they search: read the rows, load the models, and collect the documents."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.config.recipe import Precision
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.sharding import resolve_precision
-from embedtrain.distributed.world import World, explain_lost_contact
+from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.vector_cache import VectorCache, model_identity
@@ -20,6 +21,7 @@ from embedtrain.loading.command_model import (
     command_option_names,
 )
 from embedtrain.loading.encoder_model import load_encoder_model, open_encoder_source
+from embedtrain.loading.load import quiet_libraries
 from embedtrain.mining.folder import MiningFolder, mining_identity, require_same_files
 from embedtrain.mining.inputs import MiningInputs, prepare_inputs
 from embedtrain.mining.options import RowSearchOptions
@@ -27,6 +29,10 @@ from embedtrain.mining.pool import IntArray
 from embedtrain.mining.sources import DocumentFormat, MiningSource, corpus_parts, read_mining_sources
 from embedtrain.mining.teacher import Teacher, TeacherSpec, load_teacher, open_teacher
 from embedtrain.tracking.console import Console
+from embedtrain.tracking.pages import Page
+
+Options = TypeVar("Options", bound=RowSearchOptions)
+Finish = Callable[[], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,36 @@ class _Opened:
     identity_of_model: dict[str, Any]
 
 
-def start_row_search(
+def run_row_search(
+    options: Options,
+    search_rows: Callable[[RowSearch, Console], Finish],
+    print_summary: Callable[[Page, Mapping[str, Any], Options], None],
+    *,
+    rows: str,
+    temporary: str,
+) -> list[Path]:
+    """The whole of `mine` and `filter`. Returns the files of the written rows, one for each source.
+
+    Args:
+        search_rows: searches, and returns what writes the rows and returns their summary.
+        print_summary: prints it on rank 0.
+        rows, temporary: as in `MiningFolder`.
+    """
+    quiet_libraries()
+    with joined_world(options.timeout) as world:
+        console = Console(enabled=world.is_main)
+        folder, search = _start_row_search(options, world, console, rows=rows, temporary=temporary)
+        if search is None:
+            return folder.written_files()
+        finish = search_rows(search, console)
+        with explain_lost_contact(f"writing {rows} files"):
+            summary = finish()
+        if world.is_main:
+            print_summary(Page(), summary, options)
+        return folder.written_files()
+
+
+def _start_row_search(
     options: RowSearchOptions, world: World, console: Console, *, rows: str, temporary: str
 ) -> tuple[MiningFolder, RowSearch | None]:
     """Everything but the search itself; None if the output directory holds all results already. A collective.

@@ -88,14 +88,13 @@ def _usage_of_scores(name: str, prompts: Mapping[str, str], architecture: Path) 
             "formatted as the template does."
         )
     return [
-        "```python",
-        "from sentence_transformers import CrossEncoder",
-        "",
-        f'model = CrossEncoder("{name}")',
-        'scores = model.predict([("a question", "a text that answers it"), ("a question", "another text")])',
-        'ranking = model.rank("a question", ["a text that answers it", "another text"])',
-        "```",
-        "",
+        *_python(
+            "from sentence_transformers import CrossEncoder",
+            "",
+            f'model = CrossEncoder("{name}")',
+            'scores = model.predict([("a question", "a text that answers it"), ("a question", "another text")])',
+            'ranking = model.rank("a question", ["a text that answers it", "another text"])',
+        ),
         *([note, ""] if note else []),
     ]
 
@@ -105,28 +104,17 @@ def _usage_of_m3(name: str, prompts: Mapping[str, str], architecture: Path) -> l
         "sentence-transformers computes the vector of a text, FlagEmbedding all three representations:",
         "",
         *_usage_of_vectors(name, prompts, architecture),
-        "```python",
-        "from FlagEmbedding import BGEM3FlagModel",
-        "",
-        f'model = BGEM3FlagModel("{name}")',
-        'model.encode(["a text"], return_dense=True, return_sparse=True, return_colbert_vecs=True)',
-        "```",
-        "",
+        *_python(
+            "from FlagEmbedding import BGEM3FlagModel",
+            "",
+            f'model = BGEM3FlagModel("{name}")',
+            'model.encode(["a text"], return_dense=True, return_sparse=True, return_colbert_vecs=True)',
+        ),
     ]
 
 
 def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
-    lines = [
-        "```python",
-        "from sentence_transformers import MultiVectorEncoder",
-        "",
-        f'model = MultiVectorEncoder("{name}")',
-        'queries = model.encode_query(["a question"])',
-        'documents = model.encode_document(["a text that answers it", "another text"])',
-        "print(model.similarity(queries, documents))",
-        "```",
-        "",
-    ]
+    lines = _similarities("MultiVectorEncoder", name, '["a text that answers it", "another text"]')
     opens, by_name = pylate_usage(architecture)
     if not opens:
         return [*lines, "PyLate cannot open this model, because it has settings that PyLate does not have.", ""]
@@ -135,30 +123,20 @@ def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], architecture:
         *lines,
         "With PyLate:",
         "",
-        "```python",
-        "from pylate import models, rank",
-        "",
-        f'model = models.ColBERT("{name}")',
-        f'queries = model.encode(["a question"], is_query=True{query})',
-        f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
-        'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, documents_embeddings=documents))',
-        "```",
-        "",
+        *_python(
+            "from pylate import models, rank",
+            "",
+            f'model = models.ColBERT("{name}")',
+            f'queries = model.encode(["a question"], is_query=True{query})',
+            f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
+            'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, '
+            "documents_embeddings=documents))",
+        ),
     ]
 
 
 def _usage_of_vectors(name: str, prompts: Mapping[str, str], _: Path) -> list[str]:
-    lines = [
-        "```python",
-        "from sentence_transformers import SentenceTransformer",
-        "",
-        f'model = SentenceTransformer("{name}")',
-        'queries = model.encode_query(["a question"])',
-        'documents = model.encode_document(["a text that answers it"])',
-        "print(model.similarity(queries, documents))",
-        "```",
-        "",
-    ]
+    lines = _similarities("SentenceTransformer", name, '["a text that answers it"]')
     if any(prompts.values()):
         lines += [
             "`encode_query` and `encode_document` prepend the prompts that the model was trained with. Other software "
@@ -170,6 +148,23 @@ def _usage_of_vectors(name: str, prompts: Mapping[str, str], _: Path) -> list[st
             "",
         ]
     return lines
+
+
+def _similarities(class_name: str, name: str, documents: str) -> list[str]:
+    """How a class of sentence-transformers compares a question with these documents."""
+    return _python(
+        f"from sentence_transformers import {class_name}",
+        "",
+        f'model = {class_name}("{name}")',
+        'queries = model.encode_query(["a question"])',
+        f"documents = model.encode_document({documents})",
+        "print(model.similarity(queries, documents))",
+    )
+
+
+def _python(*lines: str) -> list[str]:
+    """A block of code, and the empty line after it."""
+    return ["```python", *lines, "```", ""]
 
 
 def _code(prompt: str) -> str:

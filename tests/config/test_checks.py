@@ -291,6 +291,8 @@ CASES = [
     option("model.lora.rank", 4, model__lora__path="x"),
     option("model.lora.revision", "v1", model__lora__rank=4),
     case(r"export\.formats=\[adapter\]: .*model\.lora\.rank", export__formats=["adapter"]),
+    case(r"export\.formats=\[onnx_fp16\]: needs onnx", export__formats=["onnx_fp16"]),
+    case(r"export\.onnx_min_agreement=2: ", export__onnx_min_agreement=2),
     case(
         r"export\.formats has adapter and model\.lora\.modules_to_save has dense",
         export__formats=["adapter"],

@@ -98,18 +98,23 @@ def parse_vectors(value: Any, option: str) -> list[VectorFormat]:
         value = [value]
     if not isinstance(value, list):
         raise ConfigError(f"{option}={value!r} is not a list, such as [int8,binary]")
-    formats: list[VectorFormat] = []
-    for index, element in enumerate(value):
-        name = f"{option}[{index}]"
-        options = {"documents": element} if isinstance(element, str) else element
-        if not isinstance(options, dict):
-            raise ConfigError(f"{name}={element!r} is neither int8, uint8, binary nor a mapping with `documents`")
-        formats.append(_checked(merge_options(VectorFormat, options, name), f"{name}."))
+    formats = [parse_vector_format(element, f"{option}[{index}]") for index, element in enumerate(value)]
     labels = [each.label for each in formats]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             raise ConfigError(f"{option}[{index}] is the same as {option}[{labels.index(label)}] ({label}): remove one")
     return formats
+
+
+def parse_vector_format(value: Any, option: str) -> VectorFormat:
+    """One form of vectors: a mapping of options of VectorFormat, or the precision of documents.
+
+    Raises a ConfigError for one that cannot be.
+    """
+    options = {"documents": value} if isinstance(value, str) else value
+    if not isinstance(options, dict):
+        raise ConfigError(f"{option}={value!r} is neither int8, uint8, binary nor a mapping with `documents`")
+    return _checked(merge_options(VectorFormat, options, option), f"{option}.")
 
 
 def parse_evaluation(evaluation: EvaluationConfig) -> None:

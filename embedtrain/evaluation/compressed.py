@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from embedtrain.config.compressed import VectorFormat, stored_bytes
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.inference.index import ShardedIndex
+from embedtrain.inference.quantised import CompressedIndex, sample_ranges
 from embedtrain.losses.quantisation import Ranges
 from embedtrain.tracking.metrics import VectorSize
 
@@ -24,6 +26,21 @@ class CompressedVectors:
     def besides(self, truncate_dims: Sequence[int]) -> list[VectorFormat]:
         """The forms that are not just vectors of these dimensions."""
         return [each for each in self.formats if each.label not in map(str, truncate_dims)]
+
+    def index(
+        self, whole: ShardedIndex, form: VectorFormat, dimension: int, sampled: dict[int, Ranges]
+    ) -> CompressedIndex:
+        """The documents of an index in one form; `dimension` is that of their vectors. A collective.
+
+        Ranges are the model's, else those of a sample of the documents, which `sampled` keeps for further forms.
+        """
+
+        def ranges_of(dimension: int) -> Ranges:
+            if dimension not in self.ranges and dimension not in sampled:
+                sampled[dimension] = sample_ranges(whole, dimension, self.calibration)
+            return self.ranges.get(dimension) or sampled[dimension]
+
+        return CompressedIndex(whole, form, dimension, ranges_of)
 
 
 def has_row(loaded: LoadedSet, row: Row) -> bool:

@@ -1,7 +1,7 @@
 """`python -m embedtrain.search model=DIR corpus=DIR query="..."`: find texts with a model."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,10 @@ from embedtrain.search.options import SearchOptions, compose_search
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.index import Ranking
+    from embedtrain.inference.index import Ranking, ShardedIndex
     from embedtrain.inference.score import PairScorer
+    from embedtrain.loading.load import LoadedModel
+    from embedtrain.losses.encoded import Part
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
 
@@ -56,14 +58,16 @@ def main(options: SearchOptions) -> None:
         )
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
+        _check_vectors(options, model.source)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
         index = ShardedIndex(trec_order(ids), world, comparison=encoder.comparison)
         with console.phase(f"encoding {len(texts):,} texts"):
             index.add_texts(encoder, texts, encoder.document_prompt)
+        search = _searching(options, model, encoder, index, console)
         for query in _queries(options.query):
-            encoded = encoder.comparison.prepared(encoder.encode([query], encoder.query_prompt))
-            ranking = index.search(encoded, options.top_k if scorer is None else options.rerank_depth)
+            encoded = encoder.encode([query], encoder.query_prompt)
+            ranking = search(encoded, options.top_k if scorer is None else options.rerank_depth)
             numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
             if isinstance(scorer, SentenceEncoder):
                 ranking = _rerank(scorer, query, [ids[number] for number in numbers], [texts[n] for n in numbers])
@@ -75,6 +79,43 @@ def main(options: SearchOptions) -> None:
                 numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
             results = zip(numbers, scores, strict=True)
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
+
+
+def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:
+    """A ConfigError for compressed vectors that the model does not have."""
+    from embedtrain.config.compressed import check_kind_of_vectors, dims_of
+
+    if options.vectors is not None:
+        check_kind_of_vectors(source.kind, "vectors")
+        source.require_dimensions(dims_of([options.vectors]), "vectors", truncated=True)
+
+
+def _searching(
+    options: SearchOptions, model: "LoadedModel", encoder: "SentenceEncoder", index: "ShardedIndex", console: "Console"
+) -> "Callable[[Part, int], Ranking]":
+    """What finds the best documents for encoded queries, in the form of `vectors` if there is one."""
+    from embedtrain.checkpoint.export.quantisation_file import read_ranges
+    from embedtrain.evaluation.compressed import CompressedVectors
+    from embedtrain.formatting import format_count
+    from embedtrain.inference.index import Ranking
+
+    def scored(queries: "Part") -> "Part":
+        return encoder.comparison.prepared(queries)
+
+    form = options.vectors
+    if form is None:
+        return lambda queries, k: index.search(scored(queries), k)
+    dimension = min(model.source.dimension, encoder.truncate_dim or model.source.dimension)
+    forms = CompressedVectors([form], ranges=read_ranges(model.source.directory))
+    compressed = forms.index(index, form, dimension, {})
+    bytes_each = format_count(form.bytes_per_document(dimension), "byte")
+    console.note(f"vectors: {form.label}, {bytes_each} of a document instead of {4 * dimension:,}")
+
+    def search(queries: "Part", k: int) -> "Ranking":
+        documents = compressed.search(queries.values, k).documents
+        return Ranking(index.scores_of(scored(queries), documents), documents)
+
+    return search
 
 
 def _load_scorer(

@@ -5,6 +5,7 @@ from typing import Any
 
 from embedtrain.config.arguments import quote_value
 from embedtrain.config.compose import compose_command
+from embedtrain.config.compressed import parse_vector_format
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import parse_reranker
@@ -15,7 +16,7 @@ HELP = """embedtrain search: find texts with a model
   embedtrain search model=DIR corpus=PATH query="what you look for"
   embedtrain search model=DIR reranker=DIR corpus=PATH query="..."
 
-{options: model! corpus! query top_k reranker rerank_depth precision trust_remote_code}"""
+{options: model! corpus! query top_k vectors reranker rerank_depth precision trust_remote_code}"""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +31,9 @@ class SearchOptions:
     # default: the model's.
     hybrid_weights: list[float] | None = None
     top_k: int = 5  # results per query
+    # Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as
+    # {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors.
+    vectors: Any = None
     # A cross-encoder or late-interaction model that orders the first documents again: options of RerankerConfig, or its
     # path. Scores are its own.
     reranker: Any = None
@@ -53,6 +57,8 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     check.at_least(1, "top_k")
     check_hybrid_weights(options.hybrid_weights, check)
     check.at_least(1, "rerank_depth")
+    if options.vectors is not None:
+        options.vectors = parse_vector_format(options.vectors, "vectors")
     options.reranker = parse_reranker(options.reranker, "reranker")
     if options.reranker is None:
         message = "has no effect without a reranker; write reranker=DIR"

@@ -20,7 +20,6 @@ from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.index import Ranking, ShardedIndex, first_added_order, trec_order
-from embedtrain.inference.quantised import CompressedIndex, sample_ranges
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
@@ -85,14 +84,8 @@ class EncoderContext(EvaluationContext):
             return self.index_documents(documents.texts, documents.ids).search(encoded, depth)
         vectors = self._encode(queries, "queries").values
         whole = self.index_documents(documents.texts, documents.ids)
-        given, sampled = self.compressed.ranges, self.encoded.ranges
-
-        def ranges_of(dimension: int) -> Ranges:
-            if dimension not in given and dimension not in sampled:
-                sampled[dimension] = sample_ranges(whole, dimension, self.compressed.calibration)
-            return given.get(dimension) or sampled[dimension]
-
-        return CompressedIndex(whole, self.dimension, vectors.shape[1], ranges_of).search(vectors, depth)
+        index = self.compressed.index(whole, self.dimension, vectors.shape[1], self.encoded.ranges)
+        return index.search(vectors, depth)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts that are neither queries nor documents, not normalized: float32 [n, D], on every rank.

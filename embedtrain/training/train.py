@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.device import deterministic_algorithms
@@ -17,12 +18,13 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.score import PairScorer
-from embedtrain.loading.load import quiet_libraries, verify_packing
+from embedtrain.loading.load import LoadedModel, quiet_libraries, verify_packing
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import metrics_at
 from embedtrain.tracking.report.outcome import describe_outcome
+from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.ema import WeightAverage
 from embedtrain.training.final_export import export_run, exported_step
@@ -33,9 +35,11 @@ from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLo
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, measure_matmul_rate
 from embedtrain.training.report_sample import choose_sample
+from embedtrain.training.resume import RunStart
 from embedtrain.training.run_reporter import RunLength, RunReporter
 from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
+    TrainedParts,
     build_backward,
     build_parts,
     chunk_options,
@@ -43,6 +47,7 @@ from embedtrain.training.setup import (
     open_checkpoints,
     open_tracker,
 )
+from embedtrain.training.state import TrainState
 from embedtrain.training.step import StepContext
 
 
@@ -105,18 +110,11 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
     checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes))
-    average = None
-    if recipe.optim.ema is not None:
-        average = WeightAverage(parts.module, recipe.optim.ema, checkpointer.wait_for_staging)
-    checkpointer.average = None if average is None else average.tensors
+    average = _average(run, parts, checkpointer)
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
     if start.from_scratch and recipe.train.init_from is not None:
         start_from(recipe.train.init_from, checkpointer, parts.module, parts.optimizer, recipe, run.console)
-    if start.checkpoint is not None and state.step:
-        saved = start.checkpoint.manifest.recipe
-        change = schedule_change(saved, recipe, state.step, lambda other: run_length(other, inputs.data)[0])
-        if change is not None:
-            run.console.warn(change)
+    _warn_of_schedule(run, inputs, start, state)
     theta = recipe.export.rope_theta
     served = None if theta is None else RopeTheta(parts.model.encoder, theta, "export.rope_theta")
     if average is not None:
@@ -128,7 +126,6 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     encoder = SentenceEncoder.from_model(
         model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard, truncate=False
     )
-    scores_pairs = recipe.model.kind is ModelKind.cross_encoder
     with (
         open_tracker(run, model, start) as tracker,
         checkpointer,
@@ -139,45 +136,9 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         reporter.encode_before_training(lambda: choose_sample(inputs.sets, inputs.data, inputs.losses, prompts))
         loop = TrainingLoop(
             recipe=recipe,
-            context=StepContext(
-                world=world,
-                module=parts.module,
-                optimizer=parts.optimizer,
-                schedule=Schedule(parts.optimizer, recipe.optim, inputs.total_steps),
-                backward=build_backward(run, inputs, parts),
-                optim=recipe.optim,
-                state=state,
-                flops=model_flops(model.encoder),
-                notices=lambda: stop_signals.notice | (Notice.save_failed if checkpointer.failed else Notice(0)),
-                wait_for_staging=checkpointer.wait_for_staging,
-            ),
-            batches=RankBatches(
-                data=inputs.data,
-                losses=inputs.losses,
-                loss=parts.loss,
-                dimension=model.encoder.dimension,
-                tokenizer=model.tokenizer,
-                chunk_options=chunk_options(run, model),
-                guides=parts.guides,
-                world=world,
-                total=inputs.total_batches,
-                verification=inputs.cache.verification,
-            ),
-            evaluation=PeriodicEvaluation(
-                evaluator=Evaluator(
-                    inputs.sets,
-                    PairScorer(encoder, windows=recipe.evaluation.document_windows) if scores_pairs else encoder,
-                    world,
-                    truncate_dims=truncate_dims(recipe, inputs.losses, inputs.source),
-                    compressed=CompressedVectors(recipe.evaluation.vectors, recipe.evaluation.calibration),
-                    index=recipe.evaluation.index,
-                    function=inputs.function,
-                ),
-                best_metric=inputs.best_metric,
-                state=state,
-                tracker=tracker,
-                weights=functools.partial(_in_place, average, served),
-            ),
+            context=_step_context(run, inputs, parts, state, checkpointer, stop_signals),
+            batches=_rank_batches(run, inputs, parts, model),
+            evaluation=_evaluation(run, inputs, encoder, state, tracker, functools.partial(_in_place, average, served)),
             checkpointer=checkpointer,
             tracker=tracker,
             run_dir=run_dir,
@@ -194,16 +155,100 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
             step = exported_step(recipe, state)
-            if world.is_main:
-                changes = describe_outcome(
-                    run_dir.path,
-                    step,
-                    selects_best=recipe.checkpoint.best_metric is not None,
-                    evaluates_between=recipe.evaluation.every > 0,
-                )
-                run.note([*changes, f"model: {exported.directory}"])
+            _report_outcome(run, exported.directory, step)
             reporter.report_finished(step)
     if stopped is not None:
         raise stopped
     step = exported_step(recipe, state)
     return TrainedModel(exported.directory, step, world.broadcast(metrics_at(run_dir.path, step)))
+
+
+def _average(run: Run, parts: TrainedParts, checkpointer: Checkpointer) -> WeightAverage | None:
+    """The average of the weights that the recipe asks for, which checkpoints contain."""
+    ema = run.recipe.optim.ema
+    average = None if ema is None else WeightAverage(parts.module, ema, checkpointer.wait_for_staging)
+    checkpointer.average = None if average is None else average.tensors
+    return average
+
+
+def _warn_of_schedule(run: Run, inputs: RunInputs, start: RunStart, state: TrainState) -> None:
+    """Print how the learning rate of a resumed run continues, if the recipe's schedule has changed."""
+    if start.checkpoint is not None and state.step:
+        saved = start.checkpoint.manifest.recipe
+        change = schedule_change(saved, run.recipe, state.step, lambda other: run_length(other, inputs.data)[0])
+        if change is not None:
+            run.console.warn(change)
+
+
+def _step_context(
+    run: Run,
+    inputs: RunInputs,
+    parts: TrainedParts,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    stop_signals: StopSignals,
+) -> StepContext:
+    return StepContext(
+        world=run.world,
+        module=parts.module,
+        optimizer=parts.optimizer,
+        schedule=Schedule(parts.optimizer, run.recipe.optim, inputs.total_steps),
+        backward=build_backward(run, inputs, parts),
+        optim=run.recipe.optim,
+        state=state,
+        flops=model_flops(parts.model.encoder),
+        notices=lambda: stop_signals.notice | (Notice.save_failed if checkpointer.failed else Notice(0)),
+        wait_for_staging=checkpointer.wait_for_staging,
+    )
+
+
+def _rank_batches(run: Run, inputs: RunInputs, parts: TrainedParts, model: LoadedModel) -> RankBatches:
+    return RankBatches(
+        data=inputs.data,
+        losses=inputs.losses,
+        loss=parts.loss,
+        dimension=model.encoder.dimension,
+        tokenizer=model.tokenizer,
+        chunk_options=chunk_options(run, model),
+        guides=parts.guides,
+        world=run.world,
+        total=inputs.total_batches,
+        verification=inputs.cache.verification,
+    )
+
+
+def _evaluation(
+    run: Run,
+    inputs: RunInputs,
+    encoder: SentenceEncoder,
+    state: TrainState,
+    tracker: Tracker,
+    weights: Callable[[], contextlib.AbstractContextManager[None]],
+) -> PeriodicEvaluation:
+    """The evaluation of the sets, within `weights`."""
+    evaluation = run.recipe.evaluation
+    scores_pairs = run.recipe.model.kind is ModelKind.cross_encoder
+    evaluator = Evaluator(
+        inputs.sets,
+        PairScorer(encoder, windows=evaluation.document_windows) if scores_pairs else encoder,
+        run.world,
+        truncate_dims=truncate_dims(run.recipe, inputs.losses, inputs.source),
+        compressed=CompressedVectors(evaluation.vectors, evaluation.calibration),
+        index=evaluation.index,
+        function=inputs.function,
+    )
+    return PeriodicEvaluation(
+        evaluator=evaluator, best_metric=inputs.best_metric, state=state, tracker=tracker, weights=weights
+    )
+
+
+def _report_outcome(run: Run, model: Path, step: int) -> None:
+    """Print what training has changed, and where the model is; on rank 0."""
+    if run.world.is_main:
+        changes = describe_outcome(
+            run.run_dir.path,
+            step,
+            selects_best=run.recipe.checkpoint.best_metric is not None,
+            evaluates_between=run.recipe.evaluation.every > 0,
+        )
+        run.note([*changes, f"model: {model}"])

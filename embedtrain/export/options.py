@@ -14,7 +14,7 @@ from embedtrain.errors import ConfigError
 HELP = """embedtrain export: write a model directory from a checkpoint, and verify it
 
   embedtrain export run=runs/NAME [option=value ...]
-  embedtrain export adapters='{retrieval: runs/A, clustering: runs/B}' output_dir=DIR
+  embedtrain export adapters='{TASK: runs/NAME, ...}' output_dir=DIR
 
 {options: run! step output_dir dtype formats push_to_hub check adapters}"""
 
@@ -25,7 +25,7 @@ _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 class ExportOptions:
     """Options of `python -m embedtrain.export`."""
 
-    run: str = ""  # output_dir of a run
+    run: str = ""  # output_dir of a run; this or adapters
     # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
     # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
     adapters: Any = None

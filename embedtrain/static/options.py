@@ -12,7 +12,7 @@ HELP = f"""embedtrain static: a static embedding model from a model
 
   embedtrain static model=DIR dims=256 output_dir=DIR [option=value ...]
 
-Every token of the vocabulary is encoded alone. The result is a table of vectors,
+Each token of the vocabulary is encoded alone. The result is a table of vectors,
 whose mean over the tokens of a text is its vector: no transformer, and no GPU.
 
 {{options: model! output_dir! dims sif_coefficient max_length dtype}}

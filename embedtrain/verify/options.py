@@ -8,7 +8,7 @@ from embedtrain.config.validation import OptionChecks, require_single_process
 
 # The engines, in the order of the table. A name is that of a program in clients/ and of the package that it imports.
 ENGINES = ("sentence_transformers", "transformers", "onnxruntime", "fastembed")
-HELP = """embedtrain verify: whether libraries and serving engines compute the vectors of a model
+HELP = """embedtrain verify: whether libraries and servers compute a model's vectors
 
   embedtrain verify model=DIR
   embedtrain verify model=DIR python='{fastembed: ENVIRONMENT/bin/python}'

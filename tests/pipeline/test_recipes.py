@@ -67,11 +67,11 @@ SIZES: dict[str, dict[str, object]] = {
         "shared.dims": [32, 16], "stages.teacher.dims": 32, "stages.weak.model.heads": [{"out": 64}, {"out": 32}],
     },
     "f2llm_v2": {
-        "shared.loss.matryoshka_dims": [32, 16], "shared.loss.matryoshka_weights": [1, 0.354],
-        "shared.small": {"dims": [32, 16], "weights": [1, 0.354]}, "stages.teacher.dims": 32, "stages.pruned.keep": 1,
+        "shared.loss.matryoshka_dims": [32, 16], "shared.small_dims": [32, 16], "stages.teacher.dims": 32,
+        "stages.pruned.keep": 1,
     },
     "jina_embeddings_v5": {"shared.dims": [32, 16], "shared.lora": {"rank": 2, "alpha": 2}},
-    "kalm_v2": {"shared.dims": [32, 16, 8]},
+    "kalm_v2": {"shared.dims": [32, 16, 8], "shared.weights": [1, 0.3, 0.2]},
     "llama_embed_nemotron": {"stages.member.repeat": 2},
     "qwen3_embedding": {"stages.good.min_score": 0},
 }  # fmt: skip

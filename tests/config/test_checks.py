@@ -293,6 +293,8 @@ CASES = [
     case(r"export\.formats=\[adapter\]: .*model\.lora\.rank", export__formats=["adapter"]),
     case(r"export\.formats=\[onnx_fp16\]: needs onnx", export__formats=["onnx_fp16"]),
     case(r"export\.onnx_min_agreement=2: ", export__onnx_min_agreement=2),
+    case(r"export\.rope_theta=0: ", export__rope_theta=0),
+    case(r"model\.rope_theta=-1: ", model__rope_theta=-1),
     case(
         r"export\.formats has adapter and model\.lora\.modules_to_save has dense",
         export__formats=["adapter"],

@@ -14,6 +14,7 @@ from embedtrain.config.losses import (
     M3LossConfig,
     XTRConfig,
 )
+from embedtrain.config.matryoshka import matryoshka_layers_of
 from embedtrain.config.recipe import ModelKind
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -29,6 +30,11 @@ def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> 
     """
     if loss.precisions is not None:
         check_kind_of_vectors(kind, f"{option}.precisions")
+    if kind is not ModelKind.dense and (layers := matryoshka_layers_of(loss)):
+        raise ConfigError(
+            f"{option}.matryoshka_layers={written(sorted(layers))}: is for the vectors of model.kind=dense, not "
+            f"{kind.value}; leave it out"
+        )
     if isinstance(loss, CombinedConfig):
         for index, part in enumerate(loss.losses):
             _check(part, kind, f"{option}={loss.name}: losses[{index}].name", f"{option}.losses[{index}].")

@@ -19,7 +19,6 @@ from embedtrain.config.losses import (
     LossConfig,
     LossDirection,
     M3LossConfig,
-    MatryoshkaWeighting,
     OnlineContrastiveConfig,
     OrthogonalConfig,
     PartitionMode,
@@ -30,6 +29,7 @@ from embedtrain.config.losses import (
     TripletConfig,
     XTRConfig,
 )
+from embedtrain.config.matryoshka import check_layer_kl, check_layers, check_matryoshka
 from embedtrain.config.names import unknown_loss
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
@@ -73,8 +73,9 @@ def _check(loss: LossConfig, option: str) -> None:
         f"does not choose a loss; write loss={loss.name}",
     )
     check.positive("weight", "leave the loss out instead")
-    _check_matryoshka(loss, check)
+    check_matryoshka(loss, check)
     _check_precisions(loss, check)
+    check_layers(loss, check)
     for name in ("temperature", "teacher_temperature"):
         if hasattr(loss, name):
             of_lists = isinstance(loss, ListConfig)
@@ -141,32 +142,7 @@ def _check(loss: LossConfig, option: str) -> None:
             check_sentence_transformers(loss, option)
         case CombinedConfig():
             _check_combined(loss, option)
-
-
-def _check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
-    dims, weights = loss.matryoshka_dims, loss.matryoshka_weights
-    check.require(
-        dims is None or (bool(dims) and min(dims) >= 1 and len(set(dims)) == len(dims)),
-        "matryoshka_dims",
-        "must be different numbers from 1 on, such as [768,256,64]; null switches it off",
-    )
-    if weights is not None:
-        check.require(
-            dims is not None and len(weights) == len(dims),
-            "matryoshka_weights",
-            f"must have one weight for each of matryoshka_dims={written(dims)}",
-        )
-        check.require(all(0 < weight < math.inf for weight in weights), "matryoshka_weights", "must be above 0")
-    check.require(
-        loss.matryoshka_weighting is MatryoshkaWeighting.uniform or (dims is not None and weights is None),
-        "matryoshka_weighting",
-        "chooses the weights of matryoshka_dims, without matryoshka_weights",
-    )
-    check.require(
-        loss.matryoshka_per_step is None or 2 <= loss.matryoshka_per_step <= len(dims or ()),
-        "matryoshka_per_step",
-        f"must be from 2 to the number of matryoshka_dims={written(dims)}; null trains on all of them",
-    )
+    check_layer_kl(loss, check)
 
 
 def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
@@ -280,11 +256,12 @@ def _check_combined(loss: CombinedConfig, option: str) -> None:
         part_option = f"{option}.losses[{index}]"
         if isinstance(part, CombinedConfig):
             raise ConfigError(f"{part_option}.name=combined: a combination cannot hold another; list its parts here")
-        OptionChecks(part, f"{part_option}.").require(
-            loss.matryoshka_dims is None or part.matryoshka_dims is None,
-            "matryoshka_dims",
-            f"{option}.matryoshka_dims is set as well; keep one",
-        )
+        for name in ("matryoshka_dims", "matryoshka_layers"):
+            OptionChecks(part, f"{part_option}.").require(
+                getattr(loss, name) is None or getattr(part, name) is None,
+                name,
+                f"{option}.{name} is set as well; keep one",
+            )
         OptionChecks(part, f"{part_option}.").require(
             part.precisions is None, "precisions", f"is for the whole loss; write {option}.precisions"
         )

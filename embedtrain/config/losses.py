@@ -110,6 +110,14 @@ class PrecisionSides(str, Enum):
     documents = "documents"
 
 
+class LayerWeighting(str, Enum):
+    """Weights of `matryoshka_layers`, for the vectors after l layers."""
+
+    uniform = "uniform"  # 1 each
+    log = "log"  # 1 / (1 + ln l) (Li et al., 2024)
+    linear = "linear"  # 1 / l
+
+
 # Of similarities of vectors, which differ by at most 2.
 VECTOR_TEMPERATURE = 0.02
 # Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
@@ -133,6 +141,12 @@ class LossConfig:
     precision_weights: list[float] | None = None  # of each of `precisions`; default: 1 each
     precision_warmup: float = 0.0  # share of the run over which the weights of quantised losses rise linearly from 0
     precision_sides: PrecisionSides = PrecisionSides.both
+    # Also train the vectors after these numbers of layers, such as [3,6] of 12: those of a model of only these layers.
+    matryoshka_layers: list[int] | None = None
+    layers_per_step: int | None = None  # so many of `matryoshka_layers` in each batch, drawn by `seed`; default: all
+    layer_weights: list[float] | None = None  # of each of `matryoshka_layers`; default: by `layer_weighting`
+    layer_weighting: LayerWeighting = LayerWeighting.uniform
+    layer_kl: float = 0.0  # weight of the KL divergence of their similarities from those of the last layer
 
 
 @dataclass(kw_only=True)
@@ -323,14 +337,6 @@ class CombinedConfig(LossConfig):
 
     name: str = "combined"
     losses: list[Any] = field(default_factory=list)  # mappings with `name`, `weight` and that loss's options
-
-
-def matryoshka_dims_of(loss: LossConfig) -> set[int]:
-    """The dimensions on which a loss, or a part of it, also trains."""
-    if isinstance(loss, CombinedConfig):
-        return set(loss.matryoshka_dims or ()).union(*(matryoshka_dims_of(part) for part in loss.losses))
-    of_class = loss.arguments if isinstance(loss, SentenceTransformersConfig) else None
-    return set(loss.matryoshka_dims or (of_class or {}).get("matryoshka_dims") or ())
 
 
 @dataclass(kw_only=True)

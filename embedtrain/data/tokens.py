@@ -79,6 +79,7 @@ class TextTokenizer:
 
     Attributes:
         roles_differ: whether the tokens of a query differ from those of the same document.
+        num_parts: vectors of each text that the encoder returns in training.
 
     Args:
         tokenizer: a fast or slow Hugging Face tokenizer with a padding token. It must not change afterwards.
@@ -87,6 +88,7 @@ class TextTokenizer:
     """
 
     roles_differ = False
+    num_parts = 1
 
     def __init__(
         self,
@@ -186,7 +188,15 @@ class TextTokenizer:
 
     def with_packing(self, packed: bool) -> "TextTokenizer":
         """The same with or without packing."""
-        return TextTokenizer(self.tokenizer, self.max_length, include_prompt=self.include_prompt, packed=packed)
+        other = copy.copy(self)
+        other.packed = packed
+        return other
+
+    def with_parts(self, num_parts: int) -> "TextTokenizer":
+        """The same for an encoder that returns so many vectors of each text in training."""
+        other = copy.copy(self)
+        other.num_parts = num_parts
+        return other
 
     def query_prompt(self, prompt: Prompt) -> Prompt:
         """What surrounds a query, for a prompt: the prompt."""
@@ -198,7 +208,7 @@ class TextTokenizer:
 
     def encoder_inputs(self, tokens: BatchTokens) -> EncoderInputs:
         """What the encoder computes of a batch: each query and each document."""
-        return TextInputs(tokens)
+        return TextInputs(tokens, self.num_parts)
 
     def dummy(self) -> Tokens:
         """A chunk for a rank that has fewer chunks than others.

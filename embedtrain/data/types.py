@@ -95,14 +95,14 @@ class EncoderInputs(Protocol):
 
 
 class TextInputs:
-    """The texts of a batch as `EncoderInputs`."""
+    """The texts of a batch as `EncoderInputs`, of which the encoder returns `num_parts` vectors each."""
 
-    def __init__(self, tokens: BatchTokens) -> None:
+    def __init__(self, tokens: BatchTokens, num_parts: int = 1) -> None:
         rows = np.arange(len(tokens.num_documents))
         self.num_queries, self.lengths, self.ids = len(rows), tokens.lengths, tokens.ids
         self.costs = self.lengths
         self.rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
-        self.sizes: tuple[NDArray[np.int64] | None, ...] = (None,)
+        self.sizes: tuple[NDArray[np.int64] | None, ...] = (None,) * num_parts
 
 
 @dataclass(frozen=True, slots=True)

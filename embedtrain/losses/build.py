@@ -1,6 +1,5 @@
 """Builds the loss that the recipe describes."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,9 +14,9 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
-    MatryoshkaWeighting,
     SentenceTransformersConfig,
 )
+from embedtrain.config.matryoshka import layer_weights, matryoshka_layers_of, matryoshka_weights
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, DistillSimilaritiesConfig
 from embedtrain.config.source_losses import distinct_losses
@@ -27,6 +26,7 @@ from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka, Q
 from embedtrain.losses.custom import build_custom
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.losses.layers import LAST_LAYER, Exit, LayerLoss
 from embedtrain.losses.listwise import BCE, MSE, ListNet, PListMLE, Softmax
 from embedtrain.losses.m3 import M3Loss
 from embedtrain.losses.orthogonal import Orthogonal
@@ -80,19 +80,21 @@ def build_loss(
     score: Score | None = None,
     num_batches: int = 0,
     ranges: SmoothedRanges | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Loss:
     """Build the loss that `config` describes for vectors of `dimension`.
 
     `score` is how the model compares texts; default: the similarity of vectors that the loss names. `guide_dimensions`
     has the dimension of each guide's or teacher's vectors, by the keys of `BatchInfo.guides`. The loss's own parameters
     are a function of `seed`, so they are the same on every rank. `num_batches` are the global batches of the run, for
-    warm-ups. Losses that share `ranges` quantise with the same ones. Options that do not fit the model raise a
-    ConfigError.
+    warm-ups. Losses that share `ranges` quantise with the same ones. `layers` are the early exits of the encoder in
+    ascending order, by default those that `config` names. Options that do not fit the model raise a ConfigError.
     """
+    exits = sorted(matryoshka_layers_of(config)) if layers is None else layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         builder = _Builder(dimension, guide_dimensions or {}, seed, score, num_batches, ranges or SmoothedRanges())
-        return builder.build(config)
+        return builder.build(config, exits)
 
 
 def build_losses(
@@ -111,6 +113,7 @@ def build_losses(
     """
     unique, indices = distinct_losses(configs)
     losses, ranges = [], SmoothedRanges()
+    layers = exit_layers(configs)
     for number, config in enumerate(unique):
         widths = [guide_dimensions[source] for source, index in enumerate(indices) if index == number]
         if any(width != widths[0] for width in widths):
@@ -127,9 +130,15 @@ def build_losses(
                 score=score,
                 num_batches=num_batches,
                 ranges=ranges,
+                layers=layers,
             )
         )
     return losses[0] if len(losses) == 1 else LossPerSource(losses, indices)
+
+
+def exit_layers(configs: Sequence[LossConfig]) -> list[int]:
+    """The layers whose vectors an encoder returns for these losses, ascending, besides those of the last."""
+    return sorted(set[int]().union(*map(matryoshka_layers_of, configs)))
 
 
 def require_dimensions(config: LossConfig, dimension: int) -> None:
@@ -140,17 +149,6 @@ def require_dimensions(config: LossConfig, dimension: int) -> None:
             raise ConfigError(
                 f"loss.matryoshka_dims={part.matryoshka_dims}: the model's vectors have only {dimension} dimensions"
             )
-
-
-def matryoshka_weights(config: LossConfig) -> list[float]:
-    """The weight of each of `matryoshka_dims`, in the order of the option."""
-    dims = config.matryoshka_dims or []
-    if config.matryoshka_weights is not None:
-        return config.matryoshka_weights
-    if config.matryoshka_weighting is MatryoshkaWeighting.uniform:
-        return [1.0] * len(dims)
-    largest_first = sorted(dims, reverse=True)
-    return [math.sqrt(dim / largest_first[0]) / (largest_first.index(dim) + 1) for dim in dims]
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,28 @@ class _Builder:
     num_batches: int
     ranges: SmoothedRanges
 
-    def build(self, config: LossConfig) -> Loss:
-        loss = self._whole(config)
+    def build(self, config: LossConfig, exits: Sequence[int]) -> Loss:
+        """The loss of an encoder with these early exits, of which a part after the last layer's is of each text."""
+        # The parts of a combination choose their layers, unless the combination does.
+        in_parts = isinstance(config, CombinedConfig) and config.matryoshka_layers is None
+        loss = self._of_dimensions(config, exits if in_parts else ())
+        if not exits or in_parts:
+            return loss
+        weights = zip(config.matryoshka_layers or (), layer_weights(config), strict=True)
+        used = [Exit(layer, 1 + exits.index(layer), weight) for layer, weight in sorted(weights)]
+        temperature = getattr(config, "temperature", None)
+        kl = DistillSimilaritiesConfig(teacher=LAST_LAYER, temperature=temperature) if config.layer_kl else None
+        return LayerLoss(
+            loss,
+            used,
+            per_step=config.layers_per_step,
+            divergence=None if kl is None else DistillSimilarities(kl, {LAST_LAYER: self.dimension}),
+            divergence_weight=config.layer_kl,
+            seed=self.seed,
+        )
+
+    def _of_dimensions(self, config: LossConfig, exits: Sequence[int]) -> Loss:
+        loss = self._whole(config, exits)
         if config.precisions is not None:
             loss = self._quantised(loss, config, config.precisions)
         if config.matryoshka_dims is None:
@@ -184,7 +202,7 @@ class _Builder:
         warmup = config.precision_warmup * self.num_batches
         return Quantised(loss, most_precise_first, self.ranges, config.precision_sides, warmup)
 
-    def _whole(self, config: LossConfig) -> Loss:
+    def _whole(self, config: LossConfig, exits: Sequence[int]) -> Loss:
         """The loss of all dimensions."""
         match config:
             case DistillEmbeddingsConfig():
@@ -203,7 +221,7 @@ class _Builder:
             case CombinedConfig():
                 names = [part.name for part in config.losses]  # numbered if a loss occurs several times
                 names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]
-                parts = [self.build(part) for part in config.losses]
+                parts = [self.build(part, exits) for part in config.losses]
                 weights = [part.weight for part in config.losses]
                 return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
             case _ if config.name in _OF_SCORES:

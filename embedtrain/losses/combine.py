@@ -31,7 +31,7 @@ class CombinedLoss(EncodedLoss):
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """What the parts need."""
-        return _prepare([(part, dimension) for part in self.parts.values()], batch_info)
+        return prepare_losses([(part, dimension) for part in self.parts.values()], batch_info)
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
@@ -41,7 +41,7 @@ class CombinedLoss(EncodedLoss):
         for name, part in self.parts.items():
             output = part(queries, documents, batch_info)
             local_loss = local_loss + self.weights[name] * output.local_loss
-            row_losses = _add(row_losses, self.weights[name], output.row_losses)
+            row_losses = add_row_losses(row_losses, self.weights[name], output.row_losses)
             metrics[name] = output.local_loss.detach()
             for key, value in output.metrics.items():
                 metrics[key if key not in metrics else f"{name}/{key}"] = value
@@ -126,7 +126,7 @@ class Quantised(EncodedLoss):
                 ]
             output = self.inner(pair[0], pair[1], batch_info)
             local_loss = local_loss + factor * output.local_loss
-            row_losses = _add(row_losses, factor, output.row_losses)
+            row_losses = add_row_losses(row_losses, factor, output.row_losses)
             metrics = metrics or dict(output.metrics)
             metrics[f"{_LOSS_AT}{precision.value}"] = output.local_loss.detach()
         return LossOutput(local_loss, metrics, row_losses)
@@ -153,7 +153,7 @@ class Matryoshka(EncodedLoss):
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """What the loss needs for each n of the batch."""
-        return _prepare([(self.inner, self.dims[index]) for index in self._drawn(batch_info)], batch_info)
+        return prepare_losses([(self.inner, self.dims[index]) for index in self._drawn(batch_info)], batch_info)
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
@@ -165,7 +165,7 @@ class Matryoshka(EncodedLoss):
             truncated = [_truncated(encoded, dim) for encoded in (queries, documents)]
             output = self.inner(truncated[0], truncated[1], batch_info)
             local_loss = local_loss + weight * output.local_loss
-            row_losses = _add(row_losses, weight, output.row_losses)
+            row_losses = add_row_losses(row_losses, weight, output.row_losses)
             of_precisions = {name: value for name, value in output.metrics.items() if name.startswith(_LOSS_AT)}
             metrics = metrics or {name: value for name, value in output.metrics.items() if name not in of_precisions}
             metrics[f"{_LOSS_AT}{dim}"] = output.local_loss.detach()
@@ -191,12 +191,12 @@ def _truncated(encoded: Encoded, dim: int) -> Encoded:
     )
 
 
-def _add(sums: Tensor | None, weight: float, row_losses: Tensor | None) -> Tensor | None:
+def add_row_losses(sums: Tensor | None, weight: float, row_losses: Tensor | None) -> Tensor | None:
     """None if any loss is no sum over rows."""
     return None if sums is None or row_losses is None else sums + weight * row_losses
 
 
-def _prepare(losses: Sequence[tuple[nn.Module, int]], batch_info: BatchInfo) -> dict[Hashable, Prepared]:
+def prepare_losses(losses: Sequence[tuple[nn.Module, int]], batch_info: BatchInfo) -> dict[Hashable, Prepared]:
     """What losses of vectors of these dimensions need; what several need is computed once."""
     prepared = dict[Hashable, Prepared]()
     for loss, dimension in losses:

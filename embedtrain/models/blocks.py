@@ -46,6 +46,14 @@ def find_blocks(
     return _outermost(blocks)
 
 
+def block_list(model: nn.Module, num_layers: int) -> str | None:
+    """The name of the list of all blocks of `model`; None unless they are one list of `num_layers` blocks."""
+    of_block = {id(block) for block in find_blocks(model, required=False)}
+    names = [name for name, module in model.named_modules() if id(module) in of_block]
+    prefix = names[0].rpartition(".")[0] if names else ""
+    return prefix if names and names == [f"{prefix}.{index}" for index in range(num_layers)] else None
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Every element of every ModuleList, without duplicates: blocks are repeated, unlike embeddings."""
     layers = (layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part)

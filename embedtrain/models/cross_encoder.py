@@ -75,7 +75,7 @@ class CrossEncoder(Encoder):
     ) -> Tensor:
         """Tokens as in `Encoder.forward`, of pairs, to float32 scores [N, 1]."""
         if not self._calls_whole_class:
-            return super().forward(ids, mask, pooled, packing, types)
+            return self.text_vectors(self.hidden_states(ids, mask, packing, types), mask, pooled, packing)
         token_types = {} if types is None else {"token_type_ids": types}
         with known_padding(mask is not None), backbone_of(self.head).calling(self.backbone):
             scores: Tensor = self.head(input_ids=ids, attention_mask=mask, **token_types).logits

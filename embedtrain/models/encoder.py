@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Packing
 from embedtrain.models.attention_mask import known_padding
+from embedtrain.models.early_exits import EarlyExits
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -112,6 +113,7 @@ class Encoder(nn.Module):
         self.dense = nn.ModuleList(dense)
         self.pooling = pooling
         self.normalize = normalize
+        self.exits: EarlyExits | None = None  # in training, the vectors after these layers are further outputs
 
     @property
     def dimension(self) -> int:
@@ -129,19 +131,29 @@ class Encoder(nn.Module):
         pooled: Tensor | None = None,
         packing: Packing | None = None,
         types: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Token ids [N, L] and mask [N, L] (1 = real; None: no padding) to float32 vectors [N, D].
 
         `pooled` [N, L] (1 = pooled) selects the real tokens that are pooled, by default all; attention covers all real
         tokens. With `packing` the N texts are concatenated in one row, so ids and pooled are [1, T] and the mask is
         unused; the backbone has to be prepared by `enable_packing`. `types` are the token types of pairs, of the same
-        shape as ids; None: all are 0.
+        shape as ids; None: all are 0. With `exits`, in training: a tuple, first the vectors of the last layer.
         """
-        hidden = self.hidden_states(ids, mask, packing, types)
-        if packing is None:
-            real = torch.ones_like(ids) if mask is None else mask
-            return self.vectors(hidden, real if pooled is None else pooled)
-        return self._apply_heads(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
+        last = self.hidden_states(ids, mask, packing, types)
+        if self.exits is None or not self.training:
+            return self.text_vectors(last, mask, pooled, packing)
+        states = (last, *self.exits.pop())
+        return tuple(self.text_vectors(hidden, mask, pooled, packing) for hidden in states)
+
+    def text_vectors(
+        self, hidden: Tensor, mask: Tensor | None, pooled: Tensor | None, packing: Packing | None
+    ) -> Tensor:
+        """The vectors [N, D] of texts from the hidden states of their tokens, [N, L, H], or [1, T, H] if packed."""
+        if packing is not None:
+            pooled = None if pooled is None else pooled[0]
+            return self._apply_heads(pool_packed(hidden[0], pooled, packing, self.pooling))
+        real = hidden.new_ones(hidden.shape[:2], dtype=torch.int64) if mask is None else mask
+        return self.vectors(hidden, real if pooled is None else pooled)
 
     def hidden_states(self, ids: Tensor, mask: Tensor | None, packing: Packing | None, types: Tensor | None) -> Tensor:
         """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts."""

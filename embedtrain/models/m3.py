@@ -42,7 +42,7 @@ class M3Encoder(Encoder):
         computed, [N, D]. `pooled` is 1 for tokens with a lexical weight, by default all.
         """
         if token_rows is None:
-            return super().forward(ids, mask, None, packing, types)
+            return self.text_vectors(self.hidden_states(ids, mask, packing, types), mask, None, packing)
         hidden = self.hidden_states(ids, mask, packing, types).flatten(0, 1)[token_rows]
         if packing is None:
             texts = token_rows // ids.shape[1]

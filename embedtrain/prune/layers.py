@@ -18,7 +18,7 @@ from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import format_count
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.models.blocks import find_blocks
+from embedtrain.models.blocks import block_list, find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
@@ -56,8 +56,9 @@ def prune_model(options: PruneOptions, output_dir: Path, console: Console) -> Ex
     console.note(f"{num_parameters(pruned):,} of {num_parameters(source):,} parameters")
     what = (
         f"the layers {', '.join(map(str, kept))} of {{}}, kept by embedtrain {__version__}. Without further training "
+        "its outputs are poor, unless these are first layers that were trained with `loss.matryoshka_layers`."
     )
-    derived = DerivedModel(pruned, weights, tokenizer, options.model, f"{what}its outputs are poor.")
+    derived = DerivedModel(pruned, weights, tokenizer, options.model, what)
     settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=pruned.truncate_dim)
     return write_derived(derived, output_dir, settings, console, trust_remote_code=options.trust_remote_code)
 
@@ -68,15 +69,12 @@ def block_names(source: ModelSource) -> tuple[str, int]:
     Raises ConfigError if the blocks are not one list of as many layers as the configuration has.
     """
     encoder = build_encoder(source)
-    blocks = find_blocks(encoder)
-    of_block = {id(block): index for index, block in enumerate(blocks)}
-    names = [name for name, module in encoder.named_modules() if id(module) in of_block]
-    prefix = names[0].rpartition(".")[0]
     num_layers = int(getattr(source.config, "num_hidden_layers", 0))
-    if names != [f"{prefix}.{index}" for index in range(num_layers)]:
+    prefix = block_list(encoder, num_layers)
+    if prefix is None:
         raise ConfigError(
-            f"model={source.directory}: its {len(names)} blocks are not the {num_layers} layers of its configuration, "
-            f"as those of a {source.config.model_type} that shares layers: layers cannot be left out"
+            f"model={source.directory}: its {len(find_blocks(encoder))} blocks are not the {num_layers} layers of its "
+            f"configuration, as those of a {source.config.model_type} that shares layers: layers cannot be left out"
         )
     return prefix, num_layers
 

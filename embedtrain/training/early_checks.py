@@ -6,7 +6,8 @@ from pathlib import Path
 
 from embedtrain.config.compressed import dims_of
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.losses import LossConfig, matryoshka_dims_of
+from embedtrain.config.losses import LossConfig
+from embedtrain.config.matryoshka import matryoshka_dims_of
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
@@ -19,7 +20,9 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
-from embedtrain.losses.build import require_dimensions
+from embedtrain.losses.build import exit_layers, require_dimensions
+from embedtrain.models.build import build_encoder
+from embedtrain.models.early_exits import ExitPath, exit_path
 from embedtrain.models.hub import require_hub_id, split_revision
 from embedtrain.models.rope import set_rope_theta
 from embedtrain.models.types import ModelSource
@@ -82,6 +85,15 @@ def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
         check_query_regularizer(recipe.sparsity, source.words.query_mode)
     for loss in (recipe.loss, *(source_loss(each, recipe.loss) for each in recipe.data.train)):
         require_dimensions(loss, source.dimension)
+
+
+def check_layers(recipe: Recipe, source: ModelSource) -> ExitPath | None:
+    """How the model computes the layers that losses train besides the last; None without such losses.
+
+    Raises ConfigError for layers that the model has not, or a model whose first layers are no model.
+    """
+    layers = exit_layers([source_loss(each, recipe.loss) for each in recipe.data.train])
+    return exit_path(build_encoder(source), source.config, layers) if layers else None
 
 
 def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSource) -> list[int]:

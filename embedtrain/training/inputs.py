@@ -20,6 +20,7 @@ from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.set_kinds import check_sets_of_kind
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.models.early_exits import ExitPath
 from embedtrain.models.hub import download_configuration
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import weights_digest
@@ -28,6 +29,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.training.custom_code import import_code, parse_recipe_metric
 from embedtrain.training.early_checks import (
     check_dimensions,
+    check_layers,
     check_local_inputs,
     instruction_warnings,
     require_same_data,
@@ -59,6 +61,7 @@ class RunInputs:
     cache: Cache
     data: TrainData
     losses: Sequence[LossConfig]  # of each source
+    exit_path: ExitPath | None  # of the layers that losses train besides the last; None without such losses
     sets: Sequence[LoadedSet]
     function: EvaluationFunction | None  # of the user, called after the sets
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`
@@ -82,6 +85,7 @@ def read_inputs(run: Run) -> RunInputs:
         described = download_configuration(recipe.model)
         source = open_model_source(described)
         check_dimensions(recipe, source)
+        path = check_layers(recipe, source)
     directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
     with world.fail_together("reading training data"), run.console.progress() as progress:
         cache = Cache.of_world(directory, world, progress=progress)
@@ -117,7 +121,9 @@ def read_inputs(run: Run) -> RunInputs:
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     run.note([first_stage_note(loaded) for loaded in sets if loaded.first_stage_metrics is not None])
-    return RunInputs(source, base_digest, cache, data, losses, sets, function, best_metric, total_steps, total_batches)
+    return RunInputs(
+        source, base_digest, cache, data, losses, path, sets, function, best_metric, total_steps, total_batches
+    )
 
 
 def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[LoadedSet]:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,12 +25,13 @@ from embedtrain.distributed.world import World
 from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
-from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
+from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
 from embedtrain.losses.m3_score import M3Score
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore, Score
 from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
 from embedtrain.losses.types import FROM_ROWS, Loss
+from embedtrain.models.early_exits import EarlyExits
 from embedtrain.models.types import ModelSource
 from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
@@ -165,6 +166,10 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
             read_weights=start.from_scratch,
             work=StepWorkload.of(recipe),
         )
+    if inputs.exit_path is not None:
+        exits = EarlyExits(model.encoder, inputs.exit_path, exit_layers(inputs.losses))
+        model.encoder.exits = exits
+        model = replace(model, tokenizer=model.tokenizer.with_parts(1 + len(exits.layers)))
     _advise_when_exhausted(run, model)
     tokenize_data(data, model, inputs.cache, world, run.console, from_scratch=start.from_scratch)
     guides, guide_notes = load_guides(

@@ -35,6 +35,7 @@ ALLOWED = {
 CASES = [
     (M3LossConfig(), ModelKind.dense, r"loss=m3: .*loss=infonce.*model\.kind=m3"),
     (InfoNCEConfig(), ModelKind.m3, r"loss=infonce: .*loss=m3"),
+    (M3LossConfig(matryoshka_layers=[1]), ModelKind.m3, r"loss\.matryoshka_layers=\[1\]: .*m3"),
     (M3LossConfig(matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
     (SigLIPConfig(), ModelKind.sparse, r"loss=siglip: .*loss=infonce"),
     (InfoNCEConfig(similarity=Similarity.dot), ModelKind.sparse, r"loss\.similarity=dot: "),

@@ -1,14 +1,18 @@
-"""Matryoshka losses equal their formulas in float64 on any number of ranks, for all dimensions and for drawn ones."""
+"""Matryoshka losses of dimensions and of layers equal their formulas in float64, for all and for drawn ones."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import CosineMSEConfig, MatryoshkaWeighting
-from embedtrain.losses.build import matryoshka_weights
+from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LayerWeighting, LossConfig, MatryoshkaWeighting
+from embedtrain.config.matryoshka import matryoshka_weights
+from embedtrain.distributed.world import World
+from embedtrain.losses.build import build_losses
 from embedtrain.losses.combine import draw
+from embedtrain.losses.encoded import Encoded, Part
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 
 SIZES = (1, 3, 2, 1)
@@ -47,6 +51,49 @@ def test_a_batch_is_trained_on_the_largest_and_drawn_dimensions(ranks):
     (found, *_) = ranks(1, run, config, batch, [[0, 1, 2, 3]], torch.float64, 8)
     assert found["metrics"].keys() == {"loss@8", "loss@6"}  # of batch 5, with the seed 0
     check(ranks, config, batch, truncated_sum({8: 1.0, 6: 0.5}))
+
+
+def of_layers(world: World, configs: list[LossConfig]) -> list[dict[str, float]]:
+    """Loss and metrics of each, for an encoder whose further parts are the vectors after 2 and 5 layers."""
+    batch = vectors(SIZES, scores=True)
+    _, _, batch_info = batch.of_rank([0, 1, 2, 3], torch.float64)
+    found = []
+    for config in configs:
+        loss = build_losses([config, OTHER], dimension=8, guide_dimensions=[{}, {}], seed=0).for_source(0)
+        queries, documents = (
+            Encoded(tuple(Part(values + number) for number in range(3))) for values in (batch.queries, batch.documents)
+        )
+        output = loss(queries, documents, batch_info)
+        torch.testing.assert_close(output.row_losses.sum(), output.local_loss)
+        found.append({"loss": float(output.local_loss), **{name: float(v) for name, v in output.metrics.items()}})
+    return found
+
+
+OTHER = CosineMSEConfig(matryoshka_layers=[5, 2])
+
+
+def test_layers_of_sources_and_of_parts(ranks):
+    """Every loss takes its own layers of those that the encoder returns for all losses; none: the last layer."""
+    batch = vectors(SIZES, scores=True)
+    last, second, fifth = (
+        float(cosine_mse(batch.queries + number, batch.documents + number, batch)) for number in range(3)
+    )
+    parts = [CosineMSEConfig(weight=3.0), CosineMSEConfig(matryoshka_layers=[2])]
+    cases = {
+        last: CosineMSEConfig(),
+        last + (second + fifth) / 2: replace(OTHER),
+        last + (second / 2 + fifth / 5) / 2: replace(OTHER, layer_weighting=LayerWeighting.linear),
+        last + 0.7 * fifth: CosineMSEConfig(matryoshka_layers=[5], layer_weights=[0.7]),
+        4 * last + second: CombinedConfig(losses=parts),
+        4 * last + 4 * fifth: CombinedConfig(losses=[parts[0], CosineMSEConfig()], matryoshka_layers=[5]),
+    }
+    drawn = replace(OTHER, layers_per_step=1)
+    *found, of_drawn = ranks(1, of_layers, [*cases.values(), drawn])[0]
+    assert [each["loss"] for each in found] == pytest.approx(list(cases))
+    assert found[1]["loss@layer5"] == pytest.approx(fifth)
+    assert found[1]["loss@last"] == pytest.approx(last)
+    (layer,) = [name for name in of_drawn if name.startswith("loss@layer")]
+    assert of_drawn["loss"] == pytest.approx(last + {"loss@layer2": second, "loss@layer5": fifth}[layer])
 
 
 def test_draws_are_functions_of_seed_and_batch():

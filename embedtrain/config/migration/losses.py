@@ -68,6 +68,12 @@ LOSSES = (
         also="GIST",
     ),
     Row("MatryoshkaLoss", "`loss.matryoshka_dims=[768,256,64]`, an option of every loss", also="MRL"),
+    Row(
+        "AdaptiveLayerLoss",
+        "`loss.matryoshka_layers=[3,6]`, an option of every loss, with `loss.layers_per_step=1`; `loss.layer_kl` "
+        "compares similarities of texts where theirs compares dimensions",
+    ),
+    Row("Matryoshka2dLoss", "`loss.matryoshka_layers` and `loss.matryoshka_dims`, with `loss.layers_per_step=1`"),
     Row("CoSENTLoss", "`loss=cosent`"),
     Row("AnglELoss", "`loss=angle`"),
     Row("CosineSimilarityLoss", "`loss=cosine_mse`", also="CosineEmbeddingLoss"),

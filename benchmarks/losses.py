@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.measure import markdown, measure_call, require, unit
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.losses import Implementation, InfoNCEConfig
+from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import BatchInfo
 

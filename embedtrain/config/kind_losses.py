@@ -1,6 +1,7 @@
 """The losses that train each kind of model."""
 
 from embedtrain.config.compressed import check_kind_of_vectors
+from embedtrain.config.loss_choices import LossDirection
 from embedtrain.config.loss_registry import SCORE_LOSSES
 from embedtrain.config.losses import (
     TOKEN_TEMPERATURE_BOUNDS,
@@ -10,7 +11,6 @@ from embedtrain.config.losses import (
     CustomConfig,
     InfoNCEConfig,
     LossConfig,
-    LossDirection,
     M3LossConfig,
     XTRConfig,
 )

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from embedtrain.config.losses import LossConfig, Similarity
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import LossConfig
 
 
 class MeanOver(str, Enum):

@@ -7,25 +7,27 @@ from typing import Any
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListConfig, SoftmaxConfig
+from embedtrain.config.loss_choices import (
+    Hardness,
+    KDLossType,
+    LossDirection,
+    PartitionMode,
+    PrecisionSides,
+    Similarity,
+)
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
     BatchTripletConfig,
     CombinedConfig,
     ContrastiveConfig,
     CustomConfig,
-    Hardness,
     InfoNCEConfig,
-    KDLossType,
     LossConfig,
-    LossDirection,
     M3LossConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
-    PartitionMode,
-    PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
-    Similarity,
     TripletConfig,
     XTRConfig,
 )

@@ -2,13 +2,8 @@
 
 import math
 
-from embedtrain.config.losses import (
-    CombinedConfig,
-    LayerWeighting,
-    LossConfig,
-    MatryoshkaWeighting,
-    SentenceTransformersConfig,
-)
+from embedtrain.config.loss_choices import LayerWeighting, MatryoshkaWeighting
+from embedtrain.config.losses import CombinedConfig, LossConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.config.validation import OptionChecks, written
 

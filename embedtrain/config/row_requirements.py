@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from embedtrain.config.listwise_losses import SoftmaxConfig
+from embedtrain.config.loss_choices import KDLossType
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
     InfoNCEConfig,
-    KDLossType,
     LossConfig,
     M3LossConfig,
     SentenceTransformersConfig,

@@ -4,13 +4,8 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from embedtrain.config.losses import (
-    VECTOR_TEMPERATURE,
-    Implementation,
-    LossConfig,
-    LossDirection,
-    Similarity,
-)
+from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
+from embedtrain.config.losses import VECTOR_TEMPERATURE, LossConfig
 from embedtrain.config.validation import OptionChecks, written
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import LossDirection
+from embedtrain.config.loss_choices import LossDirection
 from embedtrain.config.similarity_losses import Divergence
 from embedtrain.distributed.collectives import ring
 from embedtrain.losses.excluded import ExcludedCandidates

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, PartitionMode
+from embedtrain.config.loss_choices import Hardness, Implementation, PartitionMode
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import KDLossType, LossDirection, M3LossConfig
+from embedtrain.config.loss_choices import KDLossType, LossDirection
+from embedtrain.config.losses import M3LossConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import Similarity
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.m3 import M3Settings
 from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.lexical import compare_lexical

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embedtrain.config.loss_choices import Reduction, Similarity
 from embedtrain.config.losses import (
     AnglEConfig,
     ContrastiveConfig,
     CoSENTConfig,
     CosineMSEConfig,
     OnlineContrastiveConfig,
-    Reduction,
-    Similarity,
 )
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.similarity import at_least_float32, pairwise_distance, pairwise_similarity, sum_by_row

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import LossDirection
+from embedtrain.config.loss_choices import LossDirection
 from embedtrain.distributed.collectives import ring
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import Hardness, InfoNCEConfig, LossDirection, MarginKind
+from embedtrain.config.loss_choices import Hardness, LossDirection, MarginKind
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates
 from embedtrain.losses.score import Columns, Tile, TiledScore

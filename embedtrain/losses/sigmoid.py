@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.losses import LossDirection, SigLIPConfig, Similarity
+from embedtrain.config.loss_choices import LossDirection, Similarity
+from embedtrain.config.losses import SigLIPConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.excluded import ExcludedCandidates, Exclusion
 from embedtrain.losses.similarity import Temperature, at_least_float32, inner_products, rows_per_chunk

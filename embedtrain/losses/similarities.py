@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import Implementation, LossDirection, Similarity
+from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
 from embedtrain.config.similarity_losses import CandidateSet, DistillSimilaritiesConfig, Divergence, SimilarityMSEConfig
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.divergence import (

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import LossDirection
+from embedtrain.config.loss_choices import LossDirection
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules
 

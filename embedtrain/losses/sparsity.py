@@ -8,7 +8,8 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS, Similarity
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.config.sparse import SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.encoded import Encoded

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.losses import BatchTripletConfig, Distance, TripletConfig, TripletMining
+from embedtrain.config.loss_choices import Distance, TripletMining
+from embedtrain.config.losses import BatchTripletConfig, TripletConfig
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.similarity import (
     at_least_float32,

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import LossDirection, XTRConfig
+from embedtrain.config.loss_choices import LossDirection
+from embedtrain.config.losses import XTRConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion

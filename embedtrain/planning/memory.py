@@ -10,7 +10,8 @@ fp32 and reduced.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from embedtrain.config.losses import Implementation, InfoNCEConfig
+from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.mesh import ParallelLayout

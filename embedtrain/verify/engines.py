@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embedtrain.checkpoint.export.onnx import GRAPH, output_names
 from embedtrain.errors import ConfigError
+from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
 from embedtrain.verify.options import ENGINES, VerifyOptions
 
@@ -54,6 +55,8 @@ def interpreters(options: VerifyOptions) -> dict[str, str]:
 
 def unsupported(engine: str, source: ModelSource, directory: Path) -> str | None:
     """Why an engine cannot compute the vectors of this model; None if it should."""
+    if is_static(source.config) and engine != "sentence_transformers":
+        return "of these engines only sentence-transformers opens a static table of tokens"
     if engine == "transformers" and (source.dense or source.truncate_dim or not source.include_prompt):
         return "it leaves out dense heads, truncation and include_prompt=false: use sentence-transformers"
     if engine not in ("onnxruntime", "fastembed"):

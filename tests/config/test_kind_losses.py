@@ -7,16 +7,15 @@ from embedtrain.config.checks import check_recipe
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.listwise_losses import RankNetConfig
+from embedtrain.config.loss_choices import LossDirection, Similarity
 from embedtrain.config.loss_registry import LOSSES, SCORE_LOSSES
 from embedtrain.config.losses import (
     CombinedConfig,
     DistillScoresConfig,
     InfoNCEConfig,
-    LossDirection,
     M3LossConfig,
     MarginMSEConfig,
     SigLIPConfig,
-    Similarity,
     XTRConfig,
 )
 from embedtrain.config.recipe import DataConfig, ModelConfig, ModelKind, Recipe, TrainConfig, TrainSource

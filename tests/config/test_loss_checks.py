@@ -6,6 +6,16 @@ from embedtrain.config import loss_checks, sentence_transformers
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListNetConfig, SoftmaxConfig
 from embedtrain.config.loss_checks import check_loss, guide_paths
+from embedtrain.config.loss_choices import (
+    Hardness,
+    Implementation,
+    LayerWeighting,
+    LossDirection,
+    MatryoshkaWeighting,
+    PartitionMode,
+    PrecisionSides,
+    Similarity,
+)
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
     BatchTripletConfig,
@@ -14,21 +24,13 @@ from embedtrain.config.losses import (
     CoSENTConfig,
     CustomConfig,
     DistillScoresConfig,
-    Hardness,
-    Implementation,
     InfoNCEConfig,
-    LayerWeighting,
     LossConfig,
-    LossDirection,
     M3LossConfig,
     MarginMSEConfig,
-    MatryoshkaWeighting,
     OrthogonalConfig,
-    PartitionMode,
-    PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
-    Similarity,
     TripletConfig,
     XTRConfig,
 )

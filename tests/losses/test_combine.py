@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LayerWeighting, LossConfig, MatryoshkaWeighting
+from embedtrain.config.loss_choices import LayerWeighting, MatryoshkaWeighting
+from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LossConfig
 from embedtrain.config.matryoshka import matryoshka_weights
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_losses

@@ -9,7 +9,8 @@ from sentence_transformers import losses
 from sentence_transformers.util import pairwise_cos_sim, pairwise_dot_score
 from torch import Tensor
 
-from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig, Similarity
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig
 from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherMap
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError

@@ -27,7 +27,8 @@ from embedtrain.config.listwise_losses import (
     RankNetConfig,
     SoftmaxConfig,
 )
-from embedtrain.config.losses import DistillScoresConfig, LossConfig, MarginMSEConfig, Similarity
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import DistillScoresConfig, LossConfig, MarginMSEConfig
 from embedtrain.losses.lists import constant_scores_warning
 from tests.losses.global_batch import Case, GlobalVectors, check_all, run, run_in_chunks, scored_pairs, vectors
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import KDLossType, M3LossConfig
+from embedtrain.config.loss_choices import KDLossType
+from embedtrain.config.losses import M3LossConfig
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.distributed.world import World
 from embedtrain.losses import lexical, m3, maxsim

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, LossDirection
+from embedtrain.config.loss_choices import Hardness, Implementation, LossDirection
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.mixing import Draws
 from embedtrain.losses.types import BatchInfo, GlobalRows

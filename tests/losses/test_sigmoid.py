@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import SigLIPConfig, Similarity
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import SigLIPConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses import similarity
 from embedtrain.losses.build import build_loss

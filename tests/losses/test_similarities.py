@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import Implementation, LossDirection, Similarity
+from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
 from embedtrain.config.similarity_losses import (
     CandidateSet,
     DistillSimilaritiesConfig,

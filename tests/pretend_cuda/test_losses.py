@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from embedtrain.config.losses import DistillScoresConfig, Implementation, InfoNCEConfig, MarginMSEConfig, XTRConfig
+from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, XTRConfig
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_loss

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.config.late_interaction import QueryExpansion
-from embedtrain.config.losses import Implementation, InfoNCEConfig
+from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.heads import HeadConfig
-from embedtrain.config.losses import InfoNCEConfig, LayerWeighting
+from embedtrain.config.loss_choices import LayerWeighting
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.listwise_losses import ADRMSEConfig, BCEConfig, LambdaLossConfig, PListMLEConfig, SoftmaxConfig
+from embedtrain.config.loss_choices import Hardness, Implementation, LossDirection, Similarity, TripletMining
 from embedtrain.config.losses import (
     AnglEConfig,
     BatchTripletConfig,
@@ -24,19 +25,14 @@ from embedtrain.config.losses import (
     CoSENTConfig,
     CosineMSEConfig,
     DistillScoresConfig,
-    Hardness,
-    Implementation,
     InfoNCEConfig,
     LossConfig,
-    LossDirection,
     MarginMSEConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
-    Similarity,
     TripletConfig,
-    TripletMining,
 )
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.losses import Implementation, InfoNCEConfig
+from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model

@@ -41,6 +41,8 @@ _INPUTS = frozenset(
     )
 )
 
+_ADAPTERS = "adapters."  # a mapping from the user's names of tasks to runs
+
 
 def options_of(stage: Stage) -> dict[str, Any]:
     """The options that count, by dotted name, with plain values; paths of inputs are among them."""
@@ -68,7 +70,8 @@ def input_paths(stage: Stage) -> dict[str, str]:
     """The options, by dotted name, that count and name local files or directories, and their values."""
     paths = {}
     for name, value in options_of(stage).items():
-        if not isinstance(value, str) or not value or _INDEX.sub("", name) not in _INPUTS:
+        is_input = _INDEX.sub("", name) in _INPUTS or name.startswith(_ADAPTERS)
+        if not isinstance(value, str) or not value or not is_input:
             continue
         path = os.path.expanduser(value)
         if _is_below(path, stage.directory.parent) or glob.has_magic(path) or os.path.lexists(path):

@@ -32,7 +32,15 @@ def commands_of(page: Path) -> list[Command]:
     return [command for block in shell for command in commands(block.text)]
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+# Its commands compose all stages of a pipeline several times, as tests/pipeline does.
+_SLOW = "pipelines.md"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name == _SLOW else page for page in pages()],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_the_commands_of_a_page_compose(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path, text in files_of(page).items():

@@ -107,7 +107,7 @@ def test_an_unchecked_export_warns(workshop, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("formats=[gguf]", r"formats=\[gguf\]: .*sentence_transformers, onnx, adapter"),
+        ("formats=[gguf]", r"formats=\[gguf\]: .*sentence_transformers, onnx, onnx_fp16, onnx_int8, adapter"),
         ("max_file_size=5", "max_file_size=5: .*above 0 with KB, MB, GB or TB"),
         ("max_file_size=0GB", "max_file_size=0GB: .*above 0"),
         ("push_to_hub='me/my model'", "push_to_hub=me/my model: "),

@@ -9,6 +9,7 @@ import pytest
 from tests.faults.runs import finish, start, training_result
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(folder, undisturbed):
     """The second is rejected with a description of the first, which is not affected."""
     first = start(folder, "shared").until(lambda run: run.last_step >= 2)

@@ -73,6 +73,7 @@ def launched(folder: Path, output_dir: str, *more: str, launcher: Sequence[str] 
         process.wait()
 
 
+@pytest.mark.slow
 def test_restarted_and_stopped(folder, undisturbed):
     """A rank is killed: torchrun restarts all ranks. SIGUSR1 to torchrun: both ranks save the same step."""
     out = folder / "launched"

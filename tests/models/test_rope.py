@@ -164,6 +164,7 @@ def test_a_base_without_rotary_positions_is_rejected():
         check_model(small_model("llama", rope_theta=0))
 
 
+@pytest.mark.slow
 def test_a_run_serves_another_base_than_it_trains(ranks, tmp_path):
     """Its evaluations measure the exported model, which an export of its checkpoint equals."""
     rows, dev = write_rows(tmp_path / "train.jsonl", 24), write_beir(tmp_path / "dev", 12)

@@ -122,6 +122,10 @@ def run_recipe(world: World, folder: Path, arguments: list[str]) -> None:
         run_pipeline(pipeline)
 
 
+# Heads and a teacher; filters and mining; pruning.
+_ALWAYS_PLANNED = ("embeddinggemma", "arctic_embed_2", "f2llm_v2")
+
+
 def names() -> list[str]:
     return sorted(path.stem for path in (ROOT / "recipes" / "pipelines").glob("*.yaml") if path.stem != "quickstart")
 
@@ -130,7 +134,10 @@ def test_every_published_pipeline_has_a_run():
     assert names() == sorted(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in _ALWAYS_PLANNED else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED],
+)
 def test_a_published_pipeline_is_planned(name, tmp_path, monkeypatch):
     """Without its evaluations, which take as long to compose as the trainings."""
     write_inputs(name, tmp_path)

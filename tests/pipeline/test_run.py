@@ -121,6 +121,7 @@ def test_what_the_last_stage_needs_is_required_before_the_first_one(ranks, run_i
     assert not (tmp_path / "run" / "stages").exists()
 
 
+@pytest.mark.slow
 def test_killed_in_three_stages_and_resumed_on_other_numbers_of_ranks(undisturbed, run_inputs, tmp_path):
     content = small_pipeline(run_inputs)
     killed_run(tmp_path, content, 2, SignalWhen(1, "training", 5))  # of weak, after the checkpoint of step 4

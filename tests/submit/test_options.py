@@ -23,6 +23,7 @@ def test_options_of_the_job_and_of_the_training_are_separated():
     assert submission.output_dirs == ["runs/t"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_a_job():
     """Whose stages resume in its directory: `stopped.json` is there."""
     submission = compose_submit(["recipe=pipelines/quickstart", "slurm.nodes=2", "only=clean", "output_dir=runs/p"])

@@ -163,12 +163,12 @@ def test_gradients(ranks, models, world_size, num_rows):
     expected = {model.path: plain(model, batch(num_rows)) for model in models.values()}
     answers = ranks(world_size, on_ranks, cases, num_rows, timeout=300)[0]
     for (model, *_), (value, gradients) in zip(cases, answers, strict=True):
-        loss, slopes = expected[model.path]
+        loss, expected_gradients = expected[model.path]
         assert value == pytest.approx(loss, rel=1e-5), model.path
-        assert gradients.keys() == slopes.keys(), model.path
-        norm = torch.stack([gradient.norm() for gradient in slopes.values()]).norm()
-        for name, slope in slopes.items():
-            error = (gradients[name] - slope).norm() / max(slope.norm(), 1e-3 * norm)
+        assert gradients.keys() == expected_gradients.keys(), model.path
+        norm = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).norm()
+        for name, expected_gradient in expected_gradients.items():
+            error = (gradients[name] - expected_gradient).norm() / max(expected_gradient.norm(), 1e-3 * norm)
             assert error < 3e-5, (model.path, name, float(error))
 
 

@@ -298,18 +298,20 @@ def on_ranks(
 
 
 def agree(found: Found, expected: Found, told: str) -> None:
-    (value, measures, gradients, norm, updated), (loss, rest, slopes, whole_norm, weights) = found, expected
+    (value, measures, gradients, norm, updated), (loss, rest, expected_gradients, whole_norm, weights) = found, expected
     assert value == pytest.approx(loss, rel=1e-5, abs=1e-6), told
     assert measures.keys() == rest.keys(), told
     for name, measure in rest.items():
         assert measures[name] == pytest.approx(measure, rel=2e-5, abs=2e-6), (told, name)
     assert norm == pytest.approx(whole_norm, rel=2e-5), told
-    assert gradients.keys() == slopes.keys(), told
-    for name, expected_slope in slopes.items():
+    assert gradients.keys() == expected_gradients.keys(), told
+    for name, expected_gradient in expected_gradients.items():
         # Gradients that vanish (a key's bias shifts all scores alike; a temperature's is a difference of large sums)
         # are measured against the whole gradient.
         floor = 0.1 if name.startswith("loss.") else 1e-3
-        error = (gradients[name] - expected_slope).norm() / max(expected_slope.norm().item(), floor * whole_norm, 1e-9)
+        error = (gradients[name] - expected_gradient).norm() / max(
+            expected_gradient.norm().item(), floor * whole_norm, 1e-9
+        )
         assert error < 2 * TOLERANCE, (told, name, float(error))
     for name, weight in weights.items():
         assert (updated[name] - weight).norm() <= TOLERANCE * max(1.0, weight.norm()), (told, name)

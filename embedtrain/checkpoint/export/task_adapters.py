@@ -16,7 +16,14 @@ from safetensors.torch import save
 
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, copy_adapter_config
 from embedtrain.checkpoint.export.usage import TAGS, describe_model, pipeline_tag
-from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, check_adapter, require_match
+from embedtrain.checkpoint.export.verify import (
+    PROBES,
+    AdapterBase,
+    ExportReference,
+    check_adapter,
+    load_sentence_transformer,
+    require_match,
+)
 from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError
 from embedtrain.files import write_json
@@ -80,20 +87,12 @@ def check_task_adapters(directory: Path, adapters: Sequence[TaskAdapter], source
 
     Raises CheckpointError if a library cannot load them, or computes other vectors than the run of the task.
     """
-    from sentence_transformers import SentenceTransformer
-
     differences = [0.0]
     checked = [(adapter, adapter.reference) for adapter in adapters if adapter.reference is not None]
     for adapter, reference in checked:
         differences.append(check_adapter(directory / adapter.folder, adapter.base, source, reference))
     try:
-        model = SentenceTransformer(
-            str(directory),
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
-            model_kwargs={"dtype": "float32"},
-        )
+        model = load_sentence_transformer(directory, source)
         for adapter in adapters:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

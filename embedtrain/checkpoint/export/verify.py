@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -219,16 +220,8 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     if source.words is not None:
         weights = word_weights_of_sentence_transformers(directory, source, PROBES)
         return require_match(weights, reference, f"sentence-transformers opens {directory}")
-    from sentence_transformers import SentenceTransformer
-
     try:
-        model = SentenceTransformer(
-            str(directory),
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
-            model_kwargs={"dtype": "float32"},
-        )
+        model = load_sentence_transformer(directory, source)
         # prompt="" overrides a default prompt, because the reference has none.
         vectors = model.encode(list(PROBES), prompt="", convert_to_tensor=True, show_progress_bar=False)
         prompts, length = dict(model.prompts), model.max_seq_length
@@ -249,6 +242,19 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     # Of a model of three representations, sentence-transformers computes the first.
     reference = reference.truncated(source.truncate_dim if source.m3 is None else source.dimension)
     return require_match(torch.as_tensor(vectors).float().cpu(), reference, f"sentence-transformers opens {directory}")
+
+
+def load_sentence_transformer(directory: Path, source: ModelSource) -> Any:
+    """The SentenceTransformer of a directory, in float32 on the CPU; raises whatever the library raises."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(
+        str(directory),
+        device="cpu",
+        local_files_only=True,
+        trust_remote_code=source.trust_remote_code,
+        model_kwargs={"dtype": "float32"},
+    )
 
 
 def check_logit_score(directory: Path, source: ModelSource, reference: ExportReference) -> float:

@@ -1,1 +1,1 @@
-"""`embedtrain verify`: compare the vectors that libraries and serving engines compute with those of the encoder."""
+"""`embedtrain verify`: compare what libraries and serving engines compute with the output of the model."""

@@ -1,23 +1,22 @@
-"""Runs the program of an engine on a model directory, and compares its vectors with the encoder's."""
+"""Runs the program of an engine on a model directory, and compares its output with the encoder's."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from embedtrain.checkpoint.export.onnx import GRAPH, output_names
+from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
 from embedtrain.verify.options import ENGINES, VerifyOptions
+from embedtrain.verify.probes import Probe, compare
 
 _CLIENTS = Path(__file__).parent / "clients"
 _TIMEOUT = 900.0  # seconds; a model of billions of parameters takes minutes to load
@@ -25,19 +24,17 @@ _TIMEOUT = 900.0  # seconds; a model of billions of parameters takes minutes to 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one engine computed.
-
-    `differences` are the largest ones of a component of a vector, by way of encoding (see clients/).
-    """
+    """What one engine computed: the largest differences by way of encoding, see `compare`."""
 
     engine: str
     version: str = ""
     differences: Mapping[str, float] | None = None  # None: it did not run
     reason: str = ""  # why not
+    is_supported: bool = True  # whether it computes such models
 
     def passes(self, tolerance: float) -> bool:
-        """Whether all vectors equal the encoder's."""
-        return self.differences is not None and all(value <= tolerance for value in self.differences.values())
+        """Whether all that it computed equals the encoder's output."""
+        return bool(self.differences) and all(value <= tolerance for value in (self.differences or {}).values())
 
 
 def interpreters(options: VerifyOptions) -> dict[str, str]:
@@ -54,28 +51,34 @@ def interpreters(options: VerifyOptions) -> dict[str, str]:
 
 
 def unsupported(engine: str, source: ModelSource, directory: Path) -> str | None:
-    """Why an engine cannot compute the vectors of this model; None if it should."""
+    """Why an engine cannot compute the output of this model; None if it should."""
+    kind = source.kind
     if is_static(source.config) and engine != "sentence_transformers":
         return "of these engines only sentence-transformers opens a static table of tokens"
+    if source.head is not None and source.head.tokens and engine != "sentence_transformers":
+        return "of these engines only sentence-transformers scores pairs by the logits of tokens"
+    if engine == "transformers" and kind is ModelKind.late_interaction:
+        return "it leaves out the projection of the vectors of tokens: use sentence-transformers"
     if engine == "transformers" and (source.dense or source.truncate_dim or not source.include_prompt):
         return "it leaves out dense heads, truncation and include_prompt=false: use sentence-transformers"
     if engine not in ("onnxruntime", "fastembed"):
         return None
+    if engine == "fastembed" and kind in (ModelKind.late_interaction, ModelKind.sparse):
+        return "it opens no such models but those that it lists"
     if not (directory / GRAPH).is_file():
         return f"{GRAPH} is missing: export with formats=[onnx]"
-    if len(output_names(source)) == 1:
+    if kind in (ModelKind.late_interaction, ModelKind.sparse):
+        return "its graph has no such output"
+    if kind is not ModelKind.cross_encoder and len(output_names(source)) == 1:
         return "its pooling cannot leave out the tokens of the prompt (include_prompt=false)"
     return None
 
 
-def run_engine(
-    engine: str, python: str, directory: Path, texts: Sequence[str], expected: Mapping[str, NDArray[np.float32]]
-) -> Outcome:
-    """Encode the texts with an engine; `expected` are vectors [N, D] by way of encoding."""
+def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
+    """Encode the texts, or score the pairs, with an engine."""
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
-        content = {"model": str(directory), "texts": list(texts), "dimension": expected["text"].shape[1]}
-        request.write_text(json.dumps(content), encoding="utf-8")
+        request.write_text(json.dumps(probe.request), encoding="utf-8")
         command = [python, "-I", str(_CLIENTS / f"{engine}.py"), str(request), str(result)]
         try:
             subprocess.run(  # noqa: S603 - the user names the interpreter
@@ -92,13 +95,6 @@ def run_engine(
         except (OSError, subprocess.TimeoutExpired) as error:
             return Outcome(engine, reason=str(error))
         computed = json.loads(result.read_text(encoding="utf-8"))
-    differences = {role: _difference(vectors, expected[role]) for role, vectors in computed["vectors"].items()}
-    return Outcome(engine, computed["version"], differences)
-
-
-def _difference(vectors: Sequence[Sequence[float]], expected: NDArray[np.float32]) -> float:
-    """The largest of a component; infinite if shapes differ or a component is not finite."""
-    values = np.asarray(vectors, dtype=np.float64)
-    if values.shape != expected.shape or not np.isfinite(values).all():
-        return float("inf")
-    return float(np.abs(values - expected).max())
+    if "unsupported" in computed:
+        return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
+    return Outcome(engine, computed["version"], compare(computed, probe))

@@ -8,7 +8,7 @@ from embedtrain.config.validation import OptionChecks, require_single_process
 
 # The engines, in the order of the table. A name is that of a program in clients/ and of the package that it imports.
 ENGINES = ("sentence_transformers", "transformers", "onnxruntime", "fastembed")
-HELP = """embedtrain verify: whether libraries and servers compute a model's vectors
+HELP = """embedtrain verify: whether libraries and servers compute what a model computes
 
   embedtrain verify model=DIR
   embedtrain verify model=DIR python='{fastembed: ENVIRONMENT/bin/python}'
@@ -26,7 +26,7 @@ class VerifyOptions:
     engines: list[str] | None = None
     # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}.
     python: Any = None
-    tolerance: float = 1e-4  # largest difference of a component of a vector that passes
+    tolerance: float = 1e-4  # largest difference of a number that passes, relative to numbers above 1
 
 
 def compose_verify(arguments: list[str]) -> VerifyOptions:

@@ -67,7 +67,7 @@ def test_an_engine_with_other_vectors_is_named(tmp_path, capsys):
     settings.write_text(
         settings.read_text().replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     )
-    with pytest.raises(CheckpointError, match="onnxruntime: not the vectors of the model"):
+    with pytest.raises(CheckpointError, match="onnxruntime: not the output of the model"):
         verify(model, "engines=[onnxruntime]")
     assert "onnxruntime" in capsys.readouterr().out
 

@@ -1,7 +1,23 @@
 """One program per engine, as its documentation uses it; run by the Python that the engine is installed in.
 
 Each is started as `python -I FILE REQUEST RESULT`. It imports nothing of this package, because that Python need not
-have it. REQUEST is a JSON file with `model`, a directory, `texts`, a list of strings, and `prompts` by role. The JSON
-file RESULT gets `version` and `vectors`, one list of vectors for each way of encoding that the engine has: `text`
-without a prompt, and `query` and `document` where the engine prepends the prompts itself.
+have it.
+
+REQUEST is a JSON file with `model`, a directory, and `kind`: dense, cross_encoder, late_interaction, sparse or m3.
+Those that encode texts also get `texts`, a list of strings; `prompts`, by role, `query` and `document`; `dimension` of
+a vector, if texts have one; and for late interaction `token_vectors`, for clients that do not read these settings from
+the directory: by role `max_length` in tokens, `expanded_length` (0: no expansion) and `skipped`, ids of tokens whose
+vectors are left out unless they are the first of a text; besides these `expansion_id`, and `attend`, whether expansion
+tokens are in the attention mask. Those that score pairs get `pairs` of query and document, for engines that apply
+prompts and chat templates themselves, and `formatted_pairs`, the same with all texts that the tokenizer does not add.
+
+The JSON file RESULT gets `version` and an output by way of encoding: `text` without a prompt, `query` and `document`
+with the prompts. It has the ways that the engine has, and one or more parts of the output:
+
+- `vectors`: a list of numbers for each text (dense, m3)
+- `token_vectors`: a list of vectors for each text (late_interaction; m3, of all tokens but the first)
+- `word_weights`: for each text {"indices": ids of tokens, "values": their weights} (sparse, m3)
+- `scores` of a cross-encoder: a number for each pair, as `logits` or `activated` instead of a way of encoding
+
+Instead of these it gets `unsupported`, a sentence, if this version of the engine has no such models.
 """

@@ -1,29 +1,63 @@
-"""Vectors of transformers: AutoModel, then the pooling and the normalisation that the directory names."""
+"""The output of transformers: the class of the kind, then what the directory says of pooling and normalisation."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModel, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+
+def read(name: str) -> Any:
+    """The content of a JSON file of the directory."""
+    return json.loads((directory / name).read_text(encoding="utf-8"))
+
+
+def vector(hidden: torch.Tensor) -> list[float]:
+    """The vector of a text, from those of its tokens [L, H]."""
+    pooling = read("1_Pooling/config.json")
+    mean = pooling["pooling_mode_mean_tokens"]
+    pooled = hidden.mean(dim=0) if mean else hidden[0 if pooling["pooling_mode_cls_token"] else -1]
+    is_normalized = any(module["type"].endswith("Normalize") for module in read("modules.json"))
+    vector: list[float] = (torch.nn.functional.normalize(pooled, dim=0) if is_normalized else pooled).tolist()
+    return vector
+
+
+def words(logits: torch.Tensor) -> dict[str, list[Any]]:
+    """The weights of words of a text, from the logits of its tokens [L, V]."""
+    (path,) = directory.glob("*SpladePooling/config.json")
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    weights = logits.relu().log1p()
+    weights = weights.log1p() if settings["activation_function"] == "log1p_relu" else weights
+    row = weights.amax(dim=0) if settings["pooling_strategy"] == "max" else weights.sum(dim=0)
+    (indices,) = row.nonzero(as_tuple=True)
+    return {"indices": indices.tolist(), "values": row[indices].tolist()}
+
 
 with open(sys.argv[1], encoding="utf-8") as request:
     given = json.load(request)
-directory = Path(given["model"])
+kind, directory = given["kind"], Path(given["model"])
+is_causal = read("config.json")["architectures"][0].endswith("ForCausalLM")
+language_model = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+name = {"cross_encoder": AutoModelForSequenceClassification, "sparse": language_model}.get(kind, AutoModel)
 tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-model = AutoModel.from_pretrained(directory, local_files_only=True, torch_dtype=torch.float32).eval()
-pooling = json.loads((directory / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
-modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
-rows = []
+model = name.from_pretrained(directory, local_files_only=True, torch_dtype=torch.float32).eval()
+rows: list[Any] = []
 with torch.no_grad():
-    for text in given["texts"]:
-        batch = tokenizer(text, truncation=True, return_tensors="pt")
-        hidden = model(**batch).last_hidden_state[0]
-        mean = pooling["pooling_mode_mean_tokens"]
-        vector = hidden.mean(dim=0) if mean else hidden[0 if pooling["pooling_mode_cls_token"] else -1]
-        if any(module["type"].endswith("Normalize") for module in modules):
-            vector = torch.nn.functional.normalize(vector, dim=0)
-        rows.append(vector.tolist())
+    for texts in given["formatted_pairs"] if kind == "cross_encoder" else [[text] for text in given["texts"]]:
+        output = model(**tokenizer(*texts, truncation=True, return_tensors="pt"))
+        if kind == "cross_encoder":
+            rows.append(output.logits.item())
+        else:
+            rows.append(words(output.logits[0]) if kind == "sparse" else vector(output.last_hidden_state[0]))
+part, way = {"cross_encoder": ("scores", "logits"), "sparse": ("word_weights", "text")}.get(kind, ("vectors", "text"))
 with open(sys.argv[2], "w", encoding="utf-8") as result:
-    json.dump({"version": transformers.__version__, "vectors": {"text": rows}}, result)
+    json.dump({"version": transformers.__version__, part: {way: rows}}, result)

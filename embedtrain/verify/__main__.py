@@ -24,10 +24,12 @@ def main(options: VerifyOptions) -> list["Outcome"]:
 
     Prints the differences. Raises CheckpointError if an engine cannot run, or computes something else.
     """
+    from embedtrain.checkpoint.export.serving import ServedModel, reasons_against
+    from embedtrain.checkpoint.export.serving_engines import ENGINES
     from embedtrain.distributed.world import joined_world
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
-    from embedtrain.verify.engines import interpreters, run_engine, unsupported
+    from embedtrain.verify.engines import interpreters, run_engine
     from embedtrain.verify.probes import probe_model
 
     directory, console = Path(options.model).expanduser().absolute(), Console()
@@ -37,10 +39,10 @@ def main(options: VerifyOptions) -> list["Outcome"]:
     quiet_libraries()
     with joined_world() as world, console.phase("encoding with the encoder"):
         probe = probe_model(directory, world)
-    outcomes = []
+    outcomes, served = [], ServedModel.open(directory, probe.source)
     for engine, python in pythons.items():
-        if (reason := unsupported(engine, probe.source, directory)) is not None:
-            console.note(f"{engine}: not compared, {reason}")
+        if reasons := reasons_against(ENGINES[engine], served):
+            console.note(f"{engine}: not compared, {'; '.join(reasons)}")
             continue
         with console.phase(f"encoding with {engine}"):
             outcome = run_engine(engine, python, probe)

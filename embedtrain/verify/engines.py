@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from embedtrain.checkpoint.export.onnx import GRAPH, output_names
-from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
-from embedtrain.models.static_embedding import is_static
-from embedtrain.models.types import ModelSource
 from embedtrain.verify.options import ENGINES, VerifyOptions
 from embedtrain.verify.probes import Probe, compare
 
@@ -48,30 +44,6 @@ def interpreters(options: VerifyOptions) -> dict[str, str]:
                 f"engines has {name}, which is not installed here; write python={{{name}: ENVIRONMENT/bin/python}}"
             )
     return {name: installed[name] for name in options.engines}
-
-
-def unsupported(engine: str, source: ModelSource, directory: Path) -> str | None:
-    """Why an engine cannot compute the output of this model; None if it should."""
-    kind = source.kind
-    if is_static(source.config) and engine != "sentence_transformers":
-        return "of these engines only sentence-transformers opens a static table of tokens"
-    if source.head is not None and source.head.tokens and engine != "sentence_transformers":
-        return "of these engines only sentence-transformers scores pairs by the logits of tokens"
-    if engine == "transformers" and kind is ModelKind.late_interaction:
-        return "it leaves out the projection of the vectors of tokens: use sentence-transformers"
-    if engine == "transformers" and (source.dense or source.truncate_dim or not source.include_prompt):
-        return "it leaves out dense heads, truncation and include_prompt=false: use sentence-transformers"
-    if engine not in ("onnxruntime", "fastembed"):
-        return None
-    if engine == "fastembed" and kind in (ModelKind.late_interaction, ModelKind.sparse):
-        return "it opens no such models but those that it lists"
-    if not (directory / GRAPH).is_file():
-        return f"{GRAPH} is missing: export with formats=[onnx]"
-    if kind in (ModelKind.late_interaction, ModelKind.sparse):
-        return "its graph has no such output"
-    if kind is not ModelKind.cross_encoder and len(output_names(source)) == 1:
-        return "its pooling cannot leave out the tokens of the prompt (include_prompt=false)"
-    return None
 
 
 def run_engine(engine: str, python: str, probe: Probe) -> Outcome:

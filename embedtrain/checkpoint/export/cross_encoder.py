@@ -86,9 +86,11 @@ def stored_name(config: PretrainedConfig) -> Callable[[str], str]:
 
 
 def write_cross_encoder_settings(
-    directory: Path, source: ModelSource, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, has_chat: bool
+    directory: Path, source: ModelSource, config: dict[str, Any], tokenizer: PairTokenizer, *, has_chat: bool
 ) -> None:
     """Write the files that sentence-transformers reads; `config` is the content of config.json.
+
+    text-embeddings-inference does not start if the settings of the transformer lack a maximum length.
 
     Decoders find the last token of a padded pair by the id in config.json, which is the tokenizer's. With `has_chat`,
     pairs are rendered by the chat template, whose prompts are instructions.
@@ -101,15 +103,13 @@ def write_cross_encoder_settings(
     prompts = {} if has_chat else {role: text for role, text in source.prompts.items() if text}
     name = classifier_class(source.config).__name__
     if config.get("pad_token_id") is None:
-        config = config | {"pad_token_id": tokenizer.pad_token_id}
+        config = config | {"pad_token_id": tokenizer.tokenizer.pad_token_id}
     write_json(directory / "config.json", config | {"architectures": [name], "sentence_transformers": activation})
     write_modules(directory, {"": TRANSFORMER_MODULE})
     output = {"method": "forward", "method_output_name": "logits"}
     chat = {"message": output | {"format": "flat"}} if has_chat else {}
-    write_json(
-        directory / TRANSFORMER_SETTINGS,
-        {"transformer_task": _TASK, "modality_config": {"text": output} | chat, "module_output_name": "scores"},
-    )
+    settings = {"transformer_task": _TASK, "modality_config": {"text": output} | chat, "module_output_name": "scores"}
+    write_json(directory / TRANSFORMER_SETTINGS, settings | {"max_seq_length": tokenizer.max_length})
     write_json(
         directory / "config_sentence_transformers.json",
         {"__version__": {}, "model_type": "CrossEncoder", "default_prompt_name": None, "prompts": prompts} | activation,

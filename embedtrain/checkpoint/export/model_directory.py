@@ -109,7 +109,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         write_tokenizer(directory, own, tokenizer.max_length)
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        write_cross_encoder_settings(directory, source, config, tokenizer.tokenizer, has_chat=has_chat)
+        assert isinstance(tokenizer, PairTokenizer)
+        write_cross_encoder_settings(directory, source, config, tokenizer, has_chat=has_chat)
         return
     if source.words is not None:
         write_sparse_settings(directory, source, tokenizer)

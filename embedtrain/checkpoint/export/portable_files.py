@@ -31,6 +31,8 @@ _STATE = (
 )
 # A list of tokens: transformers 4 fails on it under the first name, which is a dict there.
 _EXTRA_TOKENS, _ADDITIONAL_TOKENS = "extra_special_tokens", "additional_special_tokens"
+# Decoders for which text-embeddings-inference reads the direction of attention under this name.
+_BIDIRECTIONAL, _BIDIRECTIONAL_TYPES = "use_bidirectional_attention", ("llama", "mistral", "qwen3")
 # Rotary parameters of kinds of layers, and their names in configurations of transformers 4.
 _THETAS = {
     "modernbert": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
@@ -42,8 +44,8 @@ def write_config(directory: Path, config: PretrainedConfig) -> None:
     """Write config.json with the class of transformers that the weights of an encoder without head belong to.
 
     text-embeddings-inference and infinity reject a model without `architectures`, and vLLM takes a backbone whose file
-    names a language model for that. Rotary positions are written in the form of transformers 4, too, which would
-    otherwise use its defaults.
+    names a language model for that. Rotary positions and kinds of layers are written in the form of transformers 4,
+    too, which would otherwise use its defaults.
     """
     config.save_pretrained(directory)
     stored = read_json(directory / _CONFIG)
@@ -51,7 +53,16 @@ def write_config(directory: Path, config: PretrainedConfig) -> None:
     own_class = stored.get("auto_map", {}).get("AutoModel", "").rpartition(".")[2]  # of trusted Python code
     name = own_class if model_class is None else model_class.__name__
     architectures = {"architectures": [name]} if name else {}
-    write_json(directory / _CONFIG, stored | architectures | _rotary_settings(stored))
+    _write(directory, stored | architectures)
+
+
+def _write(directory: Path, stored: Mapping[str, Any]) -> None:
+    """Write config.json with the settings that other readers look for under other names."""
+    settings = {**stored, **_rotary_settings(stored), **_layer_settings(stored)}
+    if stored["model_type"] == "gemma3_text":
+        # text-embeddings-inference requires one base in them; all readers know the names of transformers 4.
+        settings.pop("rope_parameters", None)
+    write_json(directory / _CONFIG, settings)
 
 
 def write_rope_theta(directory: Path, theta: float) -> None:
@@ -60,11 +71,20 @@ def write_rope_theta(directory: Path, theta: float) -> None:
     Raises ConfigError if the model has none.
     """
     stored = read_json(directory / _CONFIG)
-    parameters = with_rope_theta(stored.get("rope_parameters") or {}, theta)
-    if not stored.get("rope_parameters") or parameters is None:
+    before = _rotary_parameters(stored)
+    parameters = with_rope_theta(before, theta)
+    if not before or parameters is None:
         raise ConfigError(f"export.rope_theta={theta:g}: {stored['model_type']} has no rotary positions; leave it out")
-    stored["rope_parameters"] = parameters
-    write_json(directory / _CONFIG, stored | _rotary_settings(stored))
+    _write(directory, {**stored, "rope_parameters": parameters})
+
+
+def _rotary_parameters(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a configuration that `_write` wrote; empty if the model has no rotary positions."""
+    if stored["model_type"] != "gemma3_text" or "rope_parameters" in stored:
+        return dict(stored.get("rope_parameters") or {})
+    full = {"rope_type": "default", **(stored.get("rope_scaling") or {}), "rope_theta": stored["rope_theta"]}
+    sliding = {"rope_type": "default", "rope_theta": stored["rope_local_base_freq"]}
+    return {"full_attention": full, "sliding_attention": sliding}
 
 
 def _rotary_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +103,19 @@ def _rotary_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     if parameters.get("rope_type", "default") != "default":
         settings["rope_scaling"] = {key: value for key, value in parameters.items() if key not in settings}
     return settings
+
+
+def _layer_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The direction of attention and the layers with full attention, as other readers look for them."""
+    if stored["model_type"] in _BIDIRECTIONAL_TYPES and stored.get("is_causal") is False:
+        return {_BIDIRECTIONAL: True}
+    layers = stored.get("layer_types")
+    if stored["model_type"] == "modernbert" and layers:
+        is_full = [layer == "full_attention" for layer in layers]
+        distances = range(1, len(layers) + 1)
+        regular = [n for n in distances if is_full == [index % n == 0 for index in range(len(layers))]]
+        return {"global_attn_every_n_layers": regular[0]} if regular else {}
+    return {}
 
 
 def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:

@@ -1,0 +1,177 @@
+"""The facts about serving engines, compared with the conditions that their own source has."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedtrain.checkpoint.export.serving import Effect, ServedModel, Trait
+from embedtrain.checkpoint.export.serving_engines import ENGINES
+from embedtrain.config.heads import HeadActivation, HeadConfig
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.models.module_settings import DenseSource, stored_kind
+from embedtrain.models.source import open_model_source
+from embedtrain.verify.options import ENGINES as VERIFIED
+from tests.checkpoint.exporting import architecture_of, export_model
+from tests.checkpoint.tei_rules import TeiError, TeiModel, open_as_tei
+from tests.small import POOLINGS, save_language_model, save_small, small_model
+
+TANH = "torch.nn.modules.activation.Tanh"
+REGULAR = ["full_attention", "sliding_attention"] * 2
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 77.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An export, and what text-embeddings-inference makes of it: its pooling, or why it does not start."""
+
+    architecture: str
+    served: str  # pooling, or a part of the error
+    losses: tuple[str, ...] = ()  # parts of the reasons of the table for the image for GPUs, besides rounding
+    config: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    argument: str | None = None  # --pooling
+
+
+CASES = {
+    "xlm-roberta, first token": Case("xlm-roberta", "cls", options={"pooling": Pooling.cls, "query_prompt": "alpha "}),
+    "bert, own vocabulary": Case("bert", "mean", config={"vocab_size": 70}),
+    "bert, last token": Case("bert", "not supported", ("last token",), options={"pooling": Pooling.last}),
+    "qwen3": Case("qwen3", "last_token"),
+    "qwen3, bidirectional": Case("qwen3", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
+    "llama, bidirectional": Case("llama", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
+    "llama, scaled": Case(
+        "llama", "rope scaling", ("scal",),
+        config={"rope_parameters": LLAMA_3 | {"original_max_position_embeddings": 16}},
+    ),
+    "mistral, bidirectional": Case("mistral", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
+    "qwen2, bidirectional": Case("qwen2", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
+    "modernbert": Case("modernbert", "mean", config={"num_hidden_layers": 4, "layer_types": REGULAR}),
+    "modernbert, irregular layers": Case(
+        "modernbert", "global_attn_every_n_layers", ("regular distance",), config={"layer_types": REGULAR[1::-1]}
+    ),
+    "gemma3_text": Case("gemma3_text", "mean", options={"bidirectional": True}),
+    "gemma3_text, scaled": Case(
+        "gemma3_text", "mean", ("scaling of rotary",),
+        config={"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 44.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        }},
+    ),
+    "dense heads": Case(
+        "bert", "mean", options={"heads": [HeadConfig(out=48, activation=HeadActivation.tanh), HeadConfig(out=24)]}
+    ),
+    "dense head with GELU": Case(
+        "bert", "unknown variant", ("GELU",), options={"heads": [HeadConfig(out=8, activation=HeadActivation.gelu)]}
+    ),
+    "reranker": Case("xlm-roberta", "cls", options={"kind": ModelKind.cross_encoder}),
+    "reranker of modernbert": Case("modernbert", "cls", options={"kind": ModelKind.cross_encoder}),
+    "reranker of a decoder": Case("qwen3", "not supported", ("reranker",), options={"kind": ModelKind.cross_encoder}),
+    "sparse": Case("bert", "splade", options={"kind": ModelKind.sparse}, argument="splade"),
+    "electra": Case("electra", "not supported", ("no implementation",)),
+}  # fmt: skip
+
+
+def exported(folder: Path, case: Case, **asked: Any) -> ServedModel:
+    """The export, without weights that a training would have changed."""
+    options = dict(case.options or {})
+    kind = options.get("kind", ModelKind.dense)
+    small = small_model(case.architecture)
+    config = small.config | (case.config or {})
+    if kind is ModelKind.dense:
+        options.setdefault("pooling", POOLINGS.get(case.architecture, Pooling.mean))
+    save = save_language_model if kind is ModelKind.sparse else save_small
+    save(small_model(case.architecture, config=config), folder / "model")
+    model = ModelConfig(path=str(folder / "model"), **options)
+    export_model(folder / "out", architecture_of(folder / "architecture", model), check=False, **asked)
+    return opened(folder / "out")
+
+
+def opened(directory: Path) -> ServedModel:
+    source = open_model_source(ModelConfig(path=str(directory), kind=stored_kind(directory)))
+    return ServedModel.open(directory, source)
+
+
+def as_tei(directory: Path, case: Case) -> TeiModel | str:
+    try:
+        return open_as_tei(directory, case.argument)
+    except TeiError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_embeddings_inference_starts_as_the_table_says(tmp_path, name):
+    case = CASES[name]
+    model = exported(tmp_path, case)
+    result = as_tei(tmp_path / "out", case)
+    losses = ENGINES["text_embeddings_inference"].losses(model)
+    assert isinstance(result, str) == any(loss.effect is Effect.refused for loss in losses), (result, losses)
+    reasons = [loss.reason for loss in losses if loss.effect is not Effect.rounded]
+    assert len(reasons) == len(case.losses), reasons
+    assert all(part in reason for part, reason in zip(case.losses, reasons, strict=True)), reasons
+    if isinstance(result, str):
+        assert case.served in result
+        return
+    assert result.pooling == case.served
+    assert result.task == ("reranker" if model.source.head is not None else "embedding")
+    assert result.max_length == 48
+    assert result.prompts == ({"query": "", "document": ""} | model.source.prompts if result.prompts else {})
+    assert len(result.dense) == len(model.source.dense)
+    is_encoder = case.architecture in ("bert", "xlm-roberta", "modernbert")
+    assert result.is_bidirectional is (is_encoder or "bidirectional" in (case.options or {}))
+
+
+def with_traits(**changes: Any) -> ServedModel:
+    source = open_model_source(small_model("qwen3"))
+    return ServedModel(replace(source, **changes), {"model_type": "qwen3"}, has_graph=True)
+
+
+HEAD = DenseSource(directory=Path("2_Dense"), num_in=32, num_out=32, bias=True, activation=TANH)
+TRUNCATED = {"truncate_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "trait", "lossless"),
+    [
+        (
+            {"dense": (HEAD,)},
+            Trait.dense,
+            {"sentence_transformers", "fastembed", "text_embeddings_inference", "vllm", "infinity_emb", "chromadb"},
+        ),
+        (TRUNCATED, Trait.truncation, {"sentence_transformers", "fastembed", "langchain_huggingface", "chromadb"}),
+        (
+            {"include_prompt": False, "prompts": {"query": "q: "}},
+            Trait.include_prompt,
+            {"sentence_transformers", "langchain_huggingface", "txtai"},
+        ),
+        ({"normalize": False}, Trait.vector_length, {"text_embeddings_inference", "vllm", "FlagEmbedding"}),
+    ],
+)
+def test_engines_lose_what_the_table_says(changes, trait, lossless):
+    model = with_traits(**changes)
+    assert trait in model.traits
+    exact = {name for name, engine in ENGINES.items() if not engine.losses(model)}
+    assert lossless <= exact
+    losing = {name for name, engine in ENGINES.items() if trait in engine.lost}
+    assert not losing & exact
+    assert losing
+
+
+def test_every_engine_that_is_verified_has_facts():
+    assert set(VERIFIED) <= ENGINES.keys()
+    for engine in ENGINES.values():
+        assert ModelKind.dense in engine.kinds
+        assert engine.lost <= set(Trait)
+    static = open_model_source(small_model("static_embedding"))
+    served = {name for name, each in ENGINES.items() if not each.losses(ServedModel(static, {}, has_graph=False))}
+    others = {"langchain_huggingface", "llama_index", "haystack", "chromadb", "txtai"}
+    assert served == {"sentence_transformers"} | others
+
+
+def test_the_image_for_cpus_runs_the_graph_if_there_is_one():
+    engine = ENGINES["text_embeddings_inference_cpu"]
+    with_graph, model = with_traits(**TRUNCATED), with_traits(**TRUNCATED)
+    model = replace(model, has_graph=False)
+    assert engine.losses(with_graph) == []
+    assert [loss.effect for loss in engine.losses(model)] == [Effect.changed]

@@ -293,10 +293,9 @@ def _check_m3(recipe: Recipe) -> None:
         "dtype",
         "must be fp32 for model.kind=m3, whose rows hold ids of tokens",
     )
-    for name in (ONNX, ADAPTER):
-        OptionChecks(recipe.export, "export.").require(
-            name not in recipe.export.formats, "formats", f"{name} is not supported with model.kind=m3; leave it out"
-        )
+    OptionChecks(recipe.export, "export.").require(
+        ADAPTER not in recipe.export.formats, "formats", "adapter is not supported with model.kind=m3; leave it out"
+    )
 
 
 def _check_cross_encoder(recipe: Recipe) -> None:

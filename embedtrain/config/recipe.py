@@ -318,8 +318,8 @@ class ExportConfig:
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; needs loss.matryoshka_dims
-    # Smallest cosine of a vector of onnx_fp16 or onnx_int8 to that of onnx, on probe texts; of a cross-encoder, 1 minus
-    # the largest difference of a probability. An export below it fails.
+    # Smallest cosine of a vector of onnx_fp16 or onnx_int8 to that of onnx, on probe texts; of vectors of tokens, the
+    # mean of a text; of a cross-encoder, 1 minus the largest difference of a probability. An export below it fails.
     onnx_min_agreement: float = 0.97
     # Base of the rotary positions of the exported model, which its evaluations measure; default: that of training.
     rope_theta: float | None = None

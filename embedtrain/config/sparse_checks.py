@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ModelKind, Recipe
 from embedtrain.config.sparse import SparseConfig, SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.config.validation import OptionChecks
 
@@ -34,9 +34,9 @@ def check_sparsity(recipe: Recipe) -> None:
     check.at_least(0, "ramp", "0 applies the full weights from the first step on")
     _check_static_queries(recipe.model.sparse)
     check_query_regularizer(recipe.sparsity, recipe.model.sparse.queries or SparseQueries.encoded)
-    for name in recipe.export.formats:
+    for name in (ADAPTER, LOGIT_SCORE):
         OptionChecks(recipe.export, "export.").require(
-            name == "sentence_transformers", "formats", f"{name} is not for model.kind=sparse; leave it out"
+            name not in recipe.export.formats, "formats", f"{name} is not for model.kind=sparse; leave it out"
         )
     OptionChecks(recipe.export, "export.").require(
         recipe.export.truncate_dim is None, "truncate_dim", "is not for model.kind=sparse, whose dimensions are words"

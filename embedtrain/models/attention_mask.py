@@ -17,6 +17,9 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 # Of the forward pass in this thread; None outside of an Encoder: transformers' own behaviour.
 _HAS_PADDING: ContextVar[bool | None] = ContextVar("has_padding", default=None)
 
+# Whether masks are computed by broadcasting, without vmap, which torch.onnx cannot trace.
+_BROADCASTS: ContextVar[bool] = ContextVar("broadcasts", default=False)
+
 MaskFunction = Callable[..., Tensor | None]
 
 
@@ -30,10 +33,22 @@ def known_padding(has_padding: bool) -> Iterator[None]:
         _HAS_PADDING.reset(token)
 
 
+@contextmanager
+def traceable_masks() -> Iterator[None]:
+    """Compute masks as torch.onnx can trace them, also those of decoders that attend in both directions."""
+    token = _BROADCASTS.set(True)
+    try:
+        yield
+    finally:
+        _BROADCASTS.reset(token)
+
+
 def without_reads(function: MaskFunction) -> MaskFunction:
     """The same function of transformers' AttentionMaskInterface, with equal results, that reads no tensor."""
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        if _BROADCASTS.get():
+            kwargs["use_vmap"] = False
         has_padding = _HAS_PADDING.get()
         if has_padding is None or attention_mask is None:
             return function(*args, attention_mask=attention_mask, **kwargs)

@@ -42,11 +42,15 @@ class LateInteractionEncoder(Encoder):
         if token_rows is None and selected is not None:
             token_rows = selected.flatten().nonzero()[:, 0]
         flat = hidden.flatten(0, 1)
-        return self._apply_heads(flat if token_rows is None else flat[token_rows])
+        return self.token_vectors(flat if token_rows is None else flat[token_rows])
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Apply the projection to the token vectors [N, L, H] that the mask [N, L] selects: [R, D]."""
-        return self._apply_heads(hidden[mask.bool()])
+        return self.token_vectors(hidden[mask.bool()])
+
+    def token_vectors(self, hidden: Tensor) -> Tensor:
+        """Project and normalise token vectors [..., H]: [..., D]."""
+        return self._apply_heads(hidden)
 
 
 def expansion_mismatch(encoder: LateInteractionEncoder, device: torch.device) -> str | None:

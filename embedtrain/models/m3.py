@@ -51,10 +51,10 @@ class M3Encoder(Encoder):
         is_first = torch.ones_like(texts, dtype=torch.bool)
         is_first[1:] = texts[1:] != texts[:-1]
         token_ids = ids.flatten()[token_rows]
-        weights = F.relu(self.sparse_linear(hidden.to(self.sparse_linear.weight.dtype)).float()).squeeze(1)
+        weights = self.lexical_weights(hidden).squeeze(1)
         if pooled is not None:
             weights = weights * pooled.flatten()[token_rows]
-        vectors = F.normalize(self.colbert_linear(hidden.to(self.colbert_linear.weight.dtype)).float(), dim=1)
+        vectors = self.token_vectors(hidden)
         dense = F.normalize(hidden.float(), dim=1)
         width = self.settings.width - 2
         rows = torch.where(
@@ -64,6 +64,14 @@ class M3Encoder(Encoder):
         )
         weights = _largest_by_id(weights, texts, token_ids)
         return torch.cat([rows, weights.unsqueeze(1), token_ids.unsqueeze(1).float()], dim=1)
+
+    def lexical_weights(self, hidden: Tensor) -> Tensor:
+        """The weight of each token from its vector [..., H]: [..., 1]."""
+        return F.relu(self.sparse_linear(hidden.to(self.sparse_linear.weight.dtype)).float())
+
+    def token_vectors(self, hidden: Tensor) -> Tensor:
+        """Project and normalise token vectors [..., H]: [..., d]."""
+        return F.normalize(self.colbert_linear(hidden.to(self.colbert_linear.weight.dtype)).float(), dim=-1)
 
 
 def _largest_by_id(weights: Tensor, texts: Tensor, ids: Tensor) -> Tensor:

@@ -10,15 +10,31 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from embedtrain.checkpoint.export.onnx import GRAPH, MAX_GRAPH_BYTES, OpenGraph, save_with_weights_beside, silence
-from embedtrain.checkpoint.export.verify import PROBES
-from embedtrain.config.recipe import ONNX_FP16, ONNX_INT8
+from embedtrain.checkpoint.export.graph_outputs import LOGITS, compared_names
+from embedtrain.checkpoint.export.onnx import (
+    GRAPH,
+    MAX_GRAPH_BYTES,
+    OpenGraph,
+    ProbeRows,
+    batched_rows,
+    save_with_weights_beside,
+    silence,
+)
+from embedtrain.config.recipe import ONNX_FP16, ONNX_INT8, ModelKind
 from embedtrain.errors import CheckpointError
 from embedtrain.formatting import format_bytes
 from embedtrain.models.hub import one_line
 from embedtrain.models.types import ModelSource
 
+_MEASURES = {
+    ModelKind.dense: "smallest cosine of a vector",
+    ModelKind.cross_encoder: "1 - largest difference of a probability",
+    ModelKind.late_interaction: "smallest mean cosine of the vectors of a text",
+    ModelKind.sparse: "smallest cosine of the weights of words",
+    ModelKind.m3: "smallest cosine of dense vectors, lexical weights and vectors of tokens (mean of a text)",
+}
 FILES = {ONNX_FP16: "onnx/model_fp16.onnx", ONNX_INT8: "onnx/model_quantized.onnx"}
 
 
@@ -36,10 +52,12 @@ def write_variants(
 ) -> list[GraphVariant]:
     """Write the files that `formats` requests, from the fp32 graph in `directory`.
 
-    The agreement is the smallest cosine of a vector of PROBES with that of the fp32 graph; of a cross-encoder, 1 minus
-    the largest difference of the probabilities. Raises CheckpointError if one is below `min_agreement`.
+    The agreement is the smallest cosine of a vector of PROBES with that of the fp32 graph; of vectors of tokens, the
+    mean over those of a text; of a cross-encoder, 1 minus the largest difference of the probabilities. Raises
+    CheckpointError if one is below `min_agreement`.
     """
-    expected: torch.Tensor | None = None
+    expected: ProbeRows | None = None
+    batch = batched_rows(source)
     variants = []
     for name in (name for name in FILES if name in formats):
         path = directory / FILES[name]
@@ -52,19 +70,12 @@ def write_variants(
                 f"{one_line(error)} (leave {name} out of formats)"
             ) from error
         if expected is None:
-            expected = OpenGraph(directory / GRAPH, source).run(range(len(PROBES)))[-1]
-        outputs = OpenGraph(path, source).run(range(len(PROBES)))[-1].float()
-        if source.head is None:
-            agreement = float(F.cosine_similarity(outputs, expected.float(), dim=1).min())
-        else:
-            agreement = 1 - float((outputs.sigmoid() - expected.sigmoid()).abs().max())
+            expected = OpenGraph(directory / GRAPH, source).run(batch)
+        agreement = _agreement(OpenGraph(path, source).run(batch), expected, source)
         if not agreement >= min_agreement:  # also true of NaN
-            measure = (
-                "the smallest cosine to the vectors" if source.head is None else "1 - the difference to the scores"
-            )
             raise CheckpointError(
-                f"{path}: {measure} of {GRAPH} is {agreement:.4f}, below onnx_min_agreement={min_agreement}; leave "
-                f"{name} out of formats, or lower the bound"
+                f"{path}: {_MEASURES[source.kind]}, compared with {GRAPH}, is {agreement:.4f}, below "
+                f"onnx_min_agreement={min_agreement}; leave {name} out of formats, or lower the bound"
             )
         files = (path, path.with_name(f"{path.name}_data"))
         num_bytes = sum(file.stat().st_size for file in files if file.exists())
@@ -72,15 +83,32 @@ def write_variants(
     return variants
 
 
+def _agreement(outputs: ProbeRows, expected: ProbeRows, source: ModelSource) -> float:
+    if source.head is not None:
+        scores, references = (torch.cat(each[LOGITS]).float().sigmoid() for each in (outputs, expected))
+        return 1 - float((scores - references).abs().max())
+    cosines = [
+        _mean_cosine(rows.float(), references.float())
+        for name in compared_names(source)
+        for rows, references in zip(outputs[name], expected[name], strict=True)
+    ]
+    return float(torch.tensor(cosines).min())  # NaN if one is
+
+
+def _mean_cosine(rows: Tensor, references: Tensor) -> float:
+    if rows.equal(references):  # a text without words has no cosine
+        return 1.0
+    return float(F.cosine_similarity(rows, references, dim=1).mean())
+
+
 def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
     """A paragraph of the model card; empty without variants."""
     if not variants:
         return ""
-    measure = "smallest cosine" if source.head is None else "1 - largest difference of a probability"
     rows = "\n".join(f"| `{each.file}` | {format_bytes(each.num_bytes)} | {each.agreement:.4f} |" for each in variants)
     return (
-        f"\n## Smaller ONNX files\n\nCompared with `{GRAPH}` on {len(PROBES)} texts of several lengths and scripts.\n\n"
-        f"| file | size | {measure} |\n| --- | ---: | ---: |\n{rows}\n"
+        f"\n## Smaller ONNX files\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
+        f"| file | size | {_MEASURES[source.kind]} |\n| --- | ---: | ---: |\n{rows}\n"
     )
 
 

@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checkpoint.export.onnx import GRAPH, output_names
+from embedtrain.checkpoint.export.graph_outputs import VECTORS, output_names
+from embedtrain.checkpoint.export.onnx import GRAPH
 from embedtrain.config.recipe import ModelKind
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
@@ -105,7 +106,7 @@ class ServedModel:
     @property
     def traits(self) -> frozenset[Trait]:
         """The properties of this model that some engines lose."""
-        source, graph_has_vectors = self.source, len(output_names(self.source)) == 2
+        source, graph_has_vectors = self.source, VECTORS in output_names(self.source)
         is_truncated = source.truncate_dim is not None and source.truncate_dim < source.dimension
         is_dense = source.kind is ModelKind.dense
         has = {

@@ -136,7 +136,7 @@ ENGINES: Mapping[str, Engine] = {
     "onnxruntime": Engine(
         title="onnxruntime",
         source="1.31",
-        kinds={_DENSE: "", _PAIRS: "", _M3: _VECTOR_OF_M3},
+        kinds={_DENSE: "", _PAIRS: "", _TOKENS: "", _SPARSE: "", _M3: ""},
         lost=_GRAPH,
         files=_GRAPH_FILES,
         prompts=_BY_CLIENT,
@@ -154,7 +154,7 @@ ENGINES: Mapping[str, Engine] = {
     "triton": Engine(
         title="Triton",
         source="documentation of the onnxruntime backend",
-        kinds={_DENSE: "", _PAIRS: "", _M3: _VECTOR_OF_M3},
+        kinds={_DENSE: "", _PAIRS: "", _TOKENS: "", _SPARSE: "", _M3: ""},
         lost=_GRAPH,
         files=(GRAPH,),
         prompts="the client prepends them, and tokenizes",

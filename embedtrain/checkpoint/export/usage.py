@@ -64,15 +64,30 @@ def usage(kind: ModelKind, name: str, prompts: Mapping[str, str], architecture: 
     return by_kind.get(kind, _usage_of_vectors)(name, prompts, architecture)
 
 
+# What the outputs of the ONNX graph are, by the kind of model.
+_GRAPHS = {
+    ModelKind.dense: (
+        "from token ids to `last_hidden_state` and, unless a prompt is left out of pooling, `sentence_embedding`, the "
+        "vectors with everything applied"
+    ),
+    ModelKind.cross_encoder: "from the tokens of pairs to `logits`, the scores before the activation",
+    ModelKind.late_interaction: (
+        "from token ids to `last_hidden_state` and `token_embeddings`, the normalised vectors of all tokens: clients "
+        "add the tokens that expand queries, and leave out padding and the words of the skip list"
+    ),
+    ModelKind.sparse: "from token ids to `logits` and `sentence_embedding`, the weights of words",
+    ModelKind.m3: (
+        "from token ids to `last_hidden_state`, `dense_vecs` (also named `sentence_embedding`), `sparse_vecs`, the "
+        "lexical weight of each token, and `colbert_vecs`, the vectors of all tokens but the first"
+    ),
+}
+
+
 def graph_usage(kind: ModelKind) -> list[str]:
     """The paragraph about the ONNX graph."""
-    what = "the tokens of pairs to `logits`, the scores before the activation"
-    if kind is not ModelKind.cross_encoder:
-        vectors = " and, in graphs of one vector per text, `sentence_embedding`, the vectors with everything applied"
-        what = f"token ids to `last_hidden_state`{vectors * (kind is ModelKind.dense)}"
     return [
-        f"`onnx/model.onnx` is the same model in fp32, from {what}, for onnxruntime, or for sentence-transformers and "
-        'optimum with `backend="onnx"`.',
+        f"`onnx/model.onnx` is the same model in fp32, {_GRAPHS[kind]}, for onnxruntime, or for sentence-transformers "
+        'and optimum with `backend="onnx"`.',
         "",
     ]
 

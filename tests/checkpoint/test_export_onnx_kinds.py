@@ -1,0 +1,136 @@
+"""The ONNX graphs of language models, and the smaller files of each kind of model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from embedtrain.checkpoint.export.cross_encoder import formatted_pairs
+from embedtrain.checkpoint.export.onnx import GRAPH
+from embedtrain.checkpoint.export.verify import PROBES
+from embedtrain.config.late_interaction import LateInteractionConfig
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
+from embedtrain.config.sparse import SparseActivation, SparseConfig, SparsePooling
+from embedtrain.errors import CheckpointError
+from tests.checkpoint.exporting import Architecture, architecture_of, export_model
+from tests.late_interaction_models import save_pylate
+from tests.models.test_m3 import save_m3
+from tests.small import save_language_model, save_small, small_model
+from tests.token_rerankers import save_causal
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+def outputs(directory: Path, name: str, texts: list[str], documents: list[str] | None = None) -> np.ndarray:
+    """An output of the graph for one padded batch, with nothing but onnxruntime and a tokenizer."""
+    session = onnxruntime.InferenceSession(str(directory / GRAPH))
+    tokens = AutoTokenizer.from_pretrained(directory)(
+        texts, documents, padding=True, truncation=True, return_tensors="np"
+    )
+    (values,) = session.run([name], {given.name: tokens[given.name] for given in session.get_inputs()})
+    return values
+
+
+def require_alone_and_padded(directory: Path, name: str, expected: np.ndarray, *texts: list[str]) -> None:
+    assert np.allclose(outputs(directory, name, *texts), expected, atol=1e-5)
+    for row, one in enumerate(zip(*texts, strict=True)):
+        assert np.allclose(outputs(directory, name, *([text] for text in one)), expected[row], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen3", {}),
+        ("llama", {"bidirectional": True, "pooling": Pooling.mean}),
+        ("gemma3_text", {"bidirectional": True, "pooling": Pooling.mean}),
+    ],
+    ids=["qwen3", "llama-bidirectional", "gemma3-bidirectional"],
+)
+def test_embedders_from_language_models(tmp_path, architecture, options):
+    """Padded on the left, as their tokenizers do, and on the right."""
+    model = save_small(small_model(architecture), tmp_path / "model")
+    made = architecture_of(
+        tmp_path / "architecture", ModelConfig(path=str(model), **{"pooling": Pooling.last} | options)
+    )
+    export_model(tmp_path / "out", made, formats=["onnx"])
+    settings = tmp_path / "out" / "tokenizer_config.json"
+    for side in ("left", "right"):
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"padding_side": side}))
+        require_alone_and_padded(tmp_path / "out", "sentence_embedding", made.vectors.numpy(), list(PROBES))
+
+
+@pytest.mark.slow
+def test_rerankers_from_language_models(tmp_path):
+    """From the tokens of a prompt with a template to the difference of two logits."""
+    options: dict[str, Any] = {"pair_template": "qwen3", "score_head": ScoreHead.tokens}
+    model = ModelConfig(path=str(save_causal(tmp_path / "model")), kind=ModelKind.cross_encoder, **options)
+    made = architecture_of(tmp_path / "architecture", model)
+    export_model(tmp_path / "out", made, formats=["onnx"], check=False)
+    # The template cuts the document of a pair that is too long, and the tokenizer the longer text.
+    whole = slice(0, 7)
+    queries, documents = map(list, zip(*formatted_pairs(made.source, PROBES)[whole], strict=True))
+    require_alone_and_padded(tmp_path / "out", "logits", made.vectors[0, whole, None].numpy(), queries, documents)
+
+
+def sparse(folder: Path, architecture: str = "bert", **options: Any) -> Architecture:
+    kind = ModelKind.sparse
+    model = save_language_model(small_model(architecture, kind=kind, pooling=None), folder / "model")
+    return architecture_of(
+        folder / "architecture", ModelConfig(path=str(model), kind=kind, sparse=SparseConfig(**options))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["modernbert", "qwen3"])
+def test_sparse_models_of_other_pooling_and_architectures(tmp_path, architecture):
+    options = {"pooling": SparsePooling.sum, "activation": SparseActivation.log1p_relu}
+    made = sparse(tmp_path, architecture, **options if architecture == "qwen3" else {})
+    export_model(tmp_path / "out", made, formats=["onnx"])
+    expected = made.vectors[: len(PROBES)].numpy()
+    require_alone_and_padded(tmp_path / "out", "sentence_embedding", expected, list(PROBES))
+    assert outputs(tmp_path / "out", "logits", list(PROBES)).ndim == 3
+
+
+def made_of(kind: ModelKind, folder: Path) -> Architecture:
+    model = folder / "model"
+    match kind:
+        case ModelKind.sparse:
+            return sparse(folder)
+        case ModelKind.m3:
+            return architecture_of(folder / "architecture", ModelConfig(path=str(save_m3(model)[0]), kind=kind))
+        case ModelKind.late_interaction:
+            options = {"late_interaction": LateInteractionConfig()}
+            return architecture_of(
+                folder / "architecture", ModelConfig(path=str(save_pylate(model, "bert")), kind=kind, **options)
+            )
+        case _:
+            pooling = Pooling.mean if kind is ModelKind.dense else None
+            save_small(small_model("xlm-roberta", kind=kind), model)
+            return architecture_of(folder / "architecture", ModelConfig(path=str(model), kind=kind, pooling=pooling))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ModelKind.dense,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ModelKind if kind is not ModelKind.dense),
+    ],
+)
+def test_smaller_files_are_measured(tmp_path, kind):
+    """Each kind by its own output; the fp16 file is closer than the one of int8, which a strict bound rejects."""
+    made = made_of(kind, tmp_path)
+    formats = ["onnx", "onnx_fp16", "onnx_int8"]
+    export_model(tmp_path / "out", made, formats=formats, onnx_min_agreement=0.8, card="# Card\n")
+    files = [tmp_path / "out" / "onnx" / f"{name}.onnx" for name in ("model", "model_fp16", "model_quantized")]
+    sizes = [file.stat().st_size for file in files]
+    assert sizes[0] > sizes[1]
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    measured = [float(line.split("|")[3]) for line in lines if line.startswith("| `onnx/")]
+    assert measured[0] > 0.999
+    assert 0.8 < measured[1] <= 1
+    with pytest.raises(CheckpointError, match=r"onnx_min_agreement=1.0"):
+        export_model(tmp_path / "strict", made, formats=["onnx", "onnx_int8"], onnx_min_agreement=1.0)

@@ -61,6 +61,8 @@ def main(options: ExportOptions) -> Path:
     if result.difference is None:
         console.warn("check=false: names and shapes are correct, but the embeddings were not compared")
     console.note(f"model: {result.directory} ({result.describe()})")
+    for note in result.notes:
+        console.note(note)
     if config.push_to_hub is not None:
         with console.phase(f"uploading to {config.push_to_hub}"):
             address = upload_model(

@@ -1,5 +1,6 @@
 """Convert a checkpoint to a model directory in one process, without ranks and without a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
@@ -21,6 +22,7 @@ from embedtrain.checkpoint.snapshot import AVERAGE
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import NO_PROJECTION
+from embedtrain.config.matryoshka import matryoshka_dims_of
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig, ModelKind
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
@@ -96,6 +98,7 @@ def export_checkpoint(
         export = plan_export(
             output_dir, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter, base=base
         )
+        export = replace(export, matryoshka_dims=frozenset(matryoshka_dims_of(recipe.loss)))
         with console.phase("writing the directory"):
             export.begin()
             export.write(weights.rows, main=True)

@@ -22,6 +22,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import AVERAGE, WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
+from embedtrain.config.matryoshka import matryoshka_dims_of
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.pairs import PairTokenizer
@@ -75,6 +76,7 @@ def export_run(
             export = plan_export(
                 run_dir.model, unfinished, architecture, weights, dtype, config, adapter=adapter, base=base
             )
+            export = replace(export, matryoshka_dims=frozenset(matryoshka_dims_of(recipe.loss)))
             if world.is_main:
                 export.begin()
         with world.fail_together("exporting the model"), tracker.phase("exporting the model"):
@@ -93,7 +95,10 @@ def export_run(
                     name=config.push_to_hub,
                 )
                 trusted = recipe.model.trust_remote_code
-                difference = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase).difference
+                result = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase)
+                difference = result.difference
+                for note in result.notes:
+                    tracker.note(note)
         if reference is None:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
         with world.fail_together("uploading the model"):

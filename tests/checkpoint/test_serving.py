@@ -1,12 +1,16 @@
 """The facts about serving engines, compared with the conditions that their own source has."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from embedtrain.checkpoint.export.model_directory import WeightPlan, create_model_directory
 from embedtrain.checkpoint.export.serving import Effect, ServedModel, Trait
+from embedtrain.checkpoint.export.serving_card import serving_section
 from embedtrain.checkpoint.export.serving_engines import ENGINES
 from embedtrain.config.heads import HeadActivation, HeadConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
@@ -175,3 +179,51 @@ def test_the_image_for_cpus_runs_the_graph_if_there_is_one():
     model = replace(model, has_graph=False)
     assert engine.losses(with_graph) == []
     assert [loss.effect for loss in engine.losses(model)] == [Effect.changed]
+
+
+def test_the_model_card_and_the_console_say_what_engines_change(tmp_path):
+    save_small(small_model("bert"), tmp_path / "model")
+    made = architecture_of(
+        tmp_path / "architecture",
+        ModelConfig(
+            path=str(tmp_path / "model"), pooling=Pooling.mean, heads=[HeadConfig(out=24)], query_prompt="alpha "
+        ),
+    )
+    result = export_model(tmp_path / "out", made, check=False, truncate_dim=16)
+    (heads,) = (note for note in result.notes if "leaves out dense heads" in note)
+    assert heads.startswith("other numbers with transformers")
+    assert "infinity" not in heads
+    card = (tmp_path / "out" / "README.md").read_text()
+    rows = {line.split(" (")[0]: line for line in card.splitlines() if line.startswith("| ")}
+    assert "| exactly |" in rows["| sentence-transformers"]
+    assert "| **other numbers** | it returns all dimensions" in rows["| vLLM"]
+    assert "| no | it reads onnx/model.onnx, which is missing" in rows["| onnxruntime"]
+    assert "vllm serve" not in card
+    assert 'HuggingFaceEmbedding("path/of/this/directory", query_instruction="alpha "' in card
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "engine", "parts"),
+    [
+        ("bert", {}, "vllm", ["--convert embed", """'{"pooling_type": "MEAN", "use_activation": true}'"""]),
+        ("bert", {}, "text_embeddings_inference", ["cuda-1.9 --model-id me/model --dtype float32"]),
+        ("llama", {"bidirectional": True}, "llama_cpp", ["--pooling last", "--attention non-causal"]),
+        ("qwen3", {"query_prompt": "Query: "}, "FlagEmbedding", ["FlagLLMModel(", '="Query: "', '="{}{}"']),
+    ],
+)
+def test_commands_of_engines(architecture, changes, engine, parts):
+    source = open_model_source(small_model(architecture, **changes))
+    section = serving_section(ServedModel(source, {"model_type": architecture}, has_graph=False), "me/model")
+    start = section.partition(f"# {ENGINES[engine].title}\n")[2].partition("\n")[0]
+    assert all(part in start for part in parts), start
+
+
+def test_vllm_accepts_requests_for_the_trained_dimensions(tmp_path):
+    save_small(small_model("bert"), tmp_path / "model")
+    made = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
+    create_model_directory(
+        tmp_path / "out", made.directory, WeightPlan({}, {}), torch.float32, matryoshka_dims={32, 8, 16}
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["is_matryoshka"] is True
+    assert config["matryoshka_dimensions"] == [8, 16, 32]

@@ -87,6 +87,8 @@ def write_derived(
         card = _card(model, output_dir.name, config.truncate_dim or source.dimension, architecture)
         result = export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
     console.note(f"model: {result.directory} ({result.describe()})")
+    for note in result.notes:
+        console.note(note)
     return result
 
 

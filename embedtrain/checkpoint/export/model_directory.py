@@ -7,7 +7,7 @@ live run write their own rows, or one process streams them from a checkpoint. No
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,16 +228,22 @@ def create_model_directory(
     *,
     truncate_dim: int | None = None,
     rope_theta: float | None = None,
+    matryoshka_dims: Collection[int] = (),
 ) -> None:
     """Copy the architecture, and write the index if the weights are split into several files.
 
     With `truncate_dim`, sentence-transformers returns the first so many dimensions of each vector; `rope_theta` is the
-    base of rotary positions if it is not that of the architecture.
+    base of rotary positions if it is not that of the architecture. Of requests for fewer dimensions, vLLM accepts
+    `matryoshka_dims`.
     """
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE, CHECKSUMS))
     _write_dtype(directory, dtype)
     if rope_theta is not None:
         write_rope_theta(directory, rope_theta)
+    if matryoshka_dims:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        dims = {"is_matryoshka": True, "matryoshka_dimensions": sorted(matryoshka_dims)}
+        write_json(directory / "config.json", config | dims)
     if truncate_dim is not None:
         settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
         write_json(directory / SETTINGS, settings | {"truncate_dim": truncate_dim})

@@ -32,6 +32,8 @@ from embedtrain.checkpoint.export.model_directory import (
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
 from embedtrain.checkpoint.export.onnx_variants import variant_table, write_variants
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
+from embedtrain.checkpoint.export.serving import ServedModel
+from embedtrain.checkpoint.export.serving_card import changed_outputs, serving_section
 from embedtrain.checkpoint.export.shapes import require_shapes
 from embedtrain.checkpoint.export.sparse import write_query_weights
 from embedtrain.checkpoint.export.task_adapters import TaskAdapter, check_task_adapters, write_task_adapters
@@ -55,6 +57,8 @@ from embedtrain.models.static_embedding import is_static
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 
+_UNNAMED = "path/of/this/directory"
+
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
@@ -63,6 +67,7 @@ class ExportResult:
     directory: Path
     difference: float | None  # largest relative one from the encoder's embeddings; None if not checked
     dtype: torch.dtype
+    notes: tuple[str, ...] = ()  # what engines would compute otherwise, for the console
 
     def describe(self) -> str:
         """Type and check, for a message."""
@@ -83,6 +88,8 @@ class ModelExport:
     adapter: AdapterBase | None = None
     truncate_dim: int | None = None
     rope_theta: float | None = None
+    matryoshka_dims: frozenset[int] = frozenset()  # the first dimensions on which the model was trained as well
+    name: str = _UNNAMED  # in the model card
     logit_score: LogitScoreExport | None = None
     tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
     onnx_min_agreement: float = 0.0
@@ -96,6 +103,7 @@ class ModelExport:
             self.dtype,
             truncate_dim=self.truncate_dim,
             rope_theta=self.rope_theta,
+            matryoshka_dims=self.matryoshka_dims,
         )
         if self.adapter is not None:
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
@@ -162,6 +170,7 @@ class ModelExport:
                 if reference is not None:
                     with phase("reopening it with sentence-transformers"):
                         differences.append(check_logit_score(folder, source, reference))
+            notes = self._describe_serving(source)
             write_record(directory)
             require_only_export(self.output_dir)  # files may have been added during the training
         except EmbedtrainError as error:
@@ -169,7 +178,14 @@ class ModelExport:
                 f"export to {self.output_dir} failed, and is kept as {directory} for inspection: {error}"
             ) from error
         replace_export(self.output_dir, directory)
-        return ExportResult(self.output_dir, None if reference is None else max(differences), self.dtype)
+        return ExportResult(self.output_dir, None if reference is None else max(differences), self.dtype, notes)
+
+    def _describe_serving(self, source: ModelSource) -> tuple[str, ...]:
+        """Add to the model card which engines serve the directory; lines for the console about what they change."""
+        served = ServedModel.open(self.unfinished, source)
+        with (self.unfinished / "README.md").open("a", encoding="utf-8") as file:
+            file.write(f"\n{serving_section(served, self.name)}")
+        return tuple(changed_outputs(served))
 
 
 def plan_export(
@@ -208,6 +224,7 @@ def plan_export(
         onnx_min_agreement=config.onnx_min_agreement,
         truncate_dim=config.truncate_dim,
         rope_theta=config.rope_theta,
+        name=config.push_to_hub or _UNNAMED,
         logit_score=logit_score,
     )
 

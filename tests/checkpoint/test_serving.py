@@ -1,6 +1,7 @@
 """The facts about serving engines, compared with the conditions that their own source has."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.verify.options import ENGINES as VERIFIED
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.tei_rules import TeiError, TeiModel, open_as_tei
+from tests.conftest import ROOT
 from tests.small import POOLINGS, save_language_model, save_small, small_model
 
 TANH = "torch.nn.modules.activation.Tanh"
@@ -227,3 +229,38 @@ def test_vllm_accepts_requests_for_the_trained_dimensions(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["is_matryoshka"] is True
     assert config["matryoshka_dimensions"] == [8, 16, 32]
+
+
+def test_the_page_on_serving_has_the_facts_of_the_table():
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in text.partition("## What each engine keeps")[2].partition("##")[0].splitlines():
+        first, *cells = (cell.strip() for cell in line.strip("| ").split(" | "))
+        rows[re.sub(r"\[(.*)\]\([^)]*\)", r"\1", first).partition(" (")[0]] = cells
+    traits = (Trait.dense, Trait.truncation, Trait.include_prompt, Trait.is_causal, Trait.vector_length)
+    kinds = (ModelKind.cross_encoder, ModelKind.sparse, ModelKind.late_interaction)
+    for engine in ENGINES.values():
+        cells = rows[engine.title]
+        for trait, cell in zip(traits, cells, strict=False):
+            assert cell == "no" or trait not in engine.lost, (engine.title, trait)
+        assert [cell == "yes" for cell in cells[len(traits) : -1]] == [kind in engine.kinds for kind in kinds]
+
+
+def test_the_configuration_of_triton_has_the_names_and_shapes_of_a_graph(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    exported(tmp_path, Case("xlm-roberta", "mean"), formats=["onnx"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "onnx" / "model.onnx"))
+    page = (ROOT / "docs" / "serving" / "triton.md").read_text(encoding="utf-8")
+    found = re.findall(r'{ name: "(\w+)" data_type: TYPE_(\w+) dims: \[ (-?\d+) \] }', page)
+    types = {"tensor(int64)": "INT64", "tensor(float)": "FP32"}
+    sizes = {"sentence_embedding": ["768"]}  # of the page; 32 here
+    nodes = {node.name: node for node in [*session.get_inputs(), *session.get_outputs()]}
+    assert {node.name for node in session.get_inputs()} == {"input_ids", "attention_mask"}
+    for name, type_name, size in found:
+        node = nodes[name]
+        assert types[node.type] == type_name
+        assert isinstance(node.shape[0], str), "the batch is dynamic"
+        shown = ["-1" if isinstance(dim, str) else str(dim) for dim in node.shape[1:]]
+        assert [size] == (sizes.get(name) or shown)
+        assert name not in sizes or shown == ["32"]
+    assert [name for name, _, _ in found] == ["input_ids", "attention_mask", "sentence_embedding"]

@@ -105,6 +105,16 @@ def remove_tree(path: Path) -> None:
             path.unlink()
 
 
+def directory_size(path: Path) -> int:
+    """Bytes of all files below a directory, without those that disappear meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
 def flush_to_disk(path: Path) -> None:
     """Flush a file's content, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,7 +5,6 @@ tensors is added and the directory is renamed, so that partial or damaged checkp
 skipped. Tensors are safetensors and the manifest is JSON: reading a checkpoint executes no code, whoever wrote it.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpoi
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.files import flush_to_disk, remove_tree
+from embedtrain.files import directory_size, flush_to_disk, remove_tree
 from embedtrain.records import read_record
 
 MANIFEST = "checkpoint.json"
@@ -298,9 +297,9 @@ def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: 
     for path in list_unfinished(root):
         remove_tree(path)
     limit = math.inf if limit_gb is None else limit_gb * GB
-    used, candidates = _directory_size(root), list(deletable)
+    used, candidates = directory_size(root), list(deletable)
     while candidates and (used + needed > limit or needed > shutil.disk_usage(root).free):
-        used -= _directory_size(candidates[-1])
+        used -= directory_size(candidates[-1])
         delete_checkpoint(candidates.pop())
     if used + needed > limit:
         raise CheckpointError(
@@ -312,13 +311,3 @@ def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: 
         raise CheckpointError(
             f"no space for a checkpoint of {needed / GB:.3g} GB: the disk of {root} has {free / GB:.3g} GB left"
         )
-
-
-def _directory_size(path: Path) -> int:
-    """Bytes of all files below a directory, without those that disappear meanwhile."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total

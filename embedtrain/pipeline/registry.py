@@ -75,7 +75,7 @@ class StageKind:
         return importlib.import_module(f"{self.module}.__main__").main(options)
 
 
-TRAIN, PRUNE = "train", "prune"
+TRAIN, PRUNE, TRIM, STATIC = "train", "prune", "trim", "static"
 KINDS = {
     kind.name: kind
     for kind in (
@@ -112,7 +112,7 @@ KINDS = {
             ignored=("check",),
         ),
         StageKind(
-            "trim",
+            TRIM,
             "embedtrain.trim",
             "TrimOptions",
             folder="model",
@@ -122,7 +122,7 @@ KINDS = {
             ignored=("check",),
         ),
         StageKind(
-            "static",
+            STATIC,
             "embedtrain.static",
             "StaticOptions",
             folder="model",

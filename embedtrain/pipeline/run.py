@@ -32,6 +32,7 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import ConfigError, Stopped
 from embedtrain.files import atomic_write, remove_tree
 from embedtrain.formatting import format_count, format_duration
+from embedtrain.pipeline.disk import require_disk_space
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.results import describe_model, figures_of, print_figures, write_lineage, write_pipeline_report
 from embedtrain.pipeline.state import PipelineState
@@ -86,6 +87,7 @@ class _PipelineRun:
                     text = yaml.safe_dump(self.pipeline.resolved, sort_keys=False, allow_unicode=True)
                     file.write_text(text, encoding="utf-8")
                 self._require_exports()
+                require_disk_space(self.pipeline, [stage for stage in self._selected() if not self._has_ended(stage)])
         for stage in self._selected():
             self._run_stage(stage)
         with world.fail_together("writing the report"):

@@ -3,37 +3,23 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy
-from embedtrain.config.token_vectors import TokenVectors
 from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.adapters import add_adapters, frozen_dtype
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
-from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import build_encoder
-from embedtrain.models.encoder import Encoder
-from embedtrain.models.hub import download_configuration
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.packing import check_packing
-from embedtrain.models.source import open_model_source
 from embedtrain.models.sparse_encoder import SparseEncoder
 from embedtrain.models.sparse_head import words_per_block
-from embedtrain.models.stored_weights import stored_dtype
-from embedtrain.models.types import ModelSource
 from embedtrain.plan.options import PlanOptions
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import fit_activation_tokens, step_memory
+from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.planning.model_costs import ModelSpec, model_spec
 from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_candidates
 from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
 from embedtrain.training.groups import describe_groups, trained_parameters
 
 _MAX_RANKS = 4096
-# Length of texts if neither the recipe nor the model directory sets one.
-_DEFAULT_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +119,9 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
     if recipe.parallel.precision is Precision.auto:  # of GPUs that are not here
         recipe = replace(recipe, parallel=replace(recipe.parallel, precision=Precision.bf16))
-    encoder, blocks, max_length, token_vectors = build_meta_encoder(recipe)
-    length = options.tokens_per_text or max_length
+    meta = build_meta_encoder(recipe)
+    encoder, token_vectors = meta.encoder, meta.token_vectors
+    length = options.tokens_per_text or meta.max_length
     vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
     if isinstance(encoder, M3Encoder):
         vectors = length, length
@@ -144,7 +131,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
     )
     model = model_spec(
-        encoder, blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed, vectors=vectors
+        encoder, meta.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed, vectors=vectors
     )
     cluster = ClusterSpec(
         ranks=options.gpus,
@@ -247,33 +234,3 @@ def changes(
     if work.tokens_per_text > 128:
         sentences.append("model.max_length=...: if your texts are shorter")
     return sentences
-
-
-def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int, TokenVectors | None]:
-    """The encoder that a recipe trains on the meta device, its blocks, and the maximum length of texts in tokens.
-
-    The last value has the settings of a late-interaction model. Read from configuration files alone; with adapters and
-    `requires_grad` as in training.
-    """
-    model = recipe.model
-    source = open_model_source(download_configuration(model))
-    settings = model.config if isinstance(model.config, dict) else {}
-    if model.config is not None and model.tokenizer is None and "vocab_size" not in settings:
-        source.config.get_text_config().vocab_size = model.vocab_size  # of the tokenizer that is trained on the data
-    files = open_adapter(model.lora)
-    encoder = build_encoder(source)
-    if model.lora.on:
-        frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored_dtype(source))
-        add_adapters(encoder, model.lora, files, frozen)
-    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
-    length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
-    if source.token_vectors is not None and source.token_vectors.document_length is not None:
-        length = min(length, source.token_vectors.document_length)
-    return encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length, source.token_vectors
-
-
-def _stored_dtype(source: ModelSource) -> torch.dtype:
-    """Type of the stored weights; without weights, the type in the configuration."""
-    if source.directory is None or any(source.directory.glob("*.safetensors")):
-        return stored_dtype(source)
-    return source.config.dtype if isinstance(source.config.dtype, torch.dtype) else torch.float32

@@ -3,17 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embedtrain.config.recipe import ModelConfig, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.formatting import format_bytes
-from embedtrain.pipeline.registry import MODEL, PRUNE, TRAIN
+from embedtrain.pipeline.disk import architecture, disk_of_training
+from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.plan.compute import TrainingPlan, plan
 from embedtrain.plan.options import PlanOptions
+from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.tracking.pages import Page
-
-# Bytes of a parameter in a checkpoint: fp32 weights, and two moments of those that are trained.
-_WEIGHT_BYTES, _MOMENT_BYTES = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,47 +48,12 @@ def plan_pipeline(pipeline: Pipeline, options: PlanOptions) -> list[StagePlan]:
         training, length, disk = None, "", None
         if stage.kind.name == TRAIN:
             recipe: Recipe = stage.options
-            training = plan(replace(recipe, model=_architecture(pipeline, recipe.model)), options)
+            recipe = replace(recipe, model=architecture(pipeline, recipe.model))
+            training, disk = plan(recipe, options), disk_of_training(recipe, build_meta_encoder(recipe))
             train = recipe.train
             length = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
-            weights = training.model.weights
-            checkpoint = _WEIGHT_BYTES * weights.parameters + _MOMENT_BYTES * weights.trained
-            # Besides those that are kept, a new one while it is written.
-            disk = checkpoint * (recipe.checkpoint.keep + 1) + _WEIGHT_BYTES * weights.parameters
         plans.append(StagePlan(stage, status, training, length, disk))
     return plans
-
-
-def _architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
-    """Model options with the path or configuration from which an earlier stage has started, until its model exists."""
-    producer = next(
-        (stage for stage in pipeline.stages if MODEL in stage.kind.outputs and stage.output(MODEL) == model.path), None
-    )
-    if producer is None or (producer.directory / producer.kind.outputs[MODEL] / "config.json").is_file():
-        return model
-    if producer.kind.name == TRAIN:
-        base = _architecture(pipeline, producer.options.model)
-        names = ("path", "config", "tokenizer", "vocab_size", "revision", "heads")
-        changes = {name: getattr(base, name) for name in names}
-        for name in ("pooling", "max_length"):
-            changes[name] = getattr(base, name) if getattr(model, name) is None else getattr(model, name)
-        return replace(model, **changes)
-    for name in producer.depends:
-        earlier = pipeline.stage(name)
-        if MODEL in earlier.kind.outputs:
-            whole = _architecture(pipeline, replace(model, path=earlier.output(MODEL)))
-            return _pruned(whole, producer.options) if producer.kind.name == PRUNE else whole
-    # A model from outside, such as one that is pruned.
-    path, pooling = (getattr(producer.options, name, None) for name in (MODEL, "pooling"))
-    return replace(model, path=path or model.path, pooling=pooling if model.pooling is None else model.pooling)
-
-
-def _pruned(model: ModelConfig, options: Any) -> ModelConfig:
-    """The architecture with the layers that `prune` keeps if the recipe contains it, otherwise the whole one."""
-    if model.config is None:
-        return model
-    layers = options.keep if options.layers is None else len(options.layers)
-    return replace(model, config=dict(model.config) | {"num_hidden_layers": layers})
 
 
 def print_pipeline_plan(page: Page, pipeline: Pipeline, plans: list[StagePlan]) -> None:

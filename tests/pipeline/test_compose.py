@@ -1,6 +1,8 @@
 """The stages of a pipeline are composed and checked before the first one runs."""
 
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -8,12 +10,14 @@ import yaml
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.digests import input_paths
+from embedtrain.pipeline.disk import disk_of_training, require_disk_space
 from embedtrain.pipeline.expand import expand
 from embedtrain.pipeline.results import table_of
 from embedtrain.pipeline.state import StageRecord
 from embedtrain.pipeline.types import Selection
 from embedtrain.plan.options import PlanOptions, compose_pipeline_plan
 from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
+from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.tracking.pages import Page
 from tests.conftest import ROOT
 from tests.pipeline.recipes import compose, small_pipeline
@@ -246,3 +250,27 @@ def test_the_plan_of_a_pipeline_needs_no_files(run_inputs, tmp_path, capsys):
     print_pipeline_plan(Page(), planned[0], list(stages.values()))
     output = capsys.readouterr().out
     assert re.search(r"tuned +[\d,]+ +fsdp", output), output
+
+
+def test_a_full_disk_is_reported_before_the_first_stage(run_inputs, tmp_path, monkeypatch):
+    content = small_pipeline(run_inputs)
+    content["stages"]["pruned"] = {"do": "prune", "model": "${out:tuned.model}", "keep": 1}
+    content["stages"]["student"] = content["stages"]["tuned"] | {"init": {"from": "pruned"}}
+    pipeline = compose(tmp_path, content)
+    root = tmp_path / "run"
+    root.mkdir()
+    free = [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0] if path == root else 10**18))
+    with pytest.raises(ConfigError) as error:
+        require_disk_space(pipeline, pipeline.stages)
+    match = re.search(r"output_dir=(\S+): .* need ([\d,]+) bytes .* and 0 bytes", str(error.value))
+    assert match is not None and match[1] == str(root)
+    needed = int(match[2].replace(",", ""))
+    recipe = pipeline.stage("weak").options
+    assert needed == 2 * disk_of_training(recipe, build_meta_encoder(recipe))  # not of the student
+    free[0] = needed
+    require_disk_space(pipeline, pipeline.stages)
+    (root / "stages" / "weak").mkdir(parents=True)
+    (root / "stages" / "weak" / "written").write_bytes(bytes(1000))
+    free[0] = needed - 1000
+    require_disk_space(pipeline, pipeline.stages)

@@ -15,8 +15,10 @@ from safetensors.numpy import load_file
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, FailedElsewhere
 from embedtrain.models.export_record import verify_settings
+from embedtrain.pipeline.disk import disk_of_training
 from embedtrain.pipeline.registry import KINDS
 from embedtrain.pipeline.run import _unlimited, run_pipeline
+from embedtrain.planning.meta_encoder import build_meta_encoder
 from tests.faults.hooks import SignalWhen
 from tests.faults.runs import start
 from tests.pipeline.recipes import compose, pipeline_of_all_kinds, small_pipeline
@@ -111,6 +113,15 @@ def test_what_a_pipeline_leaves_behind(undisturbed, run_inputs):
     assert card.index("| weak | train |") < card.index("| mined | mine |") < card.index("| tuned | train |")
     verify_settings(exported)
     assert weights(undisturbed).keys() == load_file(run_inputs / "model" / "model.safetensors").keys()
+
+
+def test_the_estimate_of_disk_space_is_what_a_training_writes(undisturbed, run_inputs, tmp_path):
+    recipe = compose(tmp_path, small_pipeline(run_inputs)).stage("weak").options
+    weak = undisturbed / "run" / "stages" / "weak"
+    files = [path for folder in ("checkpoints", "model") for path in (weak / folder).rglob("*.safetensors")]
+    headers = [8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files]
+    written = sum(path.stat().st_size for path in files) - sum(headers)
+    assert disk_of_training(recipe, build_meta_encoder(recipe)) == pytest.approx(written, rel=0.01)
 
 
 def test_what_the_last_stage_needs_is_required_before_the_first_one(ranks, run_inputs, tmp_path):

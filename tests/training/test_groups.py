@@ -18,7 +18,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.plan.compute import build_meta_encoder
+from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.training.backward import Backward
 from embedtrain.training.groups import describe_groups, logged_rates, trained_parameters
 from embedtrain.training.optimizer import Schedule, build_optimizer
@@ -30,7 +30,7 @@ STEPS, LR = 4, 1e-2
 
 
 def encoder_of(model: ModelConfig) -> nn.Module:
-    return build_meta_encoder(Recipe(model=model))[0]
+    return build_meta_encoder(Recipe(model=model)).encoder
 
 
 def settings_of(model: ModelConfig, **options: Any) -> dict[str, tuple[str, float, float]]:

@@ -1,10 +1,19 @@
 """Which options of a stage are inputs, whose content counts."""
 
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from embedtrain.pipeline.digests import input_paths, options_of
+from embedtrain.config.compressed import VectorFormat
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.recipe import TrainSource
+from embedtrain.config.reranker import RerankerConfig
+from embedtrain.merge.options import PartWeights
+from embedtrain.pipeline.digests import _ADAPTERS, _INPUTS, _LOSSES, _SETS, input_paths, options_of
 from embedtrain.pipeline.registry import KINDS
 from embedtrain.pipeline.types import Stage
 
@@ -39,3 +48,55 @@ def test_relative_paths_are_inputs(folder):
         "loss.teachers[0]": "first",
         "loss.teachers[1]": "second",
     }
+
+
+# Options that hold texts and no inputs, by the last part of their names.
+_TEXTS = {
+    # what is written, and where; what is cached
+    "name", "output_dir", "cache_dir", "vectors_dir", "push_to_hub", "license", "language", "formats", "max_file_size",
+    "wandb_project", "wandb_entity", "wandb_group", "wandb_name", "wandb_tags", "wandb_notes",
+    # versions of inputs, and what is read of them
+    "revision", "tokenizer_revision", "teacher_revision", "documents_revision", "qrels_revision", "subset",
+    "split", "columns", "where",
+    # texts that a model reads, and names of its parts
+    "query_prompt", "document_prompt", "instruction_format", "pair_template", "teacher_pair_template", "score_tokens",
+    "expansion_token", "skiplist_words", "rope_scaling", "targets", "modules_to_save", "block_class", "match",
+    "names", "layers",
+    # measures and choices
+    "metrics", "metric", "best_metric", "mteb", "first_stage", "step", "steps",
+    # losses, and code, which Python finds by the name of its module
+    "loss", "losses", "class_name", "arguments", "kwargs", "function",
+    # lists of options
+    "parts", "vectors",
+    # paths of code, and configurations of data sets
+    *(f"{loss}.path" for loss in _LOSSES), *(f"{sets}.config" for sets in _SETS),
+}  # fmt: skip
+_ELEMENTS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("data", "data.train"), (TrainSource,)),
+    **dict.fromkeys(_SETS, (EvaluationSet,)),
+    **dict.fromkeys(_LOSSES, tuple(LOSSES.values())),
+    **dict.fromkeys(("vectors", "evaluation.vectors"), (VectorFormat,)),
+    "reranker": (RerankerConfig,),
+    "parts": (PartWeights,),
+}
+
+
+def types_in(annotation: Any) -> set[Any]:
+    return {each for part in get_args(annotation) for each in types_in(part)} or {annotation}
+
+
+def names_of_texts(options: type, prefix: str = "") -> Iterator[str]:
+    """Options that may hold a text, also those of elements, whose types the dataclasses do not say."""
+    for option, annotation in get_type_hints(options).items():
+        name, types = f"{prefix}{option}", types_in(annotation)
+        if types & {str, Any}:
+            yield name
+        for element in (*_ELEMENTS.get(name, ()), *filter(is_dataclass, types)):
+            yield from names_of_texts(element, f"{name}.")
+
+
+def test_every_option_that_holds_a_text_is_an_input_or_listed_as_none():
+    names = {name for kind in KINDS.values() for name in names_of_texts(kind.option_class())}
+    unknown = {name for name in names - _INPUTS if not {name, name.rpartition(".")[2]} & _TEXTS}
+    assert unknown == {_ADAPTERS.rstrip(".")}
+    assert not _INPUTS - names

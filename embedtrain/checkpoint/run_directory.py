@@ -44,6 +44,7 @@ class RunDirectory:
         self.model = path / "model"  # the final export
         self.profile = path / "profile"  # traces of the steps in `tracking.profile`
         self.cache = path / "cache"  # of data, if the home directory cannot be written
+        self.teacher_vectors = path / "teacher-vectors"  # of texts that directories of the losses' teachers lack
         self.query_metrics = path / QUERY_METRICS  # of each evaluation, for the report
         self.sample = path / "sample"  # texts and their embeddings before and after training, for the report
         self.sessions = path / SESSIONS_FILE  # start, number of ranks and outcome of each session
@@ -61,6 +62,7 @@ class RunDirectory:
         for folder in (
             self.sample,
             self.query_metrics,
+            self.teacher_vectors,
             self.profile,
             self.path / TENSORBOARD_FOLDER,
             self.path / "wandb",

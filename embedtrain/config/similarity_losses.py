@@ -44,6 +44,13 @@ class CandidateSet(str, Enum):
     row = "row"  # the row's own
 
 
+class OnMissing(Enum):  # no str, which has an `encode` of its own
+    """What happens to texts of the training data of which a directory of vectors has none."""
+
+    stop = "stop"  # the run stops before its first step
+    encode = "encode"  # the model that wrote the directory encodes them at the start, on all ranks
+
+
 @dataclass(kw_only=True)
 class TeacherConfig(LossConfig):
     """Options of the losses with a teacher's vectors."""
@@ -53,6 +60,7 @@ class TeacherConfig(LossConfig):
     # Several of them in place of `teacher`: their normalised vectors are concatenated, so cosines are their mean.
     teachers: list[str] | None = None
     teacher_weights: list[float] | None = None  # of the cosine of each of `teachers` in the mean; default: 1 each
+    on_missing: OnMissing = OnMissing.stop  # of teachers that are directories of `embedtrain vectors`
 
     @property
     def teacher_paths(self) -> list[str]:
@@ -118,6 +126,11 @@ def check_teacher_loss(loss: TeacherConfig, check: OptionChecks) -> None:
             "teacher_weights",
             "must be a number above 0 for each of teachers",
         )
+    check.require(
+        loss.on_missing is OnMissing.stop or bool(loss.teacher_paths),
+        "on_missing",
+        "has no effect without a directory of vectors; write loss.teacher",
+    )
     match loss:
         case DistillSimilaritiesConfig():
             _check_distill_similarities(loss, check)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
@@ -53,10 +54,10 @@ class GuideModel:
 
 
 class StoredTeacher:
-    """A guide or teacher whose vectors were computed before."""
+    """A guide or teacher whose vectors were computed before; `more` has those of texts that its directory lacks."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.stored = path, StoredVectors.open(path)
+    def __init__(self, path: str, more: StoredVectors | None = None) -> None:
+        self.path, self.stored, self.more = path, StoredVectors.open(path), more
 
     @property
     def dimension(self) -> int:
@@ -69,10 +70,24 @@ class StoredTeacher:
         return Guide(self._vectors(TextRole.query, queries), self._vectors(TextRole.document, documents))
 
     def _vectors(self, role: TextRole, texts: Sequence[str]) -> torch.Tensor:
-        rows = self.stored.rows(role, texts)
+        rows = self._rows(role, texts)
         for index in np.flatnonzero(rows < 0)[:1].tolist():
             raise DataError(self._missing(role, texts[index]))
-        return self.stored.vectors(rows)
+        if self.more is None:
+            return self.stored.vectors(rows)
+        is_stored = torch.from_numpy(rows < len(self.stored.keys))
+        vectors = torch.empty(len(rows), self.dimension)
+        vectors[is_stored] = self.stored.vectors(rows[is_stored.numpy()])
+        vectors[~is_stored] = self.more.vectors(rows[~is_stored.numpy()] - len(self.stored.keys))
+        return vectors
+
+    def _rows(self, role: TextRole, texts: Sequence[str]) -> NDArray[np.int64]:
+        """The row of each text, those of `more` after those of the directory; -1 for a text that is missing."""
+        rows = self.stored.rows(role, texts)
+        if self.more is None:
+            return rows
+        more = self.more.rows(role, texts)
+        return np.where((rows < 0) & (more >= 0), more + len(self.stored.keys), rows)
 
     def check(self, stores: Sequence[RowStore], world: World) -> None:
         """Require a vector of every text, before the first step. A collective; the ranks share the work."""
@@ -86,13 +101,13 @@ class StoredTeacher:
                         (TextRole.query, queries, np.arange(len(queries))),
                         (TextRole.document, [text for of_row in of_rows for text in of_row], owners),
                     ):
-                        for index in np.flatnonzero(self.stored.rows(role, texts) < 0)[:1].tolist():
+                        for index in np.flatnonzero(self._rows(role, texts) < 0)[:1].tolist():
                             example = store[int(store.rows.batch_starts[batch] + numbers[index])]
                             raise DataError(f"{example.file}:{example.line}: {self._missing(role, texts[index])}")
 
     def _missing(self, role: TextRole, text: str) -> str:
         other = TextRole.document if role is TextRole.query else TextRole.query
-        hint = "write them with embedtrain vectors, from the same training data"
+        hint = "write them with embedtrain vectors, from the same training data, or set on_missing=encode in the loss"
         if self.stored.rows(other, [text])[0] >= 0:
             hint = f"it has one as a {other.value}, with the prompt {self.stored.prompt(other)!r}; {hint}"
         return (
@@ -149,14 +164,23 @@ def teachers_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
 
 
 def load_guides(
-    paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
+    paths: Sequence[str],
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    chunk_tokens: int,
+    trust_remote_code: bool,
+    more: Mapping[str, StoredVectors] | None = None,
 ) -> tuple[dict[str, GuideModel | StoredTeacher], list[str]]:
-    """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call."""
+    """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call.
+
+    `more` has vectors of texts that directories of vectors lack, by the path of the directory.
+    """
     guides, notes = dict[str, GuideModel | StoredTeacher](), list[str]()
     for path in paths:
         if is_stored_vectors(path):
             with world.fail_together("opening the teacher's vectors"):
-                teacher = StoredTeacher(path)
+                teacher = StoredTeacher(path, (more or {}).get(path))
             guides[path] = teacher
             notes.append(f"the loss's guide or teacher {path}: {teacher.stored.describe()}")
             continue

@@ -39,6 +39,7 @@ from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import GuideModel, StoredTeacher, load_guides, set_teacher_maps, teachers_identity
 from embedtrain.training.inputs import Run, RunInputs, run_length
+from embedtrain.training.missing_vectors import encode_missing
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.precision import use_tf32_products
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
@@ -155,6 +156,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
     """Load the model and build loss and optimizer. If there is a checkpoint, the weights are read from it later."""
     recipe, world, data = run.recipe, run.world, inputs.data
     tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, from_scratch=start.from_scratch)
+    missing = encode_missing(run, inputs)  # before the model, which needs the memory
     with run.console.phase("loading the model"):
         model = load_model(
             recipe.model,
@@ -178,6 +180,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
         world,
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
+        more=missing,
     )
     for source, loss_of_source in enumerate(inputs.losses):
         for path in guide_paths(loss_of_source):

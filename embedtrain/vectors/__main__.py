@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
-    from embedtrain.vectors.writing import VectorDirectory
 
 
 def compose(arguments: list[str]) -> VectorsOptions:
@@ -31,12 +30,11 @@ def main(options: VectorsOptions) -> Path:
     """Read the rows, encode each text once, and write the vectors. Returns the directory."""
     from embedtrain.distributed.sharding import resolve_precision
     from embedtrain.distributed.world import joined_world
-    from embedtrain.inference.vector_cache import model_identity
+    from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, teacher_identity
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.encoder_model import open_encoder_source
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
-    from embedtrain.vectors.writing import VectorDirectory, distinct_texts
 
     quiet_libraries()
     output_dir = Path(options.output_dir).expanduser()
@@ -44,30 +42,30 @@ def main(options: VectorsOptions) -> Path:
         console = Console(enabled=world.is_main)
         default = Precision.auto if world.device.type == "cuda" else Precision.fp32
         precision = resolve_precision(options.precision or default, world)
+        model = command_model_config(options)
         with world.fail_together("opening the model"), command_option_names(MODEL_OPTION_NAMES):
-            source = open_encoder_source(command_model_config(options))[1]
+            source = open_encoder_source(model)[1]
             _require_vectors(options, source)
         stores = _read_rows(options, output_dir, world, console)
-        prompts = source.prompts.get("query", ""), source.prompts.get("document", "")
+        identity = teacher_identity(
+            source,
+            precision,
+            world,
+            max_length=options.max_length,
+            dims=options.dims,
+            dtype=options.dtype.value,
+            rows_per_part=options.rows_per_part,
+        )
         with world.fail_together("collecting texts"):
-            texts = distinct_texts(stores, *prompts)
-        identity = {
-            **model_identity(source, precision, world),
-            "query_prompt": prompts[0],
-            "document_prompt": prompts[1],
-            "max_length": options.max_length,
-            "dims": options.dims,
-            "dtype": options.dtype.value,
-            # Not chunk_tokens, which only affects rounding: whoever lowers it after a lack of memory resumes.
-            "rows_per_part": options.rows_per_part,
-        }
-        directory = VectorDirectory(output_dir, options.model, identity, texts, world)
+            texts = distinct_texts(stores, identity["query_prompt"], identity["document_prompt"])
+        directory = VectorDirectory(output_dir, model, identity, texts, world)
         if directory.is_complete():
             console.note(f"{options.output_dir} already holds the vectors of this command: nothing to do")
             return output_dir
-        with directory.locked(options.timeout):
-            if not directory.is_complete():  # another command may just have ended
-                _encode(options, precision, directory, console)
+        stored = directory.encode(
+            chunk_tokens=options.chunk_tokens, unshard=options.unshard, timeout=options.timeout, console=console
+        )
+        console.note(f"{options.output_dir}: {stored.describe()}")
         return output_dir
 
 
@@ -86,29 +84,6 @@ def _read_rows(options: VectorsOptions, output_dir: Path, world: "World", consol
     for store in stores:
         console.note(str(store.report))
     return stores
-
-
-def _encode(options: VectorsOptions, precision: Precision, directory: "VectorDirectory", console: "Console") -> None:
-    """Load the model, and write what is missing of the directory."""
-    from embedtrain.distributed.world import explain_lost_contact
-    from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.loading.encoder_model import load_encoder_model
-
-    world = directory.world
-    with console.phase("loading the model"):
-        model = load_encoder_model(command_model_config(options), precision, world)
-    for note in model.notes:
-        console.note(note)
-    encoder = SentenceEncoder.from_model(
-        model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard, truncate=False
-    )
-    encoder.truncate_dim = options.dims
-    console.note(f"{len(directory.texts):,} distinct texts with their prompts")
-    with console.progress() as progress:
-        directory.write(encoder, progress)
-    with explain_lost_contact("writing the index"):
-        stored = directory.finish()
-    console.note(f"{options.output_dir}: {stored.describe()}")
 
 
 def _require_vectors(options: VectorsOptions, source: "ModelSource") -> None:

@@ -17,11 +17,11 @@ from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, Teacher
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.inference import vector_directory
 from embedtrain.inference.stored_vectors import StoredVectors
 from embedtrain.losses.build import build_loss
 from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides
-from embedtrain.vectors import writing
 from embedtrain.vectors.__main__ import main
 from embedtrain.vectors.options import compose_vectors
 from tests.runs import losses, run_without_base
@@ -106,19 +106,19 @@ class Killed(Exception):
 
 
 def write_partly(_world: Any, arguments: Sequence[str], parts: int) -> None:
-    original = writing.VectorDirectory.write_part
+    original = vector_directory.VectorDirectory.write_part
 
     def stop_after(self: Any, part: int, encoder: Any) -> None:
         if part == parts:
             raise Killed
         original(self, part, encoder)
 
-    writing.VectorDirectory.write_part = stop_after
+    vector_directory.VectorDirectory.write_part = stop_after
     try:
         with pytest.raises(Killed):
             write(None, arguments)
     finally:
-        writing.VectorDirectory.write_part = original
+        vector_directory.VectorDirectory.write_part = original
 
 
 def test_an_interrupted_command_resumes(ranks, inputs, tmp_path):
@@ -185,6 +185,30 @@ def test_a_missing_text_is_named(ranks, inputs, tmp_path):
         (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:3], json.dumps(changed), *rows[4:]]))
         with pytest.raises(AssertionError, match=message):
             ranks(2, train, *training(tmp_path, tmp_path / "out", tmp_path / "stored", f"model.path={inputs}/model"))
+
+
+def test_texts_that_a_directory_lacks_are_encoded_at_the_start(ranks, inputs, tmp_path):
+    """With the losses of a complete directory; its model must be the same."""
+    guide = shutil.copytree(inputs / "guide", tmp_path / "guide")
+    part, rows = tmp_path / "part", (inputs / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows[:18]))
+    ranks(1, write, options(inputs, tmp_path / "whole", "dtype=fp32"))
+    ranks(1, write, options(tmp_path, part, "dtype=fp32"))
+    ranks(1, train, *training(inputs, tmp_path / "expected", tmp_path / "whole"))
+    found = training(inputs, tmp_path / "found", part, "loss.on_missing=encode")
+    output = ranks(2, train, *found)[0]
+    whole, stored = (StoredVectors.open(str(tmp_path / name)).index["count"] for name in ("whole", "part"))
+    assert f"lacks {whole - stored} texts, which {guide} encodes" in output
+    assert losses(tmp_path / "found") == pytest.approx(losses(tmp_path / "expected"), rel=1e-4)
+    (more,) = (tmp_path / "found" / "teacher-vectors").iterdir()
+    written = (more / "vectors.json").stat().st_mtime_ns
+    ranks(1, train, *found, "train.steps=4")
+    assert (more / "vectors.json").stat().st_mtime_ns == written
+    with (guide / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(AssertionError, match=rf"{part} lacks .* model {guide} is no longer"):
+        ranks(1, train, *training(inputs, tmp_path / "other", part, "loss.on_missing=encode"))
 
 
 def test_bad_options_and_directories(tmp_path, inputs):

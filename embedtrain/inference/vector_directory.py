@@ -23,9 +23,11 @@ from safetensors.torch import save
 
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.checksums import file_checksum
+from embedtrain.config.evaluation import Unshard
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.files import atomic_write, make_folder, remove_tree
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
@@ -40,8 +42,13 @@ from embedtrain.inference.stored_vectors import (
     to_stored,
     vector_keys,
 )
+from embedtrain.inference.vector_cache import model_identity
+from embedtrain.loading.encoder_model import load_encoder_model
+from embedtrain.models.types import ModelSource
+from embedtrain.tracking.console import Console
 
 _INPUTS_FILE = "inputs.json"
+_MODEL_OPTIONS = ("normalize", "max_length", "query_prompt", "document_prompt", "revision")
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,12 @@ class DistinctTexts:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def without(self, keys: Keys) -> "DistinctTexts":
+        """The texts whose keys are not among these, ascending ones."""
+        found = keys[np.minimum(keys.searchsorted(self.keys), len(keys) - 1)] == self.keys
+        arrays = (self.keys, self.sources, self.rows, self.positions)
+        return DistinctTexts(self.stores, *(array[~found] for array in arrays))
 
     def read(self, start: int, end: int) -> tuple[list[str], NDArray[np.bool_]]:
         """The texts of these keys, and which of them are queries."""
@@ -100,11 +113,64 @@ def distinct_texts(stores: Sequence[RowStore], query_prompt: str, document_promp
     )
 
 
+def describe_model(model: ModelConfig) -> dict[str, Any]:
+    """What a directory says about the teacher's model, as plain values."""
+    pooling = None if model.pooling is None else model.pooling.value
+    own = {name: getattr(model, name) for name in _MODEL_OPTIONS}
+    return {"path": model.path, "adapter": model.lora.path, "pooling": pooling, **own}
+
+
+def model_of(stored: StoredVectors, *, trust_remote_code: bool) -> ModelConfig:
+    """The model whose vectors a directory holds; a DataError if an earlier version wrote the directory."""
+    try:
+        options = stored.index["options"]
+        return ModelConfig(
+            path=options["path"],
+            lora=LoraConfig(path=options["adapter"]),
+            pooling=None if options["pooling"] is None else Pooling(options["pooling"]),
+            trust_remote_code=trust_remote_code,
+            **{name: options[name] for name in _MODEL_OPTIONS},
+        )
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{stored.directory} does not say how its model was opened, as directories of earlier versions: write it "
+            "again with embedtrain vectors, or leave out on_missing=encode"
+        ) from None
+
+
+def teacher_identity(
+    source: ModelSource,
+    precision: Precision,
+    world: World,
+    *,
+    max_length: int | None,
+    dims: int | None,
+    dtype: str,
+    rows_per_part: int,
+) -> dict[str, Any]:
+    """What vectors depend on besides their texts, and how they are stored. A collective."""
+    return {
+        **model_identity(source, precision, world),
+        "query_prompt": source.prompts.get("query", ""),
+        "document_prompt": source.prompts.get("document", ""),
+        "max_length": max_length,
+        "dims": dims,
+        "dtype": dtype,
+        # Not chunk_tokens, which only affects rounding: whoever lowers it after a lack of memory resumes.
+        "rows_per_part": rows_per_part,
+    }
+
+
 class VectorDirectory:
-    """The directory of one command; all methods are collectives."""
+    """A directory of vectors of these texts; all methods are collectives.
+
+    Args:
+        model: the teacher.
+        identity: what the vectors depend on besides their texts: `teacher_identity`.
+    """
 
     def __init__(
-        self, directory: Path, model: str, identity: Mapping[str, Any], texts: DistinctTexts, world: World
+        self, directory: Path, model: ModelConfig, identity: Mapping[str, Any], texts: DistinctTexts, world: World
     ) -> None:
         self.directory, self.model, self.identity, self.texts, self.world = directory, model, identity, texts, world
         self.unfinished = directory.with_name(f"{directory.name}.unfinished")
@@ -143,6 +209,30 @@ class VectorDirectory:
             finally:
                 if self.world.is_main:
                     lock.unlink(missing_ok=True)
+
+    def encode(self, *, chunk_tokens: int, unshard: Unshard, timeout: float, console: Console) -> StoredVectors:
+        """The vectors of these inputs, which an earlier command may have written, also in part. A collective."""
+        if not self.is_complete():
+            with self.locked(timeout):
+                if not self.is_complete():  # another command may just have ended
+                    self._encode(chunk_tokens, unshard, console)
+        with self.world.fail_together("opening the vectors"):
+            return StoredVectors.open(str(self.directory))
+
+    def _encode(self, chunk_tokens: int, unshard: Unshard, console: Console) -> None:
+        """Load the model, and write what is missing of the directory."""
+        world = self.world
+        with console.phase("loading the teacher"):
+            model = load_encoder_model(self.model, Precision(self.identity["precision"]), world)
+        for note in model.notes:
+            console.note(note)
+        encoder = SentenceEncoder.from_model(model, world, chunk_tokens=chunk_tokens, unshard=unshard, truncate=False)
+        encoder.truncate_dim = self.identity["dims"]
+        console.note(f"{len(self.texts):,} distinct texts with their prompts")
+        with console.progress() as progress:
+            self.write(encoder, progress)
+        with explain_lost_contact("writing the index"):
+            self.finish()
 
     def write(self, encoder: SentenceEncoder, progress: ProgressCallback) -> None:
         """Encode and write the parts that an interrupted command has not written."""
@@ -210,13 +300,11 @@ class VectorDirectory:
     def _checksum_path(self, part: int) -> Path:
         return self.unfinished / f"{part_file(part)}.checksum"
 
-    def finish(self) -> StoredVectors:
+    def finish(self) -> None:
         """Write keys and index, and rename the directory."""
         with self.world.fail_together("completing the vectors"):
             if self.world.is_main:
                 self._finish()
-        with self.world.fail_together("opening the vectors"):
-            return StoredVectors.open(str(self.directory))
 
     def _finish(self) -> None:
         parts = [part_file(part) for part in range(self.num_parts)]
@@ -228,7 +316,9 @@ class VectorDirectory:
             dimension = file.get_slice("vectors").get_shape()[1]
         index = {
             "format": FORMAT,
-            "model": self.model,
+            "model": self.model.path,
+            "options": describe_model(self.model),
+            "identity": dict(self.identity),
             **{name: self.identity[name] for name in ("query_prompt", "document_prompt", "max_length", "dtype")},
             "count": len(self.texts),
             "dimension": dimension,

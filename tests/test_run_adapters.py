@@ -243,8 +243,8 @@ def test_adapters_of_several_tasks(workshop, task_runs, tmp_path):
     loaded = AutoModel.from_pretrained(to)
     loaded.load_adapter(str(to / "adapters" / "clustering"), adapter_name="clustering")
     evaluate = (f"sets=[{workshop / 'dev'}]", f"output_dir={tmp_path / 'figures'}")
-    call("embedtrain.evaluate", f"model={to}", f"adapter={to / 'adapters' / 'clustering'}", *evaluate)
-    call("embedtrain.evaluate", f"model={task_runs / 'b' / 'model'}", *evaluate)
+    call("embedtrain.evaluate", f"model={to}", f"adapter={to / 'adapters' / 'retrieval'}", *evaluate)
+    call("embedtrain.evaluate", f"model={task_runs / 'a' / 'model'}", *evaluate)
     rows = [json.loads(row) for row in (tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["ndcg@10"] == rows[1]["ndcg@10"]
 

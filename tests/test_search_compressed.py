@@ -41,7 +41,12 @@ def test_the_best_of_a_binary_search_are_scored_again(tmp_path):
 def test_forms_that_search_takes():
     options = compose_search(["model=m", "corpus=c", "vectors=int8"])
     assert options.vectors.documents is VectorPrecision.int8
-    for value, words in (("[int8]", "vectors="), ("int4", "vectors: documents"), ("{dims: 0}", "vectors.dims=0")):
+    for value, words in (
+        ("[int8]", "vectors="),
+        ("int4", "vectors: documents"),
+        ("{dims: 0}", "vectors.dims=0"),
+        ("float", "without this option"),
+    ):
         with pytest.raises(ConfigError) as caught:
             compose_search(["model=m", "corpus=c", f"vectors={value}"])
         assert words in str(caught.value)

@@ -162,7 +162,7 @@ def _checked(vectors: VectorFormat, prefix: str) -> VectorFormat:
     check.require(
         not is_float or vectors.dims is not None or vectors.rescore is not None,
         "documents",
-        "is what every set is measured with; write int8, uint8 or binary, or dims",
+        "is the form that vectors have without this option; write int8, uint8 or binary, or dims",
     )
     if vectors.rescore is not None:
         rescoring = OptionChecks(vectors.rescore, f"{prefix}rescore.")

@@ -23,6 +23,7 @@ from embedtrain.data.sampling.permutation import make_key, permute
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
+from embedtrain.errors import DataError
 from embedtrain.filter.options import FilterOptions
 from embedtrain.filter.summary import SourceSummary
 from embedtrain.inference.encode import ProgressCallback
@@ -142,9 +143,13 @@ class ConsistencyFilter:
         with folder.world.fail_together("writing filtered files"):
             if folder.world.is_main:
                 summaries = {}
-                for number, source in enumerate(self.search.sources):
-                    ranks, scores = self._results(number)
-                    filtered = FilteredSource(source, self.positives[number], ranks, scores, self.options)
+                filtered_sources = [
+                    FilteredSource(source, self.positives[number], *self._results(number), self.options)
+                    for number, source in enumerate(self.search.sources)
+                ]
+                for filtered in filtered_sources:  # before anything is written
+                    filtered.require_kept_rows()
+                for source, filtered in zip(self.search.sources, filtered_sources, strict=True):
                     if self.options.annotate:
                         folder.write_source(source.name, filtered.annotated_rows())
                     else:
@@ -245,6 +250,21 @@ class FilteredSource:
         """Whether each positive is kept, [P]."""
         limit = self.options.min_score
         return self.is_near if limit is None else self.is_near & (self.scores.astype(np.float64) >= limit)
+
+    def require_kept_rows(self) -> None:
+        """Raise DataError if no row is kept: a later training cannot read a file without rows."""
+        options = self.options
+        if options.annotate or self.is_kept.any():
+            return
+        limits = []
+        if options.keep_rank is not None:
+            limits.append(f"keep_rank={options.keep_rank}, and the best rank of a positive is {self.ranks.min():,}")
+        if options.min_score is not None:
+            limits.append(f"min_score={options.min_score:g}, and the best score is {self.scores.max():.4f}")
+        raise DataError(
+            f"the filter keeps none of the {len(self.source.store):,} rows of {self.source.name} "
+            f"({'; '.join(limits)}): allow more, or leave this source out of data"
+        )
 
     def kept_rows(self) -> Iterator[str]:
         """The rows with the positives that are kept, as lines; a row without any is left out."""

@@ -13,6 +13,7 @@ from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.m3_files import is_m3
 
 SETTINGS = "config_sentence_transformers.json"
+TASKS_FOLDER = "adapters"  # of a directory with the adapters of several tasks
 # Values of `model_type` in it; of PyLate the second of late interaction.
 CROSS_ENCODER, MULTI_VECTOR, PYLATE = "CrossEncoder", "MultiVectorEncoder", "ColBERT"
 SPARSE = "SparseEncoder"
@@ -106,6 +107,17 @@ def read_truncate_dim(path: Path) -> int | None:
 def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:
     """The prompts of the directory."""
     return prompts_of(read_json(path) if path.is_file() else {}, path, kind)
+
+
+def task_prompts(adapter: str | None) -> dict[str, str]:
+    """The prompts of the task if the adapter is `DIR/adapters/TASK` of a directory with adapters of several tasks."""
+    folder = Path(adapter or "").expanduser().resolve()
+    path = folder.parent.parent / SETTINGS
+    if adapter is None or folder.parent.name != TASKS_FOLDER or not path.is_file():
+        return {}
+    saved = read_prompts(path, ModelKind.dense)
+    names = {role: f"{folder.name}_{role}" for role in ("query", "document")}
+    return {role: saved[name] for role, name in names.items() if name in saved}
 
 
 def prompts_of(settings: Mapping[str, Any], path: Path, kind: ModelKind) -> dict[str, str]:

@@ -31,6 +31,7 @@ from embedtrain.models.module_settings import (
     read_prompts,
     read_transformer_settings,
     read_truncate_dim,
+    task_prompts,
 )
 from embedtrain.models.projection import token_projection
 from embedtrain.models.rope import scale_rope, set_rope_theta
@@ -127,6 +128,7 @@ def _from_path(model: ModelConfig) -> ModelSource:
         tokenization=replace(source.tokenization, max_length=max_length),
         prompts=_template_prompts(source.head)
         | source.prompts
+        | task_prompts(model.lora.path)
         | {name: text for name, text in prompts.items() if text is not None},
     )
 

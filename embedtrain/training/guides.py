@@ -23,7 +23,7 @@ from embedtrain.loading.load import load_model
 from embedtrain.losses.distillation import DistillEmbeddings
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.hub import split_revision
+from embedtrain.models.hub import resolve_directory, split_revision
 from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training.rank_batch import GuideTokenizer
 from embedtrain.training.resume import TEACHERS
@@ -152,14 +152,18 @@ def _principal_components(stored: StoredVectors, world: World) -> Tensor:
 
 
 def teachers_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
-    """The digests of guides and teachers on this disk, not of ids of the Hub: a resumed run must have the same."""
-    digests = {}
+    """The content of guides and teachers, which a resumed run must have: digests, and commits of ids of the Hub."""
+    digests = dict[str, str]()
     for path in paths:
         directory = Path(path).expanduser()
         if is_stored_vectors(path):
             digests[path] = StoredVectors.open(path).digest
         elif directory.is_dir():
             digests[path] = directory_digest(directory)
+        else:
+            name, revision = split_revision(path)
+            commit = resolve_directory(name, revision, "the loss's guide or teacher", "its revision").name
+            digests[name] = f"{digests[name]} {commit}" if name in digests else commit
     return {TEACHERS: digests} if digests else {}
 
 

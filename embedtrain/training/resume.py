@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from embedtrain.data.selection import SourceSettings
 from embedtrain.data.train_data import TrainData
 from embedtrain.errors import CheckpointError
 from embedtrain.formatting import format_count
+from embedtrain.models.hub import split_revision
 from embedtrain.records import read_record
 from embedtrain.tracking.console import Console
 from embedtrain.training.state import TrainState
@@ -238,8 +240,9 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
     defaults = {_BATCH_NEGATIVES: 0, OPTIMIZER_NAME: "adamw", _MIXED_SHARE: 0.0}
     defaults |= _model_identity(to_plain(ModelConfig()))
     before: dict[str, Any] = defaults | checkpoint.manifest.identity
-    if "teacher_vectors" in before:  # earlier versions had digests of stored vectors only
-        before |= {TEACHERS: {**identity.get(TEACHERS, {}), **before["teacher_vectors"]}}
+    if TEACHERS in identity:  # earlier versions had digests of stored vectors only, or no commits of Hub ids
+        before |= {TEACHERS: {**identity[TEACHERS], **before.get(TEACHERS, before.get("teacher_vectors", {}))}}
+    before, identity = _unpinned(before), _unpinned(identity)
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)
         if difference is None:
@@ -252,10 +255,11 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
                 f"model.path={identity.get('model.path')}: restore its old files, {alternative}"
             )
         if option == TEACHERS:
+            teacher = name.removeprefix(f"{TEACHERS}.")
+            restore = "restore its old files" if Path(teacher).expanduser().exists() else f"write {teacher}@{saved}"
             raise CheckpointError(
-                f"{checkpoint.path} was written with other content of the loss's guide or teacher "
-                f"{name.removeprefix(f'{TEACHERS}.')} (digest {saved}, this run has {now}): restore its old files, "
-                f"{alternative}"
+                f"{checkpoint.path} was written with other content of the loss's guide or teacher {teacher} (digest "
+                f"{saved}, this run has {now}): {restore}, {alternative}"
             )
         if name.endswith(_ROWS):
             raise CheckpointError(
@@ -271,6 +275,18 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
             f"{checkpoint.path} was written with {name}={_format_value(saved)}, this run has "
             f"{name}={_format_value(now)}: set it back, {alternative}"
         )
+
+
+def _unpinned(value: Any, name: str = "") -> Any:
+    """An identity without the revisions of guides and teachers, whose commits are in it."""
+    match value:
+        case Mapping():
+            return {key: _unpinned(item, key) for key, item in value.items()}
+        case list():
+            return [_unpinned(item, name) for item in value]
+        case str() if name in ("guide", "teacher", "teachers"):
+            return split_revision(value)[0]
+    return value
 
 
 def describe_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
@@ -330,6 +346,5 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kind = LOSSES.get(str(options.get("name")))
     if kind is not None:
         return dict(to_plain(kind()))
-    return (
-        {"query_prompt": "", "document_prompt": "", "batch_negatives": 0} if option.startswith(f"{_SOURCES}.") else {}
-    )
+    of_source = {"query_prompt": "", "document_prompt": "", "batch_negatives": 0}
+    return of_source if option.startswith(f"{_SOURCES}.") else {}

@@ -1,5 +1,6 @@
 """Filtered rows are those of the plain definition, on any number of ranks, also after an interruption."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, DataError
+from embedtrain.errors import ConfigError, DataError, FailedElsewhere
 from embedtrain.filter.__main__ import main
 from embedtrain.filter.consistency import partition
 from embedtrain.filter.options import compose_filter
@@ -116,6 +117,19 @@ def test_rows_equal_those_of_the_definition(ranks, folder, similarities):
     assert outputs(folder / "on-1") == outputs(folder / "on-3")
     with_ids = read_jsonl(folder / "on-1" / "rows.jsonl")[-1]
     assert with_ids["pos_id"] == ["d1", "d2"][-len(with_ids["pos"]) :]
+
+
+def failed(_world: World, arguments: Sequence[str]) -> str:
+    with pytest.raises((DataError, FailedElsewhere)) as error:
+        run_filter(_world, arguments)
+    return str(error.value)
+
+
+def test_a_source_of_which_nothing_is_kept_is_named(ranks, folder):
+    messages = ranks(2, failed, arguments(folder, "nothing", "keep_rank=1", "min_score=2"))
+    for message in messages:
+        assert re.search(rf"none of the {len(ROWS)} rows of rows \(keep_rank=1, .*min_score=2, .*leave", message)
+    assert not list((folder / "nothing").glob("*.jsonl"))
 
 
 def test_ranks_within_parts_of_the_documents(ranks, folder, similarities):

@@ -161,3 +161,17 @@ def test_run_records_the_commit(ranks, published):
         recipe = yaml.safe_load((published / name / "recipe.yaml").read_text())
         assert recipe["versions"]["model_commit"] == commit
         assert recipe["model"]["revision"] == (OLD if options else None)
+
+
+def test_a_guide_of_another_commit_is_rejected_when_a_run_resumes(ranks, published):
+    """The message names the commit of the run, with which it resumes."""
+    main = published / "cache" / "models--org--model" / "refs" / "main"
+    options = [f"model.revision={NEW}", "loss.guide=org/model"]
+    ranks(1, trained, published, "guided", *options)
+    main.write_text(OLD)
+    try:
+        with pytest.raises(AssertionError, match=rf"org/model \(digest {NEW}.* {OLD}\): write org/model@{NEW}"):
+            ranks(1, trained, published, "guided", *options, "train.steps=2")
+        ranks(1, trained, published, "guided", *options, f"loss.guide=org/model@{NEW}", "train.steps=2")
+    finally:
+        main.write_text(NEW)

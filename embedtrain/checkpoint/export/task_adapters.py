@@ -28,10 +28,8 @@ from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError
 from embedtrain.files import write_json
 from embedtrain.models.adapter_files import WEIGHTS, peft_key
-from embedtrain.models.module_settings import SETTINGS
+from embedtrain.models.module_settings import SETTINGS, TASKS_FOLDER
 from embedtrain.models.types import ModelSource
-
-TASKS_FOLDER = "adapters"
 
 
 @dataclass(frozen=True)

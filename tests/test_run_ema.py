@@ -9,6 +9,7 @@ from torch import Tensor
 from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.export.__main__ import main as export_main
 from embedtrain.export.options import ExportOptions
+from embedtrain.tracking.metrics import metrics_at
 from tests.runs import evaluation_metrics, losses, options, rewind_run, run
 
 DECAY, STEPS = 0.5, 4
@@ -29,7 +30,7 @@ def test_the_average_is_evaluated_exported_and_resumed(ranks, run_inputs, tmp_pa
         f"train.steps={STEPS}",
         "optim.eps=1e-3",
     )
-    start = (*common, f"optim.ema={DECAY}", "evaluation.every=2")
+    start = (*common, f"optim.ema={DECAY}", "evaluation.every=2", "evaluation.trained_weights=true")
     whole = tmp_path / "whole"
     ranks(2, run, *options(run_inputs, whole, *start))
     checkpoints = [whole / "checkpoints" / f"step-{step:08d}" for step in range(1, STEPS + 1)]
@@ -54,10 +55,15 @@ def test_the_average_is_evaluated_exported_and_resumed(ranks, run_inputs, tmp_pa
         torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-6, msg=name)
     assert evaluation_metrics(resumed)[STEPS].keys() == evaluation_metrics(whole)[STEPS].keys()
 
+    after = metrics_at(whole, STEPS)
+    assert after["dev@trained"].keys() == after["dev"].keys()
+    assert "dev@trained" not in (whole / "model" / "README.md").read_text()
+
     # A run that begins to average at step 2 starts from the weights, and training is not affected.
     plain = tmp_path / "plain"
     ranks(2, run, *options(run_inputs, plain, *common))
     assert losses(plain) == losses(whole)
+    assert metrics_at(plain, STEPS)["dev"] == after["dev@trained"]
     later = rewind_run(plain, tmp_path / "later", 2)
     ranks(2, run, *options(run_inputs, later, *start))
     assert losses(later) == losses(whole)

@@ -186,6 +186,11 @@ def _check_evaluation(recipe: Recipe) -> None:
             "needs a metric to compare; set checkpoint.best_metric to set/metric, such as dev/ndcg@10",
         )
         check.require(evaluation.every > 0, "patience", "counts evaluations during training; set evaluation.every")
+    check.require(
+        not evaluation.trained_weights or recipe.optim.ema is not None,
+        "trained_weights",
+        "has no effect without optim.ema: the trained weights are what is evaluated",
+    )
     check.require(evaluation.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
     check_evaluated_vectors(recipe)
     check_sets(evaluation.sets, "evaluation.sets")

@@ -99,6 +99,9 @@ class EvaluationSet:
     experiments: int = 10  # classification and clustering: number of random draws to average
 
 
+TRAINED = "@trained"  # follows the names of sets that are measured with the trained weights
+
+
 @dataclass(kw_only=True)
 class EvaluationConfig:
     """What is evaluated and when."""
@@ -114,6 +117,8 @@ class EvaluationConfig:
     # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
     vectors: list[Any] = field(default_factory=list)
     calibration: int = 10000  # documents of a set whose vectors give the ranges of int8 and uint8
+    # With optim.ema, whose average is what is evaluated, also measure the trained weights, as SET@trained.
+    trained_weights: bool = False
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer

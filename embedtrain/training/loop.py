@@ -76,15 +76,22 @@ class RankBatches:
         return rank_batch.pinned() if self.world.device.type == "cuda" else rank_batch
 
 
+@dataclass(frozen=True)
+class WeightsEvaluation:
+    """The evaluation of some weights of the run."""
+
+    evaluator: Evaluator
+    weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # puts them in place
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeriodicEvaluation:
     """Evaluation during training, and the best step so far."""
 
-    evaluator: Evaluator
+    of_weights: Sequence[WeightsEvaluation]  # those that are exported, and others, whose sets have other names
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`; None if the recipe sets none
     state: TrainState
     tracker: Tracker
-    weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # that are evaluated
 
     def __call__(self, stop: Callable[[], bool]) -> bool:
         """Evaluate the current step, and return whether it is the best so far.
@@ -92,22 +99,26 @@ class PeriodicEvaluation:
         If `stop`, a collective, returns True, the evaluation ends early and is repeated when the run resumes.
         """
         state = self.state
+        metrics: dict[str, dict[str, float]] = {}
+        record = functools.partial(self.tracker.set_evaluated, state.step)
+        record_queries = functools.partial(self.tracker.queries_evaluated, state.step)
         try:
-            with self.tracker.progress() as progress, automatic_collection(), self.weights():
-                record = functools.partial(self.tracker.set_evaluated, state.step)
-                record_queries = functools.partial(self.tracker.queries_evaluated, state.step)
-                metrics = self.evaluator.evaluate(
-                    progress=progress, stop=stop, on_result=record, on_queries=record_queries
-                )
+            for each in self.of_weights:
+                with self.tracker.progress() as progress, automatic_collection(), each.weights():
+                    metrics |= each.evaluator.evaluate(
+                        progress=progress, stop=stop, on_result=record, on_queries=record_queries
+                    )
         except EvaluationInterrupted:
             state.evaluation_due = True
             return False
         state.evaluation_due = False
         if not metrics:
             return False
-        speeds = ", ".join(f"{name} {self.evaluator.speed(name)}" for name in self.evaluator.seconds)
+        evaluators = [each.evaluator for each in self.of_weights]
+        speeds = ", ".join(f"{name} {each.speed(name)}" for each in evaluators for name in each.seconds)
         footer = f"took {speeds}" if speeds else ""
-        self.tracker.evaluation(state.step, metrics, self.evaluator.datasets, footer=footer)
+        datasets = {name: info for each in evaluators for name, info in each.datasets.items()}
+        self.tracker.evaluation(state.step, metrics, datasets, footer=footer)
         if self.best_metric is None:
             return False
         set_name, metric = self.best_metric

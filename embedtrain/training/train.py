@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import Notice, StopSignals
@@ -31,7 +32,7 @@ from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.initial_state import start_from
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
-from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
+from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop, WeightsEvaluation
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, measure_matmul_rate
 from embedtrain.training.report_sample import choose_sample
@@ -138,7 +139,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             recipe=recipe,
             context=_step_context(run, inputs, parts, state, checkpointer, stop_signals),
             batches=_rank_batches(run, inputs, parts, model),
-            evaluation=_evaluation(run, inputs, encoder, state, tracker, functools.partial(_in_place, average, served)),
+            evaluation=_evaluation(run, inputs, encoder, state, tracker, average, served),
             checkpointer=checkpointer,
             tracker=tracker,
             run_dir=run_dir,
@@ -223,23 +224,27 @@ def _evaluation(
     encoder: SentenceEncoder,
     state: TrainState,
     tracker: Tracker,
-    weights: Callable[[], contextlib.AbstractContextManager[None]],
+    average: WeightAverage | None,
+    theta: RopeTheta | None,
 ) -> PeriodicEvaluation:
-    """The evaluation of the sets, within `weights`."""
+    """The evaluation of the sets with what is exported, and with the trained weights if the recipe asks for it."""
     evaluation = run.recipe.evaluation
     scores_pairs = run.recipe.model.kind is ModelKind.cross_encoder
+    model = PairScorer(encoder, windows=evaluation.document_windows) if scores_pairs else encoder
     evaluator = Evaluator(
         inputs.sets,
-        PairScorer(encoder, windows=evaluation.document_windows) if scores_pairs else encoder,
+        model,
         run.world,
         truncate_dims=truncate_dims(run.recipe, inputs.losses, inputs.source),
         compressed=CompressedVectors(evaluation.vectors, evaluation.calibration),
         index=evaluation.index,
         function=inputs.function,
     )
-    return PeriodicEvaluation(
-        evaluator=evaluator, best_metric=inputs.best_metric, state=state, tracker=tracker, weights=weights
-    )
+    of_weights = [WeightsEvaluation(evaluator, functools.partial(_in_place, average, theta))]
+    if evaluation.trained_weights:
+        trained = Evaluator(inputs.sets, model, run.world, index=evaluation.index, suffix=TRAINED)
+        of_weights.append(WeightsEvaluation(trained, functools.partial(_in_place, theta)))
+    return PeriodicEvaluation(of_weights=of_weights, best_metric=inputs.best_metric, state=state, tracker=tracker)
 
 
 def _report_outcome(run: Run, model: Path, step: int) -> None:

@@ -18,6 +18,7 @@ from embedtrain.checkpoint.export.usage import (
 )
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
+from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
@@ -62,7 +63,9 @@ def model_card(
     """
     path, kind = recipe["model"].get("path"), _kind(recipe)
     base, shown = hub_id(path), name or "path/of/this/directory"
-    metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
+    # Of the exported weights only.
+    metrics = {name: row for name, row in metrics_at(run_dir, step).items() if not name.endswith(TRAINED)}
+    datasets = datasets_at(run_dir, step)
     before = metrics_at(run_dir, 0) if step else {}
     main_metrics = {set_name: next(iter(row)) for set_name, row in metrics.items() if set_name in before and row}
     changes = changes_since_start(run_dir, step, main_metrics) if main_metrics else {}

@@ -164,6 +164,11 @@ def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
             f"must have one weight for each of precisions={written(precisions)}",
         )
         check.require(all(0 < weight < math.inf for weight in weights), "precision_weights", "must be above 0")
+    check.require(
+        loss.precisions_per_step is None or 2 <= loss.precisions_per_step <= len(precisions or ()),
+        "precisions_per_step",
+        f"must be from 2 to the number of precisions={written(precisions)}; null trains on all of them",
+    )
     is_quantised = any(precision is not VectorPrecision.float for precision in precisions or ())
     check.require(0 <= loss.precision_warmup <= 1, "precision_warmup", "is a share of the run, from 0 to 1")
     for name, is_set in (

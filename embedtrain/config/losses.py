@@ -41,6 +41,8 @@ class LossConfig:
     # Also train on quantised vectors, as [float,int8,binary], at each of `matryoshka_dims`; default: float alone.
     precisions: list[VectorPrecision] | None = None
     precision_weights: list[float] | None = None  # of each of `precisions`; default: 1 each
+    # Train on so many of `precisions` in each batch: the most precise, and others that `seed` draws; default: on all.
+    precisions_per_step: int | None = None
     precision_warmup: float = 0.0  # share of the run over which the weights of quantised losses rise linearly from 0
     precision_sides: PrecisionSides = PrecisionSides.both
     # Also train the vectors after these numbers of layers, such as [3,6] of 12: those of a model of only these layers.

@@ -79,9 +79,9 @@ def check_layers(loss: LossConfig, check: OptionChecks) -> None:
         f"must be from 1 to the number of matryoshka_layers={written(layers)}; null trains all of them",
     )
     check.require(
-        loss.precisions is None or not matryoshka_layers_of(loss),
+        loss.precisions is None or layers is not None or not matryoshka_layers_of(loss),
         "precisions",
-        "quantises vectors of the last layer, and matryoshka_layers trains those of several; leave one out",
+        "is for the whole loss, and a part has matryoshka_layers; write them for the whole loss as well",
     )
     check.at_least(0, "layer_kl")
     check.require(loss.layer_kl == 0 or layers is not None, "layer_kl", "has no effect without matryoshka_layers")

@@ -1,5 +1,6 @@
 """Builds the loss that the recipe describes."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -93,7 +94,9 @@ def build_loss(
     exits = sorted(matryoshka_layers_of(config)) if layers is None else layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        builder = _Builder(dimension, guide_dimensions or {}, seed, score, num_batches, ranges or SmoothedRanges())
+        builder = _Builder(
+            dimension, guide_dimensions or {}, seed, score, num_batches, ranges or SmoothedRanges(), exits
+        )
         return builder.build(config, exits)
 
 
@@ -161,6 +164,7 @@ class _Builder:
     score: Score | None
     num_batches: int
     ranges: SmoothedRanges
+    layers: Sequence[int]  # early exits of the encoder
 
     def build(self, config: LossConfig, exits: Sequence[int]) -> Loss:
         """The loss of an encoder with these early exits, of which a part after the last layer's is of each text."""
@@ -196,11 +200,19 @@ class _Builder:
     def _quantised(self, loss: Loss, config: LossConfig, precisions: Sequence[VectorPrecision]) -> Quantised:
         weights = dict(zip(precisions, config.precision_weights or [1.0] * len(precisions), strict=True))
         if VectorPrecision.int8 in weights:
-            for dim in config.matryoshka_dims or [self.dimension]:
-                self.ranges.add(dim)
+            for dim, layer in itertools.product(config.matryoshka_dims or [self.dimension], (None, *self.layers)):
+                self.ranges.add(dim, layer)
         most_precise_first = {precision: weights[precision] for precision in VectorPrecision if precision in weights}
         warmup = config.precision_warmup * self.num_batches
-        return Quantised(loss, most_precise_first, self.ranges, config.precision_sides, warmup)
+        return Quantised(
+            loss,
+            most_precise_first,
+            self.ranges,
+            config.precision_sides,
+            warmup,
+            per_step=config.precisions_per_step,
+            seed=self.seed,
+        )
 
     def _whole(self, config: LossConfig, exits: Sequence[int]) -> Loss:
         """The loss of all dimensions."""

@@ -15,6 +15,7 @@ from embedtrain.losses.similarity import at_least_float32
 from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput, Prepared
 
 _LOSS_AT = "loss@"  # begins the names of metrics of truncated and quantised vectors
+_PRECISIONS = 2  # what `draw` draws
 
 
 class CombinedLoss(EncodedLoss):
@@ -79,11 +80,12 @@ class Quantised(EncodedLoss):
     """The weighted sum of a loss on vectors of several precisions, with straight-through gradients.
 
     Quantised vectors are those that an evaluation compares: unit vectors, rounded to codes, as float numbers. Int8 has
-    ranges of the vectors that are quantised, of queries and documents of all ranks together. Logs the metrics of the
-    first precision, and the value of each.
+    ranges of the vectors that are quantised, of queries and documents of all ranks together. With `per_step`, so many
+    precisions: the first, and others that are drawn for each batch, with their weights. Logs the metrics of the first
+    precision, and the value of each.
 
     Args:
-        weights: of each precision.
+        weights: of each precision, the most precise first.
         ranges: smoothed ranges, which several losses may share.
         sides: which vectors are quantised.
         warmup: global batches over which the weights of quantised losses rise linearly from 0.
@@ -96,10 +98,20 @@ class Quantised(EncodedLoss):
         ranges: SmoothedRanges,
         sides: PrecisionSides = PrecisionSides.both,
         warmup: float = 0.0,
+        *,
+        per_step: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.inner, self.weights, self.sides, self.warmup = inner, dict(weights), sides, warmup
+        self.per_step, self.seed = per_step or len(weights), seed
         self.ranges = ranges if VectorPrecision.int8 in weights else None
+
+    def _drawn(self, batch_info: BatchInfo) -> list[tuple[VectorPrecision, float]]:
+        """The precisions of this batch and their weights, the most precise first."""
+        first, *others = self.weights.items()
+        drawn = draw(len(others), self.per_step - 1, self.seed, batch_info.seed, _PRECISIONS)
+        return [first, *(others[index] for index in drawn)]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """What the loss needs."""
@@ -112,11 +124,12 @@ class Quantised(EncodedLoss):
         quantised = [self.sides is PrecisionSides.both, True]
         ranges = None
         if self.ranges is not None:
-            ranges = self.ranges.update([each for each, chosen in zip(unit, quantised, strict=True) if chosen])
+            chosen_vectors = [each for each, chosen in zip(unit, quantised, strict=True) if chosen]
+            ranges = self.ranges.update(chosen_vectors, batch_info.layer)
         growth = min(1.0, batch_info.seed / self.warmup) if self.warmup > 0 else 1.0
         local_loss, metrics = texts[0].new_zeros(()), dict[str, Tensor]()
         row_losses: Tensor | None = texts[0].detach().new_zeros(batch_info.num_queries)
-        for precision, weight in self.weights.items():
+        for precision, weight in self._drawn(batch_info):
             pair, factor = texts, weight
             if precision is not VectorPrecision.float:
                 quantiser, factor = Quantiser(precision, ranges), growth * weight
@@ -174,14 +187,14 @@ class Matryoshka(EncodedLoss):
         return LossOutput(local_loss, metrics, row_losses)
 
 
-def draw(num_items: int, count: int, seed: int, batch: int) -> list[int]:
+def draw(num_items: int, count: int, seed: int, batch: int, *purpose: int) -> list[int]:
     """`count` of the numbers below `num_items`, ascending: a function of the run's seed and the number of the batch.
 
-    Every rank draws the same, and a resumed run what the whole run draws.
+    Every rank draws the same, and a resumed run what the whole run draws. Draws with another `purpose` are independent.
     """
     if count >= num_items:
         return list(range(num_items))
-    return sorted(np.random.default_rng([seed, batch]).permutation(num_items)[:count].tolist())
+    return sorted(np.random.default_rng([seed, batch, *purpose]).permutation(num_items)[:count].tolist())
 
 
 def _truncated(encoded: Encoded, dim: int) -> Encoded:

@@ -10,6 +10,7 @@ from embedtrain.losses.types import BatchInfo, EncodedLoss, Guide, Loss, LossOut
 
 # The key of `BatchInfo.guides` for the vectors of the last layer.
 LAST_LAYER = "the last layer"
+_LAYERS = 1  # what `draw` draws
 
 
 class Exit(NamedTuple):
@@ -59,13 +60,13 @@ class LayerLoss(EncodedLoss):
         metrics = {**output.metrics, "loss@last": local_loss.detach()}
         teacher = Guide(*(encoded.parts[0].values.detach() for encoded in (queries, documents)))
         guided = replace(batch_info, guides={**batch_info.guides, LAST_LAYER: teacher})
-        drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.seed)
+        drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.seed, _LAYERS)
         for layer, part, weight in (self.exits[index] for index in drawn):
             losses = [("loss", self.inner, weight)]
             if self.divergence is not None:
                 losses.append(("kl", self.divergence, self.divergence_weight))
             for name, loss, factor in losses:
-                of_layer = loss(*_of_part(queries, documents, part), guided)
+                of_layer = loss(*_of_part(queries, documents, part), replace(guided, layer=layer))
                 local_loss = local_loss + factor / len(drawn) * of_layer.local_loss
                 row_losses = add_row_losses(row_losses, factor / len(drawn), of_layer.row_losses)
                 metrics[f"{name}@layer{layer}"] = of_layer.local_loss.detach()

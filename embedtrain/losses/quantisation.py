@@ -80,22 +80,22 @@ def straight_through(vectors: Tensor, quantiser: Quantiser) -> Tensor:
 
 
 class SmoothedRanges(nn.Module):
-    """Ranges of the vectors of global batches, by the number of dimensions.
+    """Ranges of the vectors of global batches, by the number of dimensions, and of layers if they are not all.
 
     They are those of the first batch, then r <- 0.99 r + 0.01 r_batch for each further one. A checkpoint holds them as
     buffers of the loss.
     """
 
-    def add(self, dimension: int) -> None:
+    def add(self, dimension: int, layer: int | None = None) -> None:
         """Prepare ranges for vectors of so many dimensions."""
-        if str(dimension) not in self._buffers:
-            self.register_buffer(str(dimension), torch.full((2, dimension), torch.nan))
+        if _buffer(dimension, layer) not in self._buffers:
+            self.register_buffer(_buffer(dimension, layer), torch.full((2, dimension), torch.nan))
 
     @torch.no_grad()
-    def update(self, vectors: Sequence[Tensor]) -> Ranges:
+    def update(self, vectors: Sequence[Tensor], layer: int | None = None) -> Ranges:
         """The ranges after the vectors of a batch, several [n, D] on this rank. A collective."""
         dimension = vectors[0].shape[1]
-        smoothed = self.get_buffer(str(dimension))
+        smoothed = self.get_buffer(_buffer(dimension, layer))
         # Of the values and their negatives: the minima of both need one collective.
         extremes = torch.full_like(smoothed, torch.inf)
         for each in vectors:
@@ -108,7 +108,14 @@ class SmoothedRanges(nn.Module):
         return Ranges(smoothed[0], smoothed[1])
 
 
+def _buffer(dimension: int, layer: int | None) -> str:
+    return str(dimension) if layer is None else f"layer{layer}_{dimension}"
+
+
 def ranges_dimension(name: str) -> int | None:
-    """The number of dimensions of the ranges that are stored under this name in a state dict; None for others."""
+    """The number of dimensions of the ranges that are stored under this name in a state dict; None for others.
+
+    Those of the first layers are others: they are not of the exported model.
+    """
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])

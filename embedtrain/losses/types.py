@@ -157,6 +157,7 @@ class BatchInfo:
     guides: Mapping[str, Guide] = field(default_factory=dict)  # by the path of the model, or FROM_ROWS
     seed: int = 0  # the number of the global batch since the start of the run, the same on every rank
     source: int = 0  # the training source of all rows, if batches are made by source
+    layer: int | None = None  # the number of layers whose vectors are compared; None: all
     global_rows: GlobalRows | None = None  # None: the ranks exchange them when the loss is called, see `complete`
     prepared: Mapping[Hashable, Prepared] = field(default_factory=dict)  # by `Loss.prepare`
 

@@ -165,8 +165,12 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(layer_weighting=LayerWeighting.log), r"layer_weighting=log: .*matryoshka_layers"),
     (InfoNCEConfig(matryoshka_layers=[3], layers_per_step=2), r"layers_per_step=2: .*matryoshka_layers=\[3\]"),
     (
-        InfoNCEConfig(matryoshka_layers=[3], precisions=[VectorPrecision.float]),
-        r"precisions=.*float.*: .*matryoshka_layers",
+        InfoNCEConfig(precisions=[VectorPrecision.int8], precisions_per_step=2),
+        r"precisions_per_step=2: .*precisions=\[.*int8.*\]",
+    ),
+    (
+        parts(InfoNCEConfig(matryoshka_layers=[3]), precisions=[VectorPrecision.float]),
+        r"precisions=.*float.*: .*a part has matryoshka_layers",
     ),
     (InfoNCEConfig(layer_kl=1.0), r"layer_kl=1\.0: .*without matryoshka_layers"),
     (InfoNCEConfig(matryoshka_layers=[3], layer_kl=-1.0), r"layer_kl=-1\.0: "),

@@ -16,6 +16,7 @@ from embedtrain.config.loss_choices import PrecisionSides
 from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, OrthogonalConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_loss, build_losses
+from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.quantisation import Quantiser, Ranges, straight_through
 from tests.losses.global_batch import GlobalVectors, vectors
 
@@ -141,6 +142,36 @@ def test_values_are_those_of_the_codes_of_an_index():
     for quantised in (values, binary):
         (gradient,) = torch.autograd.grad((quantised * weights).sum(), unit)
         assert gradient.equal(weights)
+
+
+def of_layers(world: World) -> tuple[list[float], list[float], list[set[str]]]:
+    """The losses of three layers, together and each of its own; metrics of batches with drawn precisions."""
+    options: dict[str, Any] = {"temperature": 0.1, "precisions": [VectorPrecision.float, VectorPrecision.int8]}
+    layers = InfoNCEConfig(matryoshka_layers=[2, 1], layer_weights=[0.25, 0.5], **options)
+    together = build_loss(layers, dimension=8, seed=0)
+    alone = [build_loss(InfoNCEConfig(**options), dimension=8, seed=0) for _ in range(3)]
+    found, expected = [], []
+    for batch in batches()[:2]:
+        queries, documents, info = batch.of_rank(range(5), torch.float32)
+        of_layer = [(queries.roll(shift, 1) + shift, documents.roll(shift, 1) + shift) for shift in range(3)]
+        encoded = (Encoded(tuple(map(Part, parts))) for parts in zip(*of_layer, strict=True))
+        found.append(together(*encoded, info).local_loss.item())
+        last, first, second = (loss(*pair, info).local_loss.item() for loss, pair in zip(alone, of_layer, strict=True))
+        expected.append(last + (0.5 * first + 0.25 * second) / 2)
+    drawing = build_loss(config(precisions_per_step=2), dimension=8, seed=0)
+    metrics = []
+    for number in range(8):
+        object.__setattr__(info, "seed", number)
+        metrics.append({name for name in drawing(queries, documents, info).metrics if name.startswith("loss@8-")})
+    return found, expected, metrics
+
+
+def test_layers_have_ranges_of_their_own_and_precisions_are_drawn(ranks):
+    ((found, expected, metrics),) = ranks(1, of_layers)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert set(map(frozenset, metrics)) == {
+        frozenset({"loss@8-float", f"loss@8-{drawn}"}) for drawn in ("int8", "binary")
+    }
 
 
 def of_sources(world: World) -> list[float]:

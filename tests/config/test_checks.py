@@ -262,6 +262,7 @@ CASES = [
     option("export.truncate_dim", 0),
     option("export.license", "Apache 2"),
     option("export.language", ["English"]),
+    option("evaluation.trained_weights", True),
     option("evaluation.patience", 0),
     option("evaluation.rerank_depth", 0),
     option("evaluation.rerank_depth", 9),

@@ -40,6 +40,7 @@ from embedtrain.config.similarity_losses import (
     DistillEmbeddingsConfig,
     DistillSimilaritiesConfig,
     Divergence,
+    OnMissing,
     SimilarityMSEConfig,
     TeacherMap,
 )
@@ -79,6 +80,7 @@ CASES: list[tuple[LossConfig, str]] = [
         DistillEmbeddingsConfig(teachers=["b", "c"], teacher_weights=[1.0]),
         r"loss\.teacher_weights=\[1\.0\]: .*each of teachers",
     ),
+    (DistillEmbeddingsConfig(on_missing=OnMissing.encode), r"loss\.on_missing=encode: .*loss\.teacher"),
     (
         DistillEmbeddingsConfig(project=True, teacher_map=TeacherMap.truncate),
         r"loss\.teacher_map=truncate: project=true",

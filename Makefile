@@ -57,7 +57,7 @@ test-hosts: .venv  ## on two hosts, which are network namespaces of this machine
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
-test-engines: .venv .venv-transformers4 .venv-fastembed  ## exported models in older libraries and in serving engines
+test-engines: .venv .venv-transformers4 .venv-fastembed .venv-backends  ## exported models in older libraries and in serving engines
 	$(BIN)/python -m pytest tests/verify -m engines -rs
 
 image-test: .venv  ## build the CPU image and run the quickstart in it
@@ -113,5 +113,13 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'fastembed==0.9.1' || { touch -d @0 $@; exit 1; }
 	@touch $@
 
+# The backends of sentence-transformers: optimum requires older versions of transformers than this project.
+.venv-backends: Makefile
+	$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==4.57.6' \
+	  'sentence-transformers==6.2.0' 'optimum-onnx==0.1.0' 'optimum-intel==1.27.0' 'openvino==2026.4.1' \
+	  'onnxruntime==1.31.1' || { touch -d @0 $@; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed .venv-backends build dist .mypy_cache .ruff_cache

@@ -25,6 +25,7 @@ from embedtrain.config.recipe import (
     ONNX,
     ONNX_FP16,
     ONNX_INT8,
+    OPENVINO,
     DataConfig,
     ExportConfig,
     ModelKind,
@@ -255,7 +256,7 @@ def check_export(export: ExportConfig, prefix: str = "") -> None:
     check = OptionChecks(export, prefix)
     are_known = all(item in EXPORT_FORMATS for item in export.formats)
     check.require(are_known, "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
-    smaller = [name for name in (ONNX_FP16, ONNX_INT8) if name in export.formats]
+    smaller = [name for name in (ONNX_FP16, ONNX_INT8, OPENVINO) if name in export.formats]
     check.require(
         not smaller or ONNX in export.formats, "formats", f"needs onnx, of which {', '.join(smaller)} is made"
     )

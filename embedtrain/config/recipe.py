@@ -19,8 +19,9 @@ from embedtrain.config.sparse import SparseConfig, SparsityConfig
 from embedtrain.config.tracking import TrackingConfig
 
 ALL_LINEAR = "all-linear"
-ONNX, ONNX_FP16, ONNX_INT8, ADAPTER, LOGIT_SCORE = "onnx", "onnx_fp16", "onnx_int8", "adapter", "logit_score"
-EXPORT_FORMATS = ("sentence_transformers", ONNX, ONNX_FP16, ONNX_INT8, ADAPTER, LOGIT_SCORE)
+ONNX, ONNX_FP16, ONNX_INT8, OPENVINO = "onnx", "onnx_fp16", "onnx_int8", "openvino"
+ADAPTER, LOGIT_SCORE = "adapter", "logit_score"
+EXPORT_FORMATS = ("sentence_transformers", ONNX, ONNX_FP16, ONNX_INT8, OPENVINO, ADAPTER, LOGIT_SCORE)
 
 
 class BaseDtype(str, Enum):
@@ -312,14 +313,15 @@ class ExportConfig:
     """The exported model directory."""
 
     # sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the
-    # same directory; onnx_fp16, onnx_int8: smaller files of it, besides onnx. adapter: the LoRA adapter alone, in a
-    # directory inside it, for PEFT. logit_score: a reranker that started from the score of tokens as a causal language
-    # model again, in a directory inside it.
+    # same directory; onnx_fp16, onnx_int8: smaller files of it, and openvino: OpenVINO's, each besides onnx. adapter:
+    # the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of
+    # tokens as a causal language model again, in a directory inside it.
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; needs loss.matryoshka_dims
-    # Smallest cosine of a vector of onnx_fp16 or onnx_int8 to that of onnx, on probe texts; of vectors of tokens, the
-    # mean of a text; of a cross-encoder, 1 minus the largest difference of a probability. An export below it fails.
+    # Smallest cosine of a vector of onnx_fp16, onnx_int8 or openvino to that of onnx, on probe texts; of vectors of
+    # tokens, the mean of a text; of a cross-encoder, 1 minus the largest difference of a probability. An export below
+    # it fails.
     onnx_min_agreement: float = 0.97
     # Base of the rotary positions of the exported model, which its evaluations measure; default: that of training.
     rope_theta: float | None = None

@@ -14,7 +14,7 @@ RECORD = "embedtrain.json"
 DESCRIPTIONS = (RECORD, "lineage.json", "summary.json", "merge.json")
 _WEIGHTS = ".safetensors"
 # `README.md` is for readers; the folders are further formats of the same model.
-_NOT_READ = ("README.md", "adapter/", "adapters/", "onnx/")
+_NOT_READ = ("README.md", "adapter/", "adapters/", "onnx/", "openvino/")
 
 
 def write_record(directory: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_graph_with_other_embeddings_is_rejected(tmp_path):
         check_graph(tmp_path / "out", source, expected | {"sentence_embedding": list(small.vectors.flip(0).split(1))})
     graph = tmp_path / "out" / GRAPH
     graph.write_bytes(graph.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="onnxruntime cannot run"):
+    with pytest.raises(CheckpointError, match="onnxruntime cannot open"):
         check_graph(tmp_path / "out", source, expected)
 
 

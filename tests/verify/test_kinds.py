@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from embedtrain.config.late_interaction import LateInteractionConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, ScoreHead
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
 from embedtrain.verify.__main__ import main
 from embedtrain.verify.options import compose_verify
 from embedtrain.verify.probes import Probe, compare
@@ -34,6 +34,9 @@ def save(kind: str, folder: Path) -> ModelConfig:
     elif kind == "late_interaction":
         save_pylate(model, "bert")
         return ModelConfig(path=str(model), kind=ModelKind(kind), late_interaction=LateInteractionConfig())
+    elif kind == "dense":
+        save_small(small_model("bert"), model)
+        return ModelConfig(path=str(model), pooling=Pooling.mean, **PROMPTS)
     elif kind == "sparse":
         save_language_model(small_model("bert", kind=ModelKind.sparse, pooling=None), model)
     else:

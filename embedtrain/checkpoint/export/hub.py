@@ -5,24 +5,28 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
-from embedtrain.config.recipe import ONNX, ExportConfig
+from embedtrain.config.recipe import ONNX, OPENVINO, ExportConfig
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formatting import install_command
 from embedtrain.models.export_record import RECORD
 from embedtrain.models.hub import one_line
 
 # Files of an earlier model to delete if the new one lacks them: more weight files, an ONNX graph.
-_REPLACED_FILES = ["*.safetensors", "*.safetensors.index.json", "onnx/*"]
+_REPLACED_FILES = ["*.safetensors", "*.safetensors.index.json", "onnx/*", "openvino/*"]
+
+
+# What formats need besides the dependencies of the package, which has an extra of the same name.
+_PACKAGES = {ONNX: ("onnx", "onnxruntime"), OPENVINO: ("openvino",)}
 
 
 def require_export_support(export: ExportConfig) -> None:
     """Raise ConfigError if a package that an export needs is missing here, or the Hub cannot be used."""
-    if ONNX in export.formats:
-        missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
-        if missing:
+    for name, packages in _PACKAGES.items():
+        missing = [package for package in packages if find_spec(package) is None]
+        if name in export.formats and missing:
             raise ConfigError(
-                f"export.formats includes onnx, but {' and '.join(missing)} cannot be imported: "
-                f"{install_command('onnx')}, or leave onnx out"
+                f"export.formats includes {name}, but {' and '.join(missing)} cannot be imported: "
+                f"{install_command(name)}, or leave {name} out"
             )
     if export.push_to_hub is None:
         return

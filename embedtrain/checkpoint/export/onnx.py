@@ -19,6 +19,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.export.cross_encoder import formatted_pairs
 from embedtrain.checkpoint.export.graph_outputs import ComparedOutputs, TracedModel, dynamic_axes, output_names
+from embedtrain.checkpoint.export.graph_session import library_of, open_graph
 from embedtrain.checkpoint.export.reopen import open_tokenizer, tokenize_padded
 from embedtrain.checkpoint.export.verify import PROBES, require_close
 from embedtrain.errors import CheckpointError, ConfigError
@@ -117,35 +118,26 @@ def batched_rows(source: ModelSource) -> range:
 
 
 class OpenGraph:
-    """A graph in onnxruntime, on the CPU. Raises CheckpointError if onnxruntime cannot open or run it."""
+    """A graph on the CPU. Raises CheckpointError if its library cannot open or run it."""
 
     def __init__(self, path: Path, source: ModelSource) -> None:
-        import onnxruntime
-
         assert source.directory is not None
         self.path, self._source = path, source
         self._tokenizer, self._compared = open_tokenizer(source.directory, source), ComparedOutputs(source)
-        with self._explained():
-            self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self._session = open_graph(path)
 
     def run(self, rows: Sequence[int]) -> ProbeRows:
         """These rows of PROBES as one padded batch."""
         batch, names = _probe_batch(self._tokenizer, self._source, rows), output_names(self._source)
-        with self._explained():
-            feed = {node.name: batch[node.name].numpy() for node in self._session.get_inputs()}
-            outputs = self._session.run(names, feed)
+        try:
+            outputs = self._session.run(names, {name: values.numpy() for name, values in batch.items()})
+        except Exception as error:  # its exceptions have no common base
+            raise CheckpointError(f"{library_of(self.path)} cannot run {self.path}: {one_line(error)}") from error
         mask = batch["attention_mask"]
         return {
             name: self._compared.rows(name, torch.from_numpy(output), mask)
             for name, output in zip(names, outputs, strict=True)
         }
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # onnxruntime's exceptions have no common base
-            raise CheckpointError(f"onnxruntime cannot run {self.path}: {one_line(error)}") from error
 
 
 def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: Sequence[int]) -> BatchEncoding:

@@ -1,7 +1,7 @@
-"""Smaller files of an ONNX graph: fp16 weights, and dynamic int8 quantization with scales per channel.
+"""Other files of an ONNX graph: fp16 weights, dynamic int8 quantization with scales per channel, and OpenVINO's format.
 
-The names are those of optimum and transformers.js. Each file is run on the probe texts, and an export with a file
-whose outputs are too far from those of the fp32 graph is rejected.
+The names are those of optimum, sentence-transformers and transformers.js. Each file is run on the probe texts, and an
+export with a file whose outputs are too far from those of the fp32 graph is rejected.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from embedtrain.checkpoint.export.onnx import (
     save_with_weights_beside,
     silence,
 )
-from embedtrain.config.recipe import ONNX_FP16, ONNX_INT8, ModelKind
+from embedtrain.config.recipe import ONNX_FP16, ONNX_INT8, OPENVINO, ModelKind
 from embedtrain.errors import CheckpointError
 from embedtrain.formatting import format_bytes
 from embedtrain.models.hub import one_line
@@ -35,7 +35,11 @@ _MEASURES = {
     ModelKind.sparse: "smallest cosine of the weights of words",
     ModelKind.m3: "smallest cosine of dense vectors, lexical weights and vectors of tokens (mean of a text)",
 }
-FILES = {ONNX_FP16: "onnx/model_fp16.onnx", ONNX_INT8: "onnx/model_quantized.onnx"}
+FILES = {
+    ONNX_FP16: "onnx/model_fp16.onnx",
+    ONNX_INT8: "onnx/model_quantized.onnx",
+    OPENVINO: "openvino/openvino_model.xml",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def write_variants(
         path = directory / FILES[name]
         try:
             with silence():
-                (_write_fp16 if name == ONNX_FP16 else _write_int8)(directory / GRAPH, path)
+                _WRITERS[name](directory / GRAPH, path)
         except Exception as error:  # onnx and onnxruntime raise many types
             raise CheckpointError(
                 f"the graph of this {source.config.model_type} model cannot be converted to {path.name}: "
@@ -77,7 +81,7 @@ def write_variants(
                 f"{path}: {_MEASURES[source.kind]}, compared with {GRAPH}, is {agreement:.4f}, below "
                 f"onnx_min_agreement={min_agreement}; leave {name} out of formats, or lower the bound"
             )
-        files = (path, path.with_name(f"{path.name}_data"))
+        files = (path, path.with_name(f"{path.name}_data"), path.with_suffix(".bin"))
         num_bytes = sum(file.stat().st_size for file in files if file.exists())
         variants.append(GraphVariant(FILES[name], num_bytes, agreement))
     return variants
@@ -107,7 +111,7 @@ def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
         return ""
     rows = "\n".join(f"| `{each.file}` | {format_bytes(each.num_bytes)} | {each.agreement:.4f} |" for each in variants)
     return (
-        f"\n## Smaller ONNX files\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
+        f"\n## Other graphs\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
         f"| file | size | {_MEASURES[source.kind]} |\n| --- | ---: | ---: |\n{rows}\n"
     )
 
@@ -129,6 +133,16 @@ def _write_int8(graph: Path, path: Path) -> None:
     quantize_dynamic(
         graph, path, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=_is_large(graph, 4)
     )
+
+
+def _write_openvino(graph: Path, path: Path) -> None:
+    import openvino
+
+    path.parent.mkdir()
+    openvino.save_model(openvino.convert_model(str(graph)), str(path), compress_to_fp16=False)
+
+
+_WRITERS = {ONNX_FP16: _write_fp16, ONNX_INT8: _write_int8, OPENVINO: _write_openvino}
 
 
 def _is_large(graph: Path, factor: int) -> bool:

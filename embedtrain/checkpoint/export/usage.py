@@ -87,7 +87,7 @@ def graph_usage(kind: ModelKind) -> list[str]:
     """The paragraph about the ONNX graph."""
     return [
         f"`onnx/model.onnx` is the same model in fp32, {_GRAPHS[kind]}, for onnxruntime, or for sentence-transformers "
-        'and optimum with `backend="onnx"`.',
+        'and optimum with `backend="onnx"`. If the folder `openvino` exists, it is that of `backend="openvino"`.',
         "",
     ]
 

@@ -1,5 +1,7 @@
 """The losses that train each kind of model."""
 
+from dataclasses import dataclass
+
 from embedtrain.config.compressed import check_kind_of_vectors
 from embedtrain.config.loss_choices import LossDirection
 from embedtrain.config.loss_registry import SCORE_LOSSES
@@ -19,8 +21,35 @@ from embedtrain.config.recipe import ModelKind
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
-_M3_LOSSES = (M3LossConfig.name, *SCORE_LOSSES)
-_TOKEN_LOSSES = (InfoNCEConfig.name, XTRConfig.name, *SCORE_LOSSES)
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    losses: tuple[str, ...]
+    reason: str  # why another one cannot train this kind
+    example: str
+    custom: bool = True  # whether a loss of the user's own may train it
+
+
+# A dense model has every loss but those of other kinds.
+_ALLOWED = {
+    ModelKind.cross_encoder: _Allowed(
+        SCORE_LOSSES, "compares vectors, and model.kind={kind} scores pairs", "loss=softmax for rows with negatives"
+    ),
+    ModelKind.late_interaction: _Allowed(
+        (InfoNCEConfig.name, XTRConfig.name, *SCORE_LOSSES),
+        "compares one vector of each text, and model.kind={kind} has one of each token",
+        "loss=infonce",
+    ),
+    ModelKind.m3: _Allowed(
+        (M3LossConfig.name, *SCORE_LOSSES), "is not for the three scores of model.kind={kind}", "loss=m3"
+    ),
+    ModelKind.sparse: _Allowed(
+        (InfoNCEConfig.name, *SCORE_LOSSES),
+        "is for vectors, and model.kind={kind} has weights of words",
+        "loss=infonce",
+        custom=False,
+    ),
+}
 
 
 def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> None:
@@ -44,77 +73,65 @@ def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> 
 
 def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
     check = OptionChecks(loss, prefix)
-    if kind is ModelKind.cross_encoder:
-        if loss.name not in (*SCORE_LOSSES, CustomConfig.name):
-            raise ConfigError(
-                f"{option}={loss.name}: compares vectors, and model.kind={kind.value} scores pairs; write one of "
-                f"{', '.join(SCORE_LOSSES)}, such as loss=softmax for rows with negatives"
-            )
-    elif kind is ModelKind.late_interaction:
-        if loss.name not in (*_TOKEN_LOSSES, CustomConfig.name):
-            raise ConfigError(
-                f"{option}={loss.name}: compares one vector of each text, and model.kind={kind.value} has one of each "
-                f"token; write one of {', '.join(_TOKEN_LOSSES)}, such as loss=infonce"
-            )
+    allowed = _ALLOWED.get(kind)
+    is_custom = allowed is not None and allowed.custom and loss.name == CustomConfig.name
+    if allowed is not None and not is_custom and loss.name not in allowed.losses:
+        raise ConfigError(
+            f"{option}={loss.name}: {allowed.reason.format(kind=kind.value)}; write one of "
+            f"{', '.join(allowed.losses)}, such as {allowed.example}"
+        )
+    if allowed is None:
+        _check_dense(loss, option)
+    if kind in (ModelKind.late_interaction, ModelKind.sparse):
+        written_for = {
+            ModelKind.late_interaction: f"write model.late_interaction.similarity for model.kind={kind.value}",
+            ModelKind.sparse: f"model.kind={kind.value} has the inner product",
+        }
         check.require(
             getattr(loss, "similarity", None) is getattr(type(loss), "similarity", None),
             "similarity",
-            f"is for vectors of texts; write model.late_interaction.similarity for model.kind={kind.value}",
+            f"is for vectors of texts; {written_for[kind]}",
         )
-        if isinstance(loss, InfoNCEConfig):
-            check.require(
-                loss.directions == [LossDirection.query_document],
-                "directions",
-                f"must be [query_document] for model.kind={kind.value}, whose score is not that of the texts exchanged",
-            )
-    elif kind is ModelKind.m3:
-        if loss.name not in (*_M3_LOSSES, CustomConfig.name):
-            raise ConfigError(
-                f"{option}={loss.name}: is not for the three scores of model.kind={kind.value}; write one of "
-                f"{', '.join(_M3_LOSSES)}, such as loss=m3"
-            )
-        check.require(
-            loss.matryoshka_dims is None,
-            "matryoshka_dims",
-            f"is for vectors of one kind, and model.kind={kind.value} has two; leave it out",
-        )
-    elif kind is ModelKind.sparse:
-        if loss.name not in (InfoNCEConfig.name, *SCORE_LOSSES):
-            raise ConfigError(
-                f"{option}={loss.name}: is for vectors, and model.kind={kind.value} has weights of words; write one of "
-                f"{', '.join((InfoNCEConfig.name, *SCORE_LOSSES))}, such as loss=infonce"
-            )
-        check.require(
-            getattr(loss, "similarity", None) is getattr(type(loss), "similarity", None),
-            "similarity",
-            f"is for vectors of texts; model.kind={kind.value} has the inner product",
-        )
-        check.require(
-            loss.matryoshka_dims is None, "matryoshka_dims", f"is not for model.kind={kind.value}; leave it out"
-        )
-    elif loss.name == M3LossConfig.name:
+    if kind in (ModelKind.m3, ModelKind.sparse):
+        reason = {
+            ModelKind.m3: f"is for vectors of one kind, and model.kind={kind.value} has two; leave it out",
+            ModelKind.sparse: f"is not for model.kind={kind.value}; leave it out",
+        }
+        check.require(loss.matryoshka_dims is None, "matryoshka_dims", reason[kind])
+    if isinstance(loss, InfoNCEConfig):
+        _check_infonce(loss, kind, check)
+
+
+def _check_dense(loss: LossConfig, option: str) -> None:
+    """For a model of one vector per text, which all other losses train."""
+    if loss.name == M3LossConfig.name:
+        raise ConfigError(f"{option}={loss.name}: model.kind=dense has one score; write loss=infonce, or model.kind=m3")
+    if loss.name == XTRConfig.name:
         raise ConfigError(
-            f"{option}={loss.name}: model.kind={kind.value} has one score; write loss=infonce, or model.kind=m3"
-        )
-    elif loss.name == XTRConfig.name:
-        raise ConfigError(
-            f"{option}={loss.name}: compares vectors of tokens, and model.kind={kind.value} has one of each text; "
+            f"{option}={loss.name}: compares vectors of tokens, and model.kind=dense has one of each text; "
             "write loss=infonce, or model.kind=late_interaction"
         )
-    if isinstance(loss, InfoNCEConfig):
-        check.require(
-            not loss.mixes_negatives or kind is ModelKind.dense,
-            "mixed_pairs" if loss.mixed_pairs else "mixed_list",
-            f"mixes one vector of each text, which model.kind={kind.value} has not; leave it out",
-        )
-        of_tokens = kind in (ModelKind.late_interaction, ModelKind.sparse)
-        low, high = loss.temperature_bounds or (TOKEN_TEMPERATURE_BOUNDS if of_tokens else VECTOR_TEMPERATURE_BOUNDS)
-        # The default of late interaction follows from the score, which the model's directory may choose.
-        default = None if of_tokens else VECTOR_TEMPERATURE
-        temperature = default if loss.temperature is None else loss.temperature
-        check.require(
-            not loss.learn_temperature or temperature is None or low <= temperature <= high,
-            "temperature",
-            f"{'is the default 0.02 and ' if loss.temperature is None else ''}must be within "
-            f"temperature_bounds={written([low, high])}",
-        )
+
+
+def _check_infonce(loss: InfoNCEConfig, kind: ModelKind, check: OptionChecks) -> None:
+    check.require(
+        kind is not ModelKind.late_interaction or loss.directions == [LossDirection.query_document],
+        "directions",
+        f"must be [query_document] for model.kind={kind.value}, whose score is not that of the texts exchanged",
+    )
+    check.require(
+        not loss.mixes_negatives or kind is ModelKind.dense,
+        "mixed_pairs" if loss.mixed_pairs else "mixed_list",
+        f"mixes one vector of each text, which model.kind={kind.value} has not; leave it out",
+    )
+    of_tokens = kind in (ModelKind.late_interaction, ModelKind.sparse)
+    low, high = loss.temperature_bounds or (TOKEN_TEMPERATURE_BOUNDS if of_tokens else VECTOR_TEMPERATURE_BOUNDS)
+    # The default of late interaction follows from the score, which the model's directory may choose.
+    default = None if of_tokens else VECTOR_TEMPERATURE
+    temperature = default if loss.temperature is None else loss.temperature
+    check.require(
+        not loss.learn_temperature or temperature is None or low <= temperature <= high,
+        "temperature",
+        f"{'is the default 0.02 and ' if loss.temperature is None else ''}must be within "
+        f"temperature_bounds={written([low, high])}",
+    )

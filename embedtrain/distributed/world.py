@@ -166,15 +166,8 @@ def rank_from_environment() -> int:
     return _integer("RANK", 0)
 
 
-@contextlib.contextmanager
-def joined_world(timeout: float = 1800.0) -> Iterator[World]:
-    """Join the process group that torchrun prepared, or form a world of one rank; leave it at the end.
-
-    A collective waits up to `timeout` seconds. Raises ConfigError if the launcher's variables contradict each other,
-    there are fewer GPUs than local ranks, or the port is taken, and LostContact if another rank is lost.
-    """
-    rank, size = rank_from_environment(), _integer("WORLD_SIZE", 1)
-    local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
+def _is_launched(rank: int, size: int) -> bool:
+    """Whether a launcher started this process; a ConfigError if its variables contradict each other."""
     if not 0 <= rank < size:
         raise ConfigError(
             f"RANK={rank} and WORLD_SIZE={size} contradict each other: start with torchrun, or unset both"
@@ -185,6 +178,29 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
             f"WORLD_SIZE={size} but RANK or MASTER_ADDR is missing, so this process would train alone: "
             f"start with torchrun, or unset WORLD_SIZE"
         )
+    return is_launched
+
+
+@contextlib.contextmanager
+def _explain_port_in_use(address: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(f"{address} is in use by another program: set another MASTER_PORT") from error
+
+
+@contextlib.contextmanager
+def joined_world(timeout: float = 1800.0) -> Iterator[World]:
+    """Join the process group that torchrun prepared, or form a world of one rank; leave it at the end.
+
+    A collective waits up to `timeout` seconds. Raises ConfigError if the launcher's variables contradict each other,
+    there are fewer GPUs than local ranks, or the port is taken, and LostContact if another rank is lost.
+    """
+    rank, size = rank_from_environment(), _integer("WORLD_SIZE", 1)
+    local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
+    is_launched = _is_launched(rank, size)
     device, backend = _device(local_rank, local_size)
     if _joined:  # by an outer block
         yield _joined[-1]
@@ -200,14 +216,9 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         return
     address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     joining = f"joining the process group at {address}"
-    try:
-        with explain_lost_contact(joining):
-            store = open_store(rank, size, timeout, is_one_host=size == local_size)
-            attempt = agree_on_attempt(store, rank, size, timeout)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(f"{address} is in use by another program: set another MASTER_PORT") from error
+    with _explain_port_in_use(address), explain_lost_contact(joining):
+        store = open_store(rank, size, timeout, is_one_host=size == local_size)
+        attempt = agree_on_attempt(store, rank, size, timeout)
     local_ranks = range(rank - local_rank, rank - local_rank + local_size)
     watchdog = _start_watchdog(store, attempt, rank, size, local_ranks, timeout)
     world = World(rank, size, local_rank, local_size, device, watchdog=watchdog)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
@@ -50,8 +50,8 @@ from embedtrain.models.stored_weights import TensorLocation, stored_dtype
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.planning.memory import fit_activation_tokens
-from embedtrain.planning.model_costs import model_spec
-from embedtrain.planning.strategy import choose_encoding_layout, choose_layout
+from embedtrain.planning.model_costs import ModelSpec, model_spec
+from embedtrain.planning.strategy import LayoutChoice, choose_encoding_layout, choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
@@ -111,23 +111,14 @@ def load_model(
     memory, free, capability = _limits_of_every_rank(world)
     with world.fail_together("opening the model"):
         source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
-        if tokenizer is None:
-            tokenizer = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
-        else:
-            fit_config_to_tokenizer(source, tokenizer)
-        bound = bound_tokenizer(source, tokenizer)
-        adapter_files = open_adapter(model.lora)
+        bound = _bound_tokenizer(source, tokenizer, model)
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         locations = locate_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
         packing = prepare_packing(encoder, model.attention, parallel, capability)
         packed = packing.padding_reason is None
-        adapted: AdapterInfo | None = None
-        if model.lora.on:
-            frozen = frozen_dtype(model.lora.base_dtype, parallel.precision, stored_dtype(source))
-            adapted = add_adapters(encoder, model.lora, adapter_files, frozen)
+        adapted = _add_adapters(encoder, model.lora, parallel, source)
         gpu = world.device.type == "cuda"
-        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=gpu)
         costs = model_spec(
             encoder,
             blocks,
@@ -137,15 +128,9 @@ def load_model(
             packed=packed,
             vectors=bound.vectors_per_text,
         )
-        activation_tokens = 0
-        if work is None:
-            choice = choose_encoding_layout(parallel, machines, costs)
-        else:
-            work = replace(work, tokens_per_text=bound.longest_text)
-            choice = choose_layout(parallel, machines, costs, work)
-            activation_tokens = fit_activation_tokens(
-                costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
-            )
+        work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
+        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=gpu)
+        choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
@@ -221,6 +206,38 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _bound_tokenizer(source: ModelSource, trained: PreTrainedTokenizerBase | None, model: ModelConfig) -> TextTokenizer:
+    """The model's tokenizer, or the one that was trained on the data."""
+    if trained is None:
+        return bound_tokenizer(source, load_tokenizer(source, model.tokenizer, model.tokenizer_revision))
+    fit_config_to_tokenizer(source, trained)
+    return bound_tokenizer(source, trained)
+
+
+def _add_adapters(
+    encoder: Encoder, lora: LoraConfig, parallel: ParallelConfig, source: ModelSource
+) -> AdapterInfo | None:
+    """Add the adapters that the recipe trains; None if it trains the model itself."""
+    files = open_adapter(lora)
+    if not lora.on:
+        return None
+    frozen = frozen_dtype(lora.base_dtype, parallel.precision, stored_dtype(source))
+    return add_adapters(encoder, lora, files, frozen)
+
+
+def _choose_layout(
+    parallel: ParallelConfig, machines: ClusterSpec, costs: ModelSpec, work: StepWorkload | None, free: int
+) -> tuple[LayoutChoice, int]:
+    """The layout of the model, and the tokens of a step whose activations a rank keeps in `free` bytes."""
+    if work is None:
+        return choose_encoding_layout(parallel, machines, costs), 0
+    choice = choose_layout(parallel, machines, costs, work)
+    tokens = fit_activation_tokens(
+        costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
+    )
+    return choice, tokens
 
 
 def _layout_note(layout: ParallelLayout, blocks: list[nn.Module]) -> str:

@@ -21,7 +21,7 @@ from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
 from embedtrain.losses.ring import ring_softmax
-from embedtrain.losses.score import Columns, TiledScore, VectorScore
+from embedtrain.losses.score import TiledScore, VectorScore
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max
 from embedtrain.losses.softmax import SoftmaxSums, focal_weights, plain_softmax, tiled_softmax
@@ -158,34 +158,38 @@ class InfoNCE(EncodedLoss):
             guide_limits=guide_limit,
             mixed_losses=None if mixed is None else mixed.detach(),
         )
-        with_queries = any(direction in QUERY_CANDIDATES for direction in config.directions)
+        queried = queries if any(direction in QUERY_CANDIDATES for direction in config.directions) else None
         implementation = choose_implementation(config, counts, dimension, dtype, sizes)
         if implementation is Implementation.ring:
-            local = Candidates(
-                first_query=first_query,
-                first_document=first_document,
-                documents=self.score.columns(documents),
-                queries=self.score.columns(queries) if with_queries else None,
-                guide_documents=None if guide is None else guide.documents,
-                guide_queries=None if guide is None or not with_queries else guide.queries,
-            )
-            texts = documents, queries if with_queries else None
+            local = self._candidates(documents, queried, guide, first_document, first_query)
+            texts = documents, queried
             sums = ring_softmax(rows, local, rules, scale, positive, self.partitions, texts, global_rows)
             return sums.plus(mixed)
-
-        def gather(part: Part, sizes: NDArray[np.int64] | None, counts: list[int]) -> Columns:
-            return self.score.columns(Part(gather_rows(part.values, rows_per_rank(sizes, counts)), sizes))
-
-        gathered = Candidates(
-            first_query=0,
-            first_document=0,
-            documents=gather(documents, sizes.documents, counts.documents),
-            queries=gather(queries, sizes.queries, counts.queries) if with_queries else None,
-            guide_documents=None if guide is None else gather_rows(guide.documents, counts.documents),
-            guide_queries=None if guide is None or not with_queries else gather_rows(guide.queries, counts.queries),
+        gathered = self._candidates(
+            _gather(documents, sizes.documents, counts.documents),
+            None if queried is None else _gather(queried, sizes.queries, counts.queries),
+            None if guide is None else _gather_guide(guide, counts, with_queries=queried is not None),
         )
         softmax = plain_softmax if implementation is Implementation.plain else tiled_softmax
         return softmax(rows, gathered, rules, scale, positive, self.partitions).plus(mixed)
+
+    def _candidates(
+        self,
+        documents: Part,
+        queries: Part | None,
+        guide: Guide | None,
+        first_document: int = 0,
+        first_query: int = 0,
+    ) -> Candidates:
+        """These documents, and queries if a direction compares with them; the first has this global position."""
+        return Candidates(
+            first_query=first_query,
+            first_document=first_document,
+            documents=self.score.columns(documents),
+            queries=None if queries is None else self.score.columns(queries),
+            guide_documents=None if guide is None else guide.documents,
+            guide_queries=None if guide is None or queries is None else guide.queries,
+        )
 
     def _hard_negatives(
         self,
@@ -274,6 +278,17 @@ def choose_implementation(
     remote = sum(by_kind.values()) * (1.0 - 1.0 / len(counts.queries))
     gathered_bytes = 2 * remote * dimension * dtype.itemsize
     return Implementation.ring if gathered_bytes > MAX_GATHERED_BYTES else Implementation.tiled
+
+
+def _gather(part: Part, sizes: NDArray[np.int64] | None, counts: list[int]) -> Part:
+    """The rows of all ranks."""
+    return Part(gather_rows(part.values, rows_per_rank(sizes, counts)), sizes)
+
+
+def _gather_guide(guide: Guide, counts: Counts, *, with_queries: bool) -> Guide:
+    """The vectors of all ranks; those of queries only if they are candidates."""
+    documents = gather_rows(guide.documents, counts.documents)
+    return Guide(gather_rows(guide.queries, counts.queries) if with_queries else guide.queries, documents)
 
 
 def _normalized(guide: Guide) -> Guide:

@@ -16,11 +16,12 @@ from types import FunctionType
 from typing import Any
 
 from embedtrain.config.code import register_code
-from embedtrain.config.compose import choices, compose_command, compose_recipes
+from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.paths import require_models, require_recipe_paths, require_sets, require_sources
 from embedtrain.config.recipe import DataConfig, Recipe
+from embedtrain.config.recipe_files import choices
 from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World, joined_world

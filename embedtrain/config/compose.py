@@ -41,7 +41,7 @@ from embedtrain.config.limits import (
 )
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import CombinedConfig, LossConfig
+from embedtrain.config.losses import CombinedConfig
 from embedtrain.config.names import check_reranker_loss, explain_unknown
 from embedtrain.config.parsing import (
     escape_interpolations,
@@ -51,6 +51,7 @@ from embedtrain.config.parsing import (
     parse_sources,
 )
 from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import mask_passwords
 
@@ -61,7 +62,6 @@ YAML_ERRORS = (
     *(yaml.YAMLError, OSError, ValueError, ArithmeticError),
     *(LookupError, AttributeError, TypeError, RecursionError),
 )
-_PACKAGE = Path(__file__).resolve().parent.parent
 _HELP = f"""embedtrain train: train a model; the same command resumes a run that was stopped
 
   embedtrain train recipe=NAME [option=value ...]
@@ -146,7 +146,7 @@ def load_recipe(path: Path) -> Recipe:
         saved = load_yaml(path)
         if not isinstance(saved, dict):
             raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
-        schema = _recipe_schema()
+        schema = recipe_schema()
         loss = saved.get("loss")
         name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
         schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
@@ -157,20 +157,6 @@ def load_recipe(path: Path) -> Recipe:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
     except (OmegaConfBaseException, *YAML_ERRORS) as error:
         raise ConfigError(f"{path} cannot be read as a recipe: {explain_hydra_error(error)}") from None
-
-
-def folder(name: str) -> Path:
-    """The folder `configs` or `recipes`: inside an installed package, beside the package in a checkout."""
-    for path in (_PACKAGE / name, _PACKAGE.parent / name):
-        if path.is_dir():
-            return path
-    raise ConfigError(f"the folder {name} is neither in {_PACKAGE} nor in {_PACKAGE.parent}: reinstall embedtrain")
-
-
-def choices(group: str) -> list[str]:
-    """The names that embedtrain offers for `group=NAME`."""
-    directory = folder("recipes") if group == "recipe" else folder("configs") / group
-    return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
 def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, kind: type, help_text: str) -> None:
@@ -225,7 +211,7 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
     chosen = next((override.partition("=")[2] for override in overrides if option_of(override) == "loss"), None)
     changes_loss = is_cross_encoder = False
     if chosen is not None:
-        _register_recipes(changes_loss)
+        register_recipes(changes_loss)
         others = [override for override in overrides if option_of(override).partition(".")[0] != "loss"]
         with contextlib.suppress(ConfigError):  # the recipe needs the loss of the command line
             config, choices_of_groups = _compose("config", others, Recipe, config_dir)
@@ -233,7 +219,7 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
             is_cross_encoder = config.model.kind is ModelKind.cross_encoder
     if is_cross_encoder:
         check_reranker_loss(str(chosen))
-    _register_recipes(changes_loss)
+    register_recipes(changes_loss)
     return _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
 
 
@@ -278,30 +264,6 @@ def _compose(
     with open_dict(config):
         del config["hydra"]
     return config, choices_of_groups
-
-
-def _register_recipes(without_loss: bool) -> None:
-    """Store the schemas, and each file of recipes/ as an option of `recipe=`, without its `loss` if that is replaced.
-
-    A search path cannot do the latter: the name of a group is that of its folder, and `recipes=` reads badly.
-    """
-    store = ConfigStore.instance()
-    store.store(name="recipe_schema", node=_recipe_schema())
-    for name, kind in LOSSES.items():
-        store.store(group="loss", name=f"{name}_schema", node=kind)
-    for path in sorted(folder("recipes").glob("*.yaml")):
-        recipe = OmegaConf.load(path)
-        assert isinstance(recipe, DictConfig)
-        if without_loss:
-            recipe.pop("loss", None)
-        store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
-
-
-def _recipe_schema() -> DictConfig:
-    schema = OmegaConf.structured(Recipe)
-    assert isinstance(schema, DictConfig)
-    schema.loss = LossConfig()  # any loss can be merged into it; into the default, InfoNCE, only InfoNCE could
-    return schema
 
 
 def _available_choices() -> str:

@@ -14,12 +14,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.arguments import option_of
 from embedtrain.config.command_line import parse_command_line
-from embedtrain.config.compose import YAML_ERRORS, folder, to_plain
+from embedtrain.config.compose import YAML_ERRORS, to_plain
 from embedtrain.config.expected import expected_directories
 from embedtrain.config.limits import limited_interpolations, load_yaml
 from embedtrain.config.parsing import explain_hydra_error
 from embedtrain.config.pipeline import PIPELINE, PipelineConfig
 from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand

@@ -7,9 +7,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embedtrain.config.compose import folder
 from embedtrain.config.limits import read_variable
 from embedtrain.config.parsing import explain_hydra_error
+from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import Expanded, names_of

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embedtrain.config.compose import choices, compose_recipes, load_recipe, to_plain
+from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
 from embedtrain.config.optim import ScheduleKind
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, Strategy, TrainSource
+from embedtrain.config.recipe_files import choices
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.options import compose_evaluate
 from embedtrain.export.options import compose_export

@@ -232,6 +232,7 @@ def test_inspect_of_a_recipe(tmp_path):
     assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}
 
 
+@pytest.mark.slow
 def test_a_cross_encoder_shows_pairs(tmp_path):
     write(tmp_path / "one.jsonl", *(row for row in rows(20) if row.get("neg")))
     for architecture in ("xlm-roberta", "qwen3"):

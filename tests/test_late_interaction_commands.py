@@ -80,6 +80,7 @@ def test_as_reranker(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path
         evaluate(model_dir, sets, quiet=True, output_dir=str(tmp_path / "other"), reranker=reranker)
 
 
+@pytest.mark.slow
 def test_metrics_during_training_are_those_of_the_exported_model(model_dir: Path, tmp_path: Path) -> None:
     sets = {"name": "set", "queries": QUERIES, "corpus": CORPUS, "relevant_docs": RELEVANT}
     rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]

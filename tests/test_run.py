@@ -80,7 +80,7 @@ def test_damaged_checkpoints_are_reported_and_skipped(ranks, run_inputs, tmp_pat
     assert losses(tmp_path / "run") == expected
 
 
-@pytest.mark.parametrize("version", [1, 99])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 99])
 def test_a_checkpoint_of_another_format_is_not_skipped(ranks, run_inputs, tmp_path, version):
     """A run from scratch in its folder would delete it."""
     ranks(2, run, *options(run_inputs, tmp_path / "run", "train.steps=2"))
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_format_is_not_skipped(ranks, run_inputs, tmp_pa
     assert list(losses(tmp_path / "run")) == [1, 2]
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_new_run_starts_from_weights_without_optimizer(ranks, run_inputs, tmp_path, layout):
     common = ("checkpoint.contents=model", f"checkpoint.layout={layout}")
     out = tmp_path / "run"

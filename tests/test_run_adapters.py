@@ -134,6 +134,7 @@ def test_any_step_is_exported_from_its_files_and_the_base(ranks, workshop, tmp_p
         ranks(2, run, *options(workshop, resumed, *more, model="xlm-roberta"))
 
 
+@pytest.mark.slow
 def test_new_heads_beside_adapters(ranks, workshop, tmp_path):
     """Trained in full with a learning rate of their own, resumed on another number of ranks, and in both exports."""
     out = tmp_path / "run"
@@ -185,7 +186,7 @@ def unmerged(world: World, *arguments: str) -> str:
         Delta.merged_rows = merged_rows  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_export_without_the_effect_of_the_adapters_fails(ranks, workshop, tmp_path, dtype):
     """Also in bf16 after little training, where the difference is below the tolerance for rounding."""
     more = ("export.check=true", f"export.dtype={dtype}", "optim.lr=1e-3", "train.steps=3")

@@ -162,6 +162,7 @@ def test_adapters_and_the_head_score_on_the_base_as_the_merged_model(ranks, inpu
         export(compose([f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'other'}"]))
 
 
+@pytest.mark.slow
 def test_adapters_on_a_reranker_of_tokens(ranks, inputs, tmp_path):
     """From a LogitScore directory to one whose chat template and tokenizer format pairs as it did."""
     directory = add_logit_score(save_causal(tmp_path / "base"), "yes", "no", QWEN3_CHAT)

@@ -68,6 +68,7 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
             assert found[size][step] == pytest.approx(row, rel=1e-5), (size, step)
 
 
+@pytest.mark.slow
 def test_resumed_by_source_it_goes_on_exactly(ranks, workshop, tmp_path):
     common = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "train.gradient_accumulation_steps=2")
     ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
@@ -118,6 +119,7 @@ def rows_of_source(index: int) -> list[str]:
     return [json.dumps({"query": row.query, "pos": [row.documents[0]]}) + "\n" for row in rows]
 
 
+@pytest.mark.slow
 def test_a_loss_that_no_step_has_reached_is_resumed(ranks, workshop, tmp_path):
     """Each source has a temperature of its own, and the first checkpoint comes before the second source does."""
     source = workshop / "train.jsonl"

@@ -41,6 +41,7 @@ def test_training_stops_when_evaluation_does_not_improve(ranks, run_inputs, tmp_
     assert list(losses(tmp_path)) == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_patience_survives_a_restart(ranks, run_inputs, tmp_path):
     ranks(2, run, *options(run_inputs, tmp_path, "train.steps=4", *EARLY_STOPPING[1:], "optim.schedule=constant"))
     assert metric_rows(tmp_path)[-1]["step"] == 4
@@ -48,6 +49,7 @@ def test_patience_survives_a_restart(ranks, run_inputs, tmp_path):
     assert "stopped at step 6 of 12" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", ["xlm-roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
 )
@@ -95,6 +97,7 @@ def write_sets_of_every_kind(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_no_kind_of_set_affects_training(ranks, run_inputs, tmp_path):
     """Bit for bit with dropout, although some kinds are random; the same metrics on two and three ranks."""
     sets = [*write_sets_of_every_kind(tmp_path / "sets"), str(run_inputs / "dev")]

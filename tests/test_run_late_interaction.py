@@ -60,7 +60,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["xtr", pytest.param("combined", marks=pytest.mark.slow)])
 def test_losses(ranks, inputs, tmp_path, name):
     """From a file to a model: the losses and gradient norms of three steps do not depend on the number of ranks."""
     model, rows = save_small(small_model("xlm-roberta"), tmp_path / "model"), tmp_path / "scored.jsonl"

@@ -115,6 +115,7 @@ def test_every_loss_trains_from_files_to_a_model(ranks, inputs, tmp_path, names)
         assert len(set(results[1].values())) == 3, name
 
 
+@pytest.mark.slow
 def test_a_guide_and_a_teacher_of_another_architecture(ranks, inputs, tmp_path):
     guide = inputs / "guide"
     teacher = f"{{name: distill_embeddings, teacher: {guide}, project: true}}"
@@ -142,7 +143,7 @@ WITH_PARAMETERS = {
 
 
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("owned", WITH_PARAMETERS)
+@pytest.mark.parametrize("owned", ["a temperature", pytest.param("a classifier", marks=pytest.mark.slow)])
 def test_parameters_of_a_loss_are_saved_and_resumed(ranks, inputs, tmp_path, owned, layout):
     """Bit-equal on the same number of ranks, equal on another number."""
     file, more = WITH_PARAMETERS[owned]

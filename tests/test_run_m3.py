@@ -72,6 +72,7 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
     assert lexical["dev"] == reported["dev@lexical"]
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_beside_both_layers(ranks, inputs, tmp_path):
     """Resumed on another number of ranks, and merged: the exported model has the metrics of the run."""
     arguments = ["model.lora.rank=2", "checkpoint.every=2", "model.lora.modules_to_save=[norms]"]
@@ -85,6 +86,7 @@ def test_adapters_are_trained_beside_both_layers(ranks, inputs, tmp_path):
     assert {name: reported[name]["ndcg@10"] for name in ROWS} == pytest.approx(measured, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_search_and_load_encoder(inputs, tmp_path):
     """The layers of a new model are those of a seed; the scores are the weighted sum of those of FlagEmbedding."""
     model, _ = save_m3(tmp_path / "model")

@@ -39,6 +39,7 @@ def flops_of_run(world: World, *arguments: str) -> tuple[list[float], list[list[
     return reported, lengths, output
 
 
+@pytest.mark.slow
 def test_flops_count_real_tokens_for_any_ranks_and_chunks(ranks, run_inputs, tmp_path):
     flops = model_flops(build_encoder(open_model_source(small_model("xlm-roberta"))))
     results = {}

@@ -103,6 +103,7 @@ def test_load_encoder(model_dir: Path, theirs: Any) -> None:
             )
 
 
+@pytest.mark.slow
 def test_inspect_and_report(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
     """Lengths are those of the model's tokens, and the page of a run has the measures of sparse vectors."""
     rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]

@@ -85,6 +85,7 @@ def load_all(world: World, roots: list[Path], config: ParallelConfig) -> list[di
     return loaded
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_reads_what_any_number_wrote(ranks, tmp_path):
     expected: dict[Path, dict[str, str]] = {}
     for name, (size, config) in WRITERS.items():

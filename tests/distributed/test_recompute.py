@@ -87,6 +87,7 @@ def same_gradients(world: World, models: dict[str, ModelConfig]) -> None:
             assert sorted(runs) == [0, 1]
 
 
+@pytest.mark.slow
 def test_gradients_equal_one_process(ranks, tmp_path):
     models = {
         name: ModelConfig(path=str(save_small(small_model(name), tmp_path / name)), pooling=Pooling.mean)

@@ -94,6 +94,7 @@ def prompted(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_prompts_and_similarity_of_the_model_are_used(ranks, prompted, tmp_path, world_size):
     kinds = [Sts, Classification, Retrieval, Reranking]

@@ -11,6 +11,7 @@ from tests.faults.hooks import InStep, MemoryExhausted, NcclError, verify_cache_
 from tests.faults.runs import finish, start, training_result
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_on_one_rank(folder, undisturbed):
     """Its traceback is printed once and ends with the message; no agent terminates the other ranks."""
     run = start(folder, "raised", hook=InStep(rank=1, step=4), agent=False)

@@ -1,4 +1,4 @@
-"""The checks of `make test-gpu` also run on the CPU in the ordinary suite: on a GPU only the device differs."""
+"""The checks of `make test-gpu` also run on the CPU, as slow tests: on a GPU only the device differs."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def gpu_ranks() -> Iterator[Callable[..., list[Any]]]:
     pool.stop()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device_ranks(request: pytest.FixtureRequest) -> Any:
     """`ranks` on the CPU, `gpu_ranks` among the tests marked gpu. `ranks` itself stays on the CPU, as the reference."""
     return request.getfixturevalue("ranks" if request.param == "cpu" else "gpu_ranks")

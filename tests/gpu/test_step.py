@@ -93,13 +93,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# On the CPU other tests compare the other layouts, so that these only test themselves.
-QUICK = ("fsdp", "ddp", "fsdp, offload")
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(ranks, device_ranks, layout):
     """fp32 is padded on a GPU and bf16 is packed; on a CPU both are packed."""
     size, options = LAYOUTS[layout]

@@ -306,6 +306,7 @@ def test_every_class(ranks, case):
     check(ranks, case.config, case.batch(), case.textbook, fp32=case.fp32, only=only)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VARIANTS, ids=case_id)
 def test_arguments(ranks, case):
     skip_inexact_versions(case)

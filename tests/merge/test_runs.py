@@ -91,6 +91,7 @@ def test_adapters(ranks, inputs, tmp_path):
     assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items() if "pooler" not in name)
 
 
+@pytest.mark.slow
 def test_averages_and_factors_of_adapters(ranks, inputs, tmp_path):
     """The moving averages, and the product of the mean factors, by hand from the files of two checkpoints."""
     more = ["model.lora.rank=4", "train.steps=2", "checkpoint.every=1", "optim.lr=2e-2", "optim.ema=0.5"]

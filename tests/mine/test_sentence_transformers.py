@@ -96,6 +96,7 @@ def test_rows_equal_those_of_sentence_transformers(ranks, folder, to, options, s
     assert_same(ours(ranks, folder, to, **options), reference_results(folder, **same))
 
 
+@pytest.mark.slow
 def test_a_cross_encoder_scores_as_in_sentence_transformers(ranks, folder):
     options = {"negatives": 5, "rank_max": 300, "relative_margin": 0.001}
     mined = ours(ranks, folder, "cross-mined", teacher=folder / "cross", **options)

@@ -120,7 +120,10 @@ def compilations(world: World, case: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("case", ["bert", "qwen3", "gemma3_text, window", EXPANDED])
+@pytest.mark.parametrize(
+    "case",
+    ["qwen3", *(pytest.param(case, marks=pytest.mark.slow) for case in ("bert", "gemma3_text, window", EXPANDED))],
+)
 def test_blocks_compile_as_a_whole_and_once(cuda_ranks, case):
     (counts,) = cuda_ranks(1, compilations, case)
     assert counts[0] > 0 and set(counts) == {counts[0]}

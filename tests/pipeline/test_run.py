@@ -237,6 +237,7 @@ def test_rank_0_may_work_longer_than_the_timeout(ranks):
     assert ranks(2, wait_for_rank_0) == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_a_changed_stage_is_repeated_only_by_request(ranks, run_inputs, tmp_path):
     content = small_pipeline(run_inputs, evaluation={})
     del content["stages"]["weak"], content["stages"]["final"]

@@ -56,6 +56,7 @@ def test_the_command_prints_tables(tmp_path):
         assert text in output, output
 
 
+@pytest.mark.slow
 def test_rows_of_a_cross_encoder_have_a_pair_for_each_negative():
     """The recipe draws 7 negatives of each row."""
     common = ["recipe=bce_reranker", shape(XLMR_LARGE), "model.path=null"]
@@ -63,6 +64,7 @@ def test_rows_of_a_cross_encoder_have_a_pair_for_each_negative():
     assert planned(*common, "texts_per_row=3").work.texts_per_row == 2
 
 
+@pytest.mark.slow
 def test_the_vocabulary_head_of_a_sparse_model():
     words, hidden, tokens = 30_522, 128, 16_384
     config = {"model_type": "bert", "hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 2}

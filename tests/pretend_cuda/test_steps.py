@@ -44,9 +44,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "LoRA and offload": {"model": LORA, "parallel": {"cpu_offload": True}},
     "dropout": {"model": {"dropout": 0.1}},
 }
+# The others combine what these have.
+_QUICK = ("recomputation and offload", "LoRA", "dropout")
+_QUICK_OF_TWO = ((Strategy.fsdp, "plain"), (Strategy.hsdp, "LoRA and offload"))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _QUICK)) for name in LAYOUTS]
+)
 def test_layouts_of_one_rank(cuda_ranks, name):
     """Two steps in fp32, for which the kernel for packed texts does not exist."""
     case = Case(precision=Precision.fp32, attention=Attention.padded, **LAYOUTS[name])
@@ -54,8 +59,14 @@ def test_layouts_of_one_rank(cuda_ranks, name):
     agree(result, expected, TOLERANCES[Precision.fp32])
 
 
-@pytest.mark.parametrize("name", ["plain", "recomputation and offload", "LoRA and offload"])
-@pytest.mark.parametrize("strategy", [Strategy.fsdp, Strategy.ddp, Strategy.hsdp])
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        pytest.param(strategy, name, marks=[pytest.mark.slow] * ((strategy, name) not in _QUICK_OF_TWO))
+        for strategy in (Strategy.fsdp, Strategy.ddp, Strategy.hsdp)
+        for name in ("plain", "recomputation and offload", "LoRA and offload")
+    ],
+)
 def test_layouts_of_two_ranks(cuda_ranks, strategy, name):
     values = LAYOUTS.get(name, {})
     sizes = {"shard_size": 1} if strategy is Strategy.hsdp else {}

@@ -236,6 +236,7 @@ def fitted_map(world: World, path: str, dimension: int) -> torch.Tensor:
     return dict(loss.named_buffers())["teacher_projection"]
 
 
+@pytest.mark.slow
 def test_teacher_map_of_principal_components(ranks, inputs, tmp_path):
     """Those of all vectors on any number of ranks: the best map for their inner products. A live teacher has none."""
     stored = tmp_path / "stored"

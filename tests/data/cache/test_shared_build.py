@@ -82,6 +82,7 @@ def test_processes_share_the_work_and_the_result_is_that_of_one(tmp_path: Path, 
     assert is_complete(tmp_path / "shared")
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     build_one(tmp_path / "alone", tmp_path / "log", 12, 0.0, True)
     draw = random.Random(time.time())

@@ -263,6 +263,7 @@ def truncated(world, sets):
     return together, expected, passes, {name: info.as_row() for name, info in evaluator.datasets.items()}
 
 
+@pytest.mark.slow
 def test_truncated_vectors_are_measured_without_encoding_again(ranks):
     """Every kind of set: the metrics of an encoder that returns fewer dimensions."""
     sets = [LoadedSet(data) for data in one_of_each()]

@@ -57,7 +57,7 @@ test-hosts: .venv  ## on two hosts, which are network namespaces of this machine
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
-test-engines: .venv .venv-transformers4 .venv-fastembed .venv-backends  ## exported models in older libraries and in serving engines
+test-engines: .venv .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs  ## exported models in older libraries and in serving engines
 	$(BIN)/python -m pytest tests/verify -m engines -rs
 
 image-test: .venv  ## build the CPU image and run the quickstart in it
@@ -121,5 +121,10 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	  'onnxruntime==1.31.1' || { touch -d @0 $@; exit 1; }
 	@touch $@
 
+# Its binaries for CUDA are downloaded by a script, which is skipped; those for CPUs are in the packages.
+.node-transformersjs: Makefile
+	npm install --prefix $@ --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4.3.1
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed .venv-backends build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs build dist .mypy_cache .ruff_cache

@@ -9,6 +9,8 @@ from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.verify.options import VerifyOptions, compose_verify
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
+    from collections.abc import Sequence
+
     from embedtrain.verify.engines import Outcome
 
 
@@ -24,7 +26,7 @@ def main(options: VerifyOptions) -> list["Outcome"]:
 
     Prints the differences. Raises CheckpointError if an engine cannot run, or computes something else.
     """
-    from embedtrain.checkpoint.export.serving import ServedModel, reasons_against
+    from embedtrain.checkpoint.export.serving import ServedModel, known_differences, reasons_against
     from embedtrain.checkpoint.export.serving_engines import ENGINES
     from embedtrain.distributed.world import joined_world
     from embedtrain.loading.load import quiet_libraries
@@ -46,7 +48,8 @@ def main(options: VerifyOptions) -> list["Outcome"]:
             continue
         with console.phase(f"encoding with {engine}"):
             outcome = run_engine(engine, python, probe)
-        console.note(_describe(outcome, options.tolerance))
+        known = known_differences(ENGINES[engine], served)
+        console.note(_describe(outcome, options.tolerance, known))
         outcomes += [outcome] if outcome.is_supported else []
     failed = [outcome.engine for outcome in outcomes if not outcome.passes(options.tolerance)]
     if failed:
@@ -54,14 +57,15 @@ def main(options: VerifyOptions) -> list["Outcome"]:
     return outcomes
 
 
-def _describe(outcome: "Outcome", tolerance: float) -> str:
+def _describe(outcome: "Outcome", tolerance: float, known: "Sequence[str]") -> str:
     if not outcome.is_supported:
         return f"{outcome.engine} {outcome.version}: not compared, {outcome.reason}"
     if outcome.differences is None:
         return f"{outcome.engine}: failed, {outcome.reason}"
     roles = ", ".join(f"{role} {value:.1e}" for role, value in outcome.differences.items())
     verdict = "equal" if outcome.passes(tolerance) else "DIFFERENT"
-    return f"{outcome.engine} {outcome.version}: {verdict}, largest difference {roles}"
+    reasons = "" if outcome.passes(tolerance) or not known else f" ({'; '.join(known)})"
+    return f"{outcome.engine} {outcome.version}: {verdict}, largest difference {roles}{reasons}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from embedtrain.verify.options import ENGINES, VerifyOptions
 from embedtrain.verify.probes import Probe, compare
 
 _CLIENTS = Path(__file__).parent / "clients"
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b.*:")
 _TIMEOUT = 900.0  # seconds; a model of billions of parameters takes minutes to load
 
 
@@ -34,15 +36,14 @@ class Outcome:
 
 
 def interpreters(options: VerifyOptions) -> dict[str, str]:
-    """The Python of each engine to run; a ConfigError for one that is not installed."""
+    """The Python, or folder, of each engine to run; a ConfigError for one that is not installed."""
     installed = {name: sys.executable for name in ENGINES if find_spec(name) is not None} | (options.python or {})
     if options.engines is None:
         return {name: installed[name] for name in ENGINES if name in installed}
     for name in options.engines:
         if name not in installed:
-            raise ConfigError(
-                f"engines has {name}, which is not installed here; write python={{{name}: ENVIRONMENT/bin/python}}"
-            )
+            value = "FOLDER" if (_CLIENTS / f"{name}.mjs").is_file() else "ENVIRONMENT/bin/python"
+            raise ConfigError(f"engines has {name}, which is not installed here; write python={{{name}: {value}}}")
     return {name: installed[name] for name in options.engines}
 
 
@@ -51,10 +52,15 @@ def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
         request.write_text(json.dumps(probe.request), encoding="utf-8")
-        command = [python, "-I", str(_CLIENTS / f"{engine}.py"), str(request), str(result)]
+        # node resolves the packages of a program that it reads from its input in the working directory.
+        program = _CLIENTS / f"{engine}.mjs"
+        by_node = program.is_file()
+        command = ["node", "--input-type=module", "-"] if by_node else [python, "-I", str(program.with_suffix(".py"))]
         try:
             subprocess.run(  # noqa: S603 - the user names the interpreter
-                command,
+                [*command, str(request), str(result)],
+                cwd=python if by_node else None,
+                input=program.read_text(encoding="utf-8") if by_node else None,
                 check=True,
                 capture_output=True,
                 text=True,
@@ -62,11 +68,16 @@ def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
         except subprocess.CalledProcessError as error:
-            lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-            return Outcome(engine, reason=lines[-1])
+            return Outcome(engine, reason=_reason(error))
         except (OSError, subprocess.TimeoutExpired) as error:
             return Outcome(engine, reason=str(error))
         computed = json.loads(result.read_text(encoding="utf-8"))
     if "unsupported" in computed:
         return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
     return Outcome(engine, computed["version"], compare(computed, probe))
+
+
+def _reason(error: subprocess.CalledProcessError) -> str:
+    """The message of the exception that ended a program; node prints more after it."""
+    lines: list[str] = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])

@@ -7,7 +7,13 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.validation import OptionChecks, require_single_process
 
 # The engines, in the order of the table. A name is that of a program in clients/ and of the package that it imports.
-ENGINES = ("sentence_transformers", "transformers", "onnxruntime", "fastembed")
+ENGINES = (
+    "sentence_transformers",
+    "transformers",
+    "onnxruntime",
+    "fastembed",
+    "transformers_js",
+)
 HELP = """embedtrain verify: whether libraries and servers compute what a model computes
 
   embedtrain verify model=DIR
@@ -21,10 +27,11 @@ class VerifyOptions:
     """Options of `python -m embedtrain.verify`."""
 
     model: str = ""  # model directory
-    # Of sentence_transformers, transformers, onnxruntime and fastembed; default: those that are installed here, and
-    # those of `python`.
+    # Of sentence_transformers, transformers, onnxruntime, fastembed and transformers_js; default: those that are
+    # installed here, and those of `python`.
     engines: list[str] | None = None
-    # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}.
+    # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}; of transformers_js
+    # the folder of node_modules, with node in PATH.
     python: Any = None
     tolerance: float = 1e-4  # largest difference of a number that passes, relative to numbers above 1
 

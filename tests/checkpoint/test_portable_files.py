@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from embedtrain.checkpoint.export.portable_files import write_config, write_tokenizer
 from embedtrain.models.source import open_model_source
@@ -47,6 +47,23 @@ def test_rotary_positions_have_the_names_of_transformers_4_as_well(tmp_path):
     gemma = exported_config(tmp_path / "gemma", "gemma3_text", rope_parameters=scaled)
     assert (gemma["rope_theta"], gemma["rope_local_base_freq"]) == (44.0, 20.0)
     assert gemma["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_settings_that_transformers_5_dropped_and_engines_require(tmp_path):
+    assert exported_config(tmp_path / "roberta", "xlm-roberta")["position_embedding_type"] == "absolute"  # vLLM
+    assert exported_config(tmp_path / "modernbert", "modernbert", norm_eps=3e-6)["layer_norm_eps"] == 3e-6  # llama.cpp
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_llama_cpp_reads_whether_a_unigram_tokenizer_drops_spaces(tmp_path, splits):
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
+    metaspace = pre_tokenizers.Metaspace()
+    unigram.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace]) if splits else metaspace
+    )
+    write_tokenizer(tmp_path, PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>"), 7)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings.get("clean_up_tokenization_spaces", False) is splits
 
 
 def test_tokenizer_files_cut_texts_at_the_length_of_the_model(tmp_path):

@@ -33,6 +33,8 @@ _STATE = (
 _EXTRA_TOKENS, _ADDITIONAL_TOKENS = "extra_special_tokens", "additional_special_tokens"
 # Decoders for which text-embeddings-inference reads the direction of attention under this name.
 _BIDIRECTIONAL, _BIDIRECTIONAL_TYPES = "use_bidirectional_attention", ("llama", "mistral", "qwen3")
+# Encoders whose implementation in vLLM requires `position_embedding_type`, which transformers 4 wrote.
+_ABSOLUTE_POSITIONS = ("roberta", "xlm-roberta")
 # Rotary parameters of kinds of layers, and their names in configurations of transformers 4.
 _THETAS = {
     "modernbert": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
@@ -106,16 +108,27 @@ def _rotary_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The direction of attention and the layers with full attention, as other readers look for them."""
+    """The direction of attention, the layers with full attention and others, as other readers look for them."""
+    if stored["model_type"] in _ABSOLUTE_POSITIONS:
+        return {"position_embedding_type": "absolute"}
     if stored["model_type"] in _BIDIRECTIONAL_TYPES and stored.get("is_causal") is False:
         return {_BIDIRECTIONAL: True}
-    layers = stored.get("layer_types")
-    if stored["model_type"] == "modernbert" and layers:
+    if stored["model_type"] == "modernbert":
+        layers = stored.get("layer_types") or ()
         is_full = [layer == "full_attention" for layer in layers]
         distances = range(1, len(layers) + 1)
         regular = [n for n in distances if is_full == [index % n == 0 for index in range(len(layers))]]
-        return {"global_attn_every_n_layers": regular[0]} if regular else {}
+        # llama.cpp reads the constant of layer norms under the name that BERT has for it.
+        constant = {"layer_norm_eps": stored["norm_eps"]}
+        return constant | ({"global_attn_every_n_layers": regular[0]} if regular else {})
     return {}
+
+
+def _drops_spaces(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer of the Unigram model removes the whitespace around words, as XLM-R's does."""
+    splitter = tokenizer.get("pre_tokenizer") or {}
+    names = {part["type"] for part in splitter.get("pretokenizers", [splitter]) if part}
+    return bool(tokenizer["model"]["type"] == "Unigram" and "WhitespaceSplit" in names)
 
 
 def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
@@ -133,12 +146,15 @@ def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_len
     if isinstance(tokens := settings.get(_EXTRA_TOKENS), list):
         del settings[_EXTRA_TOKENS]
         settings |= {_ADDITIONAL_TOKENS: tokens} if tokens else {}
-    write_json(directory / _TOKENIZER_CONFIG, settings)
-    write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)
     if (directory / _TOKENIZER).is_file():  # tokenizers in Python have other files
         content = read_json(directory / _TOKENIZER)
+        if _drops_spaces(content):
+            # llama.cpp keeps spaces otherwise: the name of the setting is that of decoding in transformers.
+            settings["clean_up_tokenization_spaces"] = True
         truncation = {
             "direction": tokenizer.truncation_side.capitalize(), "max_length": max_length,
             "strategy": "LongestFirst", "stride": 0,
         }  # fmt: skip
         write_json(directory / _TOKENIZER, content | {"truncation": truncation, "padding": None})
+    write_json(directory / _TOKENIZER_CONFIG, settings)
+    write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)

@@ -31,9 +31,14 @@ class Effect(StrEnum):
     """What a loss does to the vectors or scores that an engine returns."""
 
     rounded = "rounded"  # they differ by less than 1e-2 of their length
+    some_texts = "some_texts"  # those that the reason describes get other tokens
     partial = "partial"  # the engine computes a part of the output
     changed = "changed"
     refused = "refused"  # the engine does not open the model
+
+
+# With these, what the engine computes is compared, and used.
+BEARABLE = (Effect.rounded, Effect.some_texts, Effect.partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,5 +181,9 @@ class Engine:
 
 def reasons_against(engine: Engine, model: ServedModel) -> list[str]:
     """Why what the engine computes of the model is not to be compared with the encoder; empty if it is."""
-    bearable = (Effect.rounded, Effect.partial)
-    return [loss.reason for loss in engine.losses(model) if loss.effect not in bearable]
+    return [loss.reason for loss in engine.losses(model) if loss.effect not in BEARABLE]
+
+
+def known_differences(engine: Engine, model: ServedModel) -> list[str]:
+    """Why what the engine computes of the model may differ although it is compared."""
+    return [loss.reason for loss in engine.losses(model) if loss.effect in BEARABLE]

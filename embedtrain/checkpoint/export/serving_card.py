@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 
-from embedtrain.checkpoint.export.serving import Effect, ServedModel
+from embedtrain.checkpoint.export.serving import BEARABLE, Effect, ServedModel
 from embedtrain.checkpoint.export.serving_engines import ENGINES
 from embedtrain.config.recipe import ModelKind
 
@@ -98,6 +98,7 @@ _START: Mapping[str, Start] = {
 }
 _VERDICTS = {
     Effect.rounded: "nearly",
+    Effect.some_texts: "most texts",
     Effect.partial: "a part",
     Effect.changed: "**other numbers**",
     Effect.refused: "no",
@@ -112,7 +113,7 @@ def serving_section(model: ServedModel, name: str) -> str:
         verdict = _VERDICTS[losses[0].effect] if losses else "exactly"
         reasons = "; ".join(loss.reason for loss in losses)
         rows.append(f"| {engine.title} ({engine.source}) | {verdict} | {reasons} |")
-        is_served = not losses or losses[0].effect in (Effect.rounded, Effect.partial)
+        is_served = not losses or losses[0].effect in BEARABLE
         if key in _START and is_served:
             commands += [f"# {engine.title}", _START[key](model, shlex.quote(name))]
     lines = [

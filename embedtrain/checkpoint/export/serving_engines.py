@@ -117,6 +117,13 @@ def _check_llama_cpp(model: ServedModel) -> Iterator[Loss]:
         yield Loss(Effect.changed, "its attention is bidirectional in gemma3_text")
 
 
+def _check_transformers_js(model: ServedModel) -> Iterator[Loss]:
+    if model.source.kind is _PAIRS:
+        yield Loss(Effect.some_texts, "it cuts pairs beyond the maximum length with the tokens that end them")
+    if model.model_type == "xlm-roberta":
+        yield Loss(Effect.some_texts, "it replaces the joiners in emoji of several characters by spaces")
+
+
 # By the name of the package that a client imports, or of the program.
 ENGINES: Mapping[str, Engine] = {
     "sentence_transformers": Engine(
@@ -221,12 +228,13 @@ ENGINES: Mapping[str, Engine] = {
     ),
     "transformers_js": Engine(
         title="transformers.js",
-        source="4.2",
+        source="4.3.1",
         kinds={_DENSE: "", _PAIRS: ""},
         lost=_GRAPH,
         files=(GRAPH, "config.json", "tokenizer.json", "tokenizer_config.json"),
         prompts=_BY_CLIENT,
         precision='that of the file of `dtype`, "fp32" being onnx/model.onnx',
+        checks=_check_transformers_js,
     ),
     "langchain_huggingface": Engine(
         title="LangChain",

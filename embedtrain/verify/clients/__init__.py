@@ -1,7 +1,7 @@
-"""One program per engine, as its documentation uses it; run by the Python that the engine is installed in.
+"""One program per engine, as its documentation uses it; run by the Python that the engine is installed in, or by node.
 
-Each is started as `python -I FILE REQUEST RESULT`. It imports nothing of this package, because that Python need not
-have it.
+Each is started as `python -I FILE REQUEST RESULT`, a program for node as `node - REQUEST RESULT` in the folder of its
+packages. It imports nothing of this package, because that Python need not have it.
 
 REQUEST is a JSON file with `model`, a directory, and `kind`: dense, cross_encoder, late_interaction, sparse or m3.
 Those that encode texts also get `texts`, a list of strings; `prompts`, by role, `query` and `document`; `dimension` of

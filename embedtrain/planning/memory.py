@@ -138,8 +138,9 @@ class _Step:
         of_block, elsewhere = work.state_bytes
         state = of_block * in_blocks + elsewhere * (trained - in_blocks)
         self.optimizer = state / layout.shard * on_device
-        self.loss = _loss(model, cluster, work, self.local.texts)
-        self.embeddings = 3.0 * _FP32 * model.num_vectors(self.local.texts, work.texts_per_row) * model.dimension
+        self.loss = work.trained_layers * _loss(model, cluster, work, self.local.texts)
+        vectors = work.num_layers * model.num_vectors(self.local.texts, work.texts_per_row)
+        self.embeddings = 3.0 * _FP32 * vectors * model.dimension
         self.graph = self.activations.cached(len(model.weights.blocks)) * self.local.tokens
 
     def phases(self) -> Iterator[MemoryUse]:

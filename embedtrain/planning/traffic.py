@@ -157,8 +157,8 @@ def _scores_flops(model: ModelSpec, work: StepWorkload, ranks: int) -> float:
 
 def _embeddings(model: ModelSpec, everyone: _Ring, work: StepWorkload) -> float:
     """Bytes of embeddings to the ranks of their rows, of documents to all ranks, and of their gradients."""
-    local = model.num_vectors(work.rows * work.texts_per_row / everyone.ranks, work.texts_per_row)
-    candidates = work.rows * max(1, work.texts_per_row - 1) * model.vectors[1]
+    local = work.num_layers * model.num_vectors(work.rows * work.texts_per_row / everyone.ranks, work.texts_per_row)
+    candidates = work.trained_layers * work.rows * max(1, work.texts_per_row - 1) * model.vectors[1]
     sent = 2.0 * local + 2.0 * candidates
     if isinstance(work.loss, SimilarityMSEConfig):  # sums in float64: three forward, two backward
         sent = 2.0 * local + 2.0 * 2.0 * 5.0 * model.dimension

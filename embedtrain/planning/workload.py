@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
+from embedtrain.config.matryoshka import matryoshka_layers_of
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelKind, Recipe, TrainConfig, TrainSource
 
@@ -52,6 +53,17 @@ class StepWorkload:
     gradient_accumulation_steps: int = 1  # global batches per step
     loss: LossConfig = field(default_factory=InfoNCEConfig)
     state_bytes: tuple[int, int] = OptimConfig().state_bytes  # of the optimizer, as there
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the encoder whose vectors are computed: the last, and `loss.matryoshka_layers`."""
+        return 1 + len(matryoshka_layers_of(self.loss))
+
+    @property
+    def trained_layers(self) -> int:
+        """Those of a batch, each with a loss of its own, and a divergence from the last one with `loss.layer_kl`."""
+        exits = self.loss.layers_per_step or self.num_layers - 1
+        return 1 + exits * (1 + (self.loss.layer_kl > 0))
 
     @classmethod
     def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int | None = None) -> "StepWorkload":

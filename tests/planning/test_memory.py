@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.planning.memory import MemoryUse, fit_activation_tokens, reduces_once_per_step, step_memory
@@ -71,6 +72,19 @@ def test_fsdp_shards_parameters_and_optimizer_state(ranks):
 
 def test_ddp_shards_nothing():
     assert memory_of(LLAMA, DDP, rows=64).total > 14 * LLAMA.weights.parameters
+
+
+def test_every_layer_that_is_trained_has_vectors_and_a_loss():
+    """In a step whose memory peaks in the loss."""
+    losses = (
+        InfoNCEConfig(),
+        InfoNCEConfig(matryoshka_layers=[6, 12], layers_per_step=1),
+        InfoNCEConfig(matryoshka_layers=[6, 12]),
+    )
+    uses = [memory_of(XLMR, DDP, rows=2**20, chunk_tokens=512, loss=loss) for loss in losses]
+    assert {use.phase for use in uses} == {"the loss"}
+    last, drawn, both = (use.by_kind["loss"] for use in uses)
+    assert (drawn, both) == pytest.approx((2 * last, 3 * last))
 
 
 def test_options_that_save_memory():

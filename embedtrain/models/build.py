@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
 from embedtrain.models.encoder import Encoder, hidden_size, prepare_backbone
-from embedtrain.models.heads import build_heads, initial_head_weights
+from embedtrain.models.heads import build_heads, initial_head_weights, is_pickled, pickled_head_weights
 from embedtrain.models.hub import one_line
 from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.m3 import M3Encoder
@@ -98,7 +98,8 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         for name, location in _dense_locations(index, dense).items():
             with safe_open(location.path, framework="pt") as file:
                 encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
-    for name, weight in (_m3_weights(source) | _query_weights(source)).items():  # new layers keep random weights
+    others = _m3_weights(source) | _query_weights(source) | pickled_head_weights(source.dense)
+    for name, weight in others.items():  # new layers keep random weights
         encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())
 
@@ -179,10 +180,11 @@ def vocabulary_head(source: ModelSource) -> Tensor:
 def head_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weights of heads that are not in safetensors files under their names, by the encoder's names.
 
-    They are the weight [1, H] of the score that starts from tokens, the layers of BGE-M3, the weights of queries, or
-    the table of Model2Vec.
+    They are the weight [1, H] of the score that starts from tokens, the layers of BGE-M3, the weights of queries, the
+    table of Model2Vec, or dense heads of `pytorch_model.bin`.
     """
-    return _score_weights(source) | _m3_weights(source) | _query_weights(source) | _model2vec_table(source)
+    others = _query_weights(source) | _model2vec_table(source) | pickled_head_weights(source.dense)
+    return _score_weights(source) | _m3_weights(source) | others
 
 
 def _model2vec_table(source: ModelSource) -> dict[str, Tensor]:
@@ -276,6 +278,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
         locations[_SCORE] = _linear_location(source.head.linear)
     computed = {_SCORE} if source.head is not None and source.head.tokens else set()
     computed |= {QUERY_WEIGHTS} & set(shapes)
+    pickled = tuple(f"dense.{index}." for index, dense in enumerate(source.dense) if is_pickled(dense))
+    computed |= {name for name in shapes if name.startswith(pickled)} if pickled else set()
     if source.m3 is not None and not source.m3.is_new:
         computed = {name for name in shapes if name.startswith(LAYERS)}
     if is_static(source.config) and TABLE not in locations:
@@ -286,7 +290,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
 
 
 def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
-    if dense.directory is None:
+    if dense.directory is None or is_pickled(dense):
         return {}
     stored = stored_tensors(dense.directory)
     shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}

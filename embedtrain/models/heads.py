@@ -1,4 +1,4 @@
-"""New dense heads of a recipe (`model.heads`): where they fit, and their initial weights."""
+"""Dense heads: new ones of a recipe (`model.heads`) with their initial weights, and those of pickled files."""
 
 import hashlib
 import math
@@ -9,10 +9,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import Dense, hidden_size
+from embedtrain.models.m3_files import read_pickled_tensors
 from embedtrain.models.module_settings import DenseSource
 
+# Of a Dense module that a version of sentence-transformers before 2.3 wrote.
+_PICKLE = "pytorch_model.bin"
 _ACTIVATIONS = {
     HeadActivation.identity: "torch.nn.modules.linear.Identity",
     HeadActivation.tanh: "torch.nn.modules.activation.Tanh",
@@ -76,4 +79,28 @@ def initial_head_weights(dense: Sequence[DenseSource], seed: int) -> dict[str, T
         weights[name] = weight
         if head.bias:
             weights[f"dense.{index}.linear.bias"] = torch.zeros(head.num_out)
+    return weights
+
+
+def is_pickled(dense: DenseSource) -> bool:
+    """Whether the weights of a head are in `pytorch_model.bin` only."""
+    directory = dense.directory
+    if directory is None or dense.is_inline or (directory / "model.safetensors").is_file():
+        return False
+    return (directory / _PICKLE).is_file()
+
+
+def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
+    """The weights of the heads for which `is_pickled`, by the encoder's names; a ModelError if they are others."""
+    weights: dict[str, Tensor] = {}
+    for index, head in enumerate(dense):
+        if head.directory is None or not is_pickled(head):
+            continue
+        path = head.directory / _PICKLE
+        shapes = {"linear.weight": [head.num_out, head.num_in]} | ({"linear.bias": [head.num_out]} if head.bias else {})
+        stored = read_pickled_tensors(path)
+        if {name: list(tensor.shape) for name, tensor in stored.items()} != shapes:
+            expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            raise ModelError(f"{path} should contain {expected}: this head would be random")
+        weights |= {f"dense.{index}.{name}": tensor.float() for name, tensor in stored.items()}
     return weights

@@ -1,5 +1,6 @@
 """Resolves a model path: a local directory, or a snapshot of a repository of the Hugging Face Hub."""
 
+import contextlib
 import re
 import textwrap
 from dataclasses import replace
@@ -48,11 +49,10 @@ def resolve_directory(
     hub_is_reachable()
     ignored = list(_IGNORED)
     try:
-        try:
-            if only is None and any(name.endswith(".safetensors") for name in list_repo_files(path, revision=revision)):
-                ignored.append("*.bin")
-        except Exception:  # noqa: S110 - of any type; without network the cached snapshot serves, or the next line fails
-            pass
+        if only is None:
+            # Without a network the cached snapshot serves, or the next line fails.
+            with contextlib.suppress(Exception):
+                ignored += _superseded(list_repo_files(path, revision=revision))
         # Offline, huggingface_hub 1.33 asks the network for the files of a commit unless it must not.
         return Path(
             snapshot_download(
@@ -75,6 +75,12 @@ def resolve_directory(
             f"{option}={path}{at} is neither a directory nor a model available from the Hugging Face Hub "
             f"({type(error).__name__}: {one_line(error)})"
         ) from None
+
+
+def _superseded(names: list[str]) -> list[str]:
+    """The pickles in folders with safetensors: a dense head of an old model may have a pickle only."""
+    folders = {name.rpartition("/")[0] for name in names if name.endswith(".safetensors")}
+    return [name for name in names if name.endswith(".bin") and name.rpartition("/")[0] in folders]
 
 
 def download_configuration(model: ModelConfig) -> ModelConfig:

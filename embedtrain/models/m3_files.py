@@ -105,8 +105,8 @@ def write_m3_settings(directory: Path, settings: M3Settings) -> None:
     write_json(directory / SETTINGS, {"dim": settings.token_dimension, "hybrid_weights": list(settings.weights)})
 
 
-def _read(path: Path, size: int) -> dict[str, Tensor]:
-    """The weight [n, size] and the bias [n] of a layer, finite floating-point tensors."""
+def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
+    """The finite floating-point tensors of a small file in torch's format, by name; a ModelError for anything else."""
     require_own_file(path, path.parent)
     if path.stat().st_size > _MAX_BYTES:
         raise ModelError(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_BYTES:,} are allowed")
@@ -117,15 +117,22 @@ def _read(path: Path, size: int) -> dict[str, Tensor]:
         if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
             reason = "it is damaged, or a pickle with more than tensors"
         raise ModelError(f"{path} cannot be read: {reason}") from None
-    is_layer = isinstance(state, dict) and set(state) == {"weight", "bias"}
-    if not is_layer or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ModelError(f"{path} must contain tensors by name, and nothing else")
+    for key, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.isfinite().all():
+            raise ModelError(f"{path}: {key} must have finite floating-point numbers")
+    return state
+
+
+def _read(path: Path, size: int) -> dict[str, Tensor]:
+    """The weight [n, size] and the bias [n] of a layer, finite floating-point tensors."""
+    state = read_pickled_tensors(path)
+    if set(state) != {"weight", "bias"}:
         raise ModelError(f"{path} must contain the tensors weight and bias of a linear layer, and nothing else")
     weight, bias = state["weight"], state["bias"]
     if weight.ndim != 2 or weight.shape[1] != size or not len(weight) or bias.shape != weight.shape[:1]:
         raise ModelError(
             f"{path}: weight {list(weight.shape)} and bias {list(bias.shape)} must have the shapes [n, {size}] and [n]"
         )
-    for key, tensor in state.items():
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.isfinite().all():
-            raise ModelError(f"{path}: {key} must have finite floating-point numbers")
     return {"weight": weight, "bias": bias}

@@ -131,7 +131,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "a list as tokenizer": (lambda d, _: edit(d / "tokenizer_config.json", tokenizer_class=["x"]), "tokenizer_class="),
     "pickled weights": (pickled_weights, "pickle"),
     "unused pickles": (unused_pickles, ""),
-    "pickled head": (pickled_head, "model.safetensors"),
+    "pickled head": (pickled_head, "a pickle with more than tensors"),
     "unpickling arguments": (unpickling_arguments, "use_safetensors"),
     "kernel": (kernel, "attn_implementation=evil/kernel"),
     "adapter": (adapter, "adapter_config.json"),

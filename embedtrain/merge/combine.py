@@ -65,6 +65,14 @@ def all_pieces(members: Sequence[Member]) -> list[Piece]:
     return split_pieces(members[0].specs, max(1 << 14, _VALUES // len(members)))
 
 
+def combined_tensors(members: Sequence[Member], combine: Callable[[Piece], Tensor]) -> dict[str, Tensor]:
+    """All combined tensors in memory, float32: of adapters, which are small."""
+    parts: dict[str, list[Tensor]] = {}
+    for piece in all_pieces(members):
+        parts.setdefault(piece.name, []).append(combine(piece).float())
+    return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
+
+
 def measure(members: Sequence[Member], world: World, progress: Progress) -> Measures:
     """Inner products and digests of all models' weights. A collective.
 

@@ -192,8 +192,8 @@ def check_merge(options: MergeOptions) -> MergeOptions:
     _check_weights(options, check)
     _check_method(options, check)
     if options.lora is LoraMerge.factors:
-        message = "is for method=linear without find.method, of checkpoints of one run; write lora=product"
-        check.require(options.method is MergeMethod.linear and options.find.method is None, "lora", message)
+        message = "is for method=linear, of checkpoints of one run; write lora=product"
+        check.require(options.method is MergeMethod.linear, "lora", message)
     _check_find(options.find)
     check.at_least(0, "settings_from", "it is an index of models")
     check.positive("timeout")

@@ -23,7 +23,7 @@ from embedtrain.distributed.world import World
 from embedtrain.files import remove_tree, write_json
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.merge.card import MERGE_RECORD, merge_card
-from embedtrain.merge.combine import all_pieces, linear_rows, merged_rows
+from embedtrain.merge.combine import all_pieces, combined_tensors, linear_rows, merged_rows
 from embedtrain.merge.members import Member, store_streams
 from embedtrain.merge.options import MergeOptions
 from embedtrain.merge.stored_weights import Piece, pieces_of_rank
@@ -126,11 +126,7 @@ def multiply_factors(
     first = members[0]
     adapters = first.adapters
     assert adapters is not None
-    parts: dict[str, list[Tensor]] = {}
-    for piece in all_pieces(members):
-        parts.setdefault(piece.name, []).append(combine(piece).float())
-    trained = {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
-    stream = functools.partial(adapters.merged, trained)
+    stream = functools.partial(adapters.merged, combined_tensors(members, combine))
     whole = replace(first, specs=stream().specs, tensors={}, stream=stream, adapters=None)
     stored = store_streams([whole], folder, world)
     return stored, lambda piece: linear_rows(stored, piece, [1.0])

@@ -5,13 +5,15 @@ Each rank computes its own rows of a candidate from the files of all members.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from embedtrain.checkpoint.export.model_directory import WeightRows
 from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.weights import row_range
@@ -23,7 +25,7 @@ from embedtrain.evaluation.sets import load_sets
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.loading.load import LoadedModel, load_model, verify_packing
-from embedtrain.merge.combine import merged_rows
+from embedtrain.merge.combine import combined_tensors, merged_rows
 from embedtrain.merge.merger import Combine, Merger
 from embedtrain.merge.options import FindOptions, SearchMethod
 from embedtrain.merge.stored_weights import Piece, split_pieces
@@ -129,17 +131,34 @@ class _Candidate:
         """Write this rank's rows into the encoder."""
         encoder = self._loaded.encoder
         reshard(encoder)
+        state = encoder.state_dict()
         with self._world.fail_together("reading the members' weights"), torch.no_grad():
-            for name, tensor in encoder.state_dict().items():
+            for name, first, rows in self._rows(combine, state):
+                if name not in state:  # of an adapter, whose product is among the others
+                    continue
+                tensor = state[name]
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 start, end = row_range(tensor)
-                pieces = [
-                    Piece(name, start + piece.start, start + piece.end)
-                    for piece in split_pieces({name: self._merger.members[0].specs[name].rows(end - start)}, 1 << 20)
-                ]
-                for _, first, rows in merged_rows(self._merger.members, pieces, combine, torch.float32):
-                    target = local[first - start : first - start + len(rows)] if local.dim() else local
-                    target.copy_(rows)
+                low, high = max(first, start), min(first + len(rows), end) if rows.dim() else end
+                if not local.dim():
+                    local.copy_(rows)
+                elif low < high:
+                    local[low - start : high - start].copy_(rows[low - first : high - first])
+
+    def _rows(self, combine: Combine, state: Mapping[str, Tensor]) -> Iterator[WeightRows]:
+        """This rank's rows of the candidate's weights, or all of a model whose adapters are combined as factors."""
+        members = self._merger.members
+        adapters = members[0].adapters
+        if adapters is not None:
+            yield from adapters.merged(combined_tensors(members, combine)).rows
+            return
+        for name, tensor in state.items():
+            start, end = row_range(tensor)
+            pieces = [
+                Piece(name, start + piece.start, start + piece.end)
+                for piece in split_pieces({name: members[0].specs[name].rows(end - start)}, 1 << 20)
+            ]
+            yield from merged_rows(members, pieces, combine, torch.float32)
 
 
 def _greedy(find: FindOptions, values: Sequence[float], score: Score) -> list[float]:

@@ -12,6 +12,7 @@ from transformers import AutoModel
 
 from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.tracking.metrics import metrics_at
 from tests.merge.models import merge, merge_on_rank, split_weights, state_of
 from tests.runs import BASE, options, run, run_without_base, write_run_inputs
 from tests.small import save_guide, save_language_model, small_model, write_beir
@@ -95,6 +96,7 @@ def test_adapters(ranks, inputs, tmp_path):
 def test_averages_and_factors_of_adapters(ranks, inputs, tmp_path):
     """The moving averages, and the product of the mean factors, by hand from the files of two checkpoints."""
     more = ["model.lora.rank=4", "train.steps=2", "checkpoint.every=1", "optim.lr=2e-2", "optim.ema=0.5"]
+    more.append("evaluation.every=1")
     run_dir = tmp_path / "run"
     ranks(2, run, *options(inputs, run_dir, *more, "checkpoint.keep=9", "checkpoint.layout=full"))
     base = load_file(inputs / "model" / "model.safetensors")
@@ -115,6 +117,18 @@ def test_averages_and_factors_of_adapters(ranks, inputs, tmp_path):
             assert (found[key] - (base[key] + 2 * product)).abs().max() < 1e-6, name  # alpha / rank = 2
             number += 1
         assert number == 12
+    searched = (
+        "weights_of=ema",
+        "lora=factors",
+        "find.method=coordinate",
+        "find.steps=2",
+        f"find.sets=[{inputs / 'dev'}]",
+    )
+    merge(f"run={run_dir}", "steps=[1,2]", *searched, f"output_dir={tmp_path / 'searched'}")
+    measured = json.loads((tmp_path / "searched" / "merge.json").read_text())["search"]["members"]
+    assert [values["dev"] for values in measured.values()] == pytest.approx(
+        [metrics_at(run_dir, step)["dev"]["ndcg@10"] for step in (1, 2)]
+    )
     for arguments, message in {
         (f"models=[{run_dir},{inputs / 'model'}]", "lora=factors", "pooling=mean"): "not checkpoints of one run",
         (f"models=[{inputs / 'model'}]", "weights_of=ema", "pooling=mean"): "no model is a run or a checkpoint",

@@ -28,6 +28,16 @@ class Unshard(str, Enum):
     model = "model"
 
 
+class Backend(str, Enum):
+    """What computes the outputs of a model: torch, or a graph of its directory on the CPU, see `export.formats`."""
+
+    torch = "torch"
+    onnx = "onnx"
+    onnx_fp16 = "onnx_fp16"
+    onnx_int8 = "onnx_int8"
+    openvino = "openvino"
+
+
 class VectorPlacement(str, Enum):
     """Where a rank keeps the embeddings of documents. `auto`: on the GPU if they fit into half its free memory."""
 

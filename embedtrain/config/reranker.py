@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from embedtrain.config.evaluation import Backend
 from embedtrain.config.model_checks import check_model
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind
@@ -27,6 +28,7 @@ class RerankerConfig:
     score_tokens: list[str] | None = None  # as model.score_tokens
     # Of a cross-encoder: read a document that is too long in overlapping windows, of which the best counts.
     document_windows: bool = False
+    backend: Backend = Backend.torch  # as the option of this name of evaluate
 
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
         """The options of the model, as a recipe has them."""
@@ -57,6 +59,9 @@ def parse_reranker(value: Any, option: str) -> RerankerConfig | None:
     check = OptionChecks(reranker, f"{option}.")
     check.require(bool(reranker.path), "path", "is empty; write a directory or a Hub id")
     check.length("max_length")
+    check.require(
+        reranker.backend is Backend.torch or reranker.adapter is None, "adapter", "is not part of a graph; leave it out"
+    )
     try:
         check_model(reranker.model_config(trust_remote_code=False))
     except ConfigError as error:

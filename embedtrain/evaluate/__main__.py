@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.cli import run_command
+from embedtrain.config.evaluation import Backend
 from embedtrain.config.m3 import M3Config
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.prompts import prompt_warnings
@@ -150,7 +151,7 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
 
     with console.phase("loading the model"):
         config = replace(command_model_config(options), m3=M3Config(hybrid_weights=options.hybrid_weights))
-        model = load_encoder_model(config, options.precision, world)
+        model = load_encoder_model(config, options.precision, world, backend=options.backend)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     if options.vectors:
         check_kind_of_vectors(model.source.kind, "vectors")
@@ -208,7 +209,8 @@ def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") ->
     from embedtrain.inference.vector_cache import model_identity
 
     precision = resolve_precision(options.precision, world)
-    return {**model_identity(model.source, precision, world), "index": options.index.dtype.value}
+    identity = {**model_identity(model.source, precision, world), "index": options.index.dtype.value}
+    return identity if options.backend is Backend.torch else identity | {"backend": options.backend.value}
 
 
 def _report(

@@ -7,7 +7,7 @@ from embedtrain.config.checks import check_sets
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
-from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
+from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.parsing import parse_items
@@ -19,8 +19,11 @@ BM25, MODEL = "bm25", "model"  # of `first_stage`
 # Options of the bi-encoder, without effect if there is only a reranker.
 OF_MODELS = (
     "adapter", "pooling", "normalize", "max_length", "query_prompt", "document_prompt", "revision", "truncate_dims",
-    "vectors", "vectors_dir", "function", "hybrid_weights",
+    "vectors", "vectors_dir", "function", "hybrid_weights", "backend",
 )  # fmt: skip
+
+# Options that a graph contains, or of what it does not use.
+_NOT_OF_GRAPHS = ("adapter", "pooling", "normalize", "precision", "unshard")
 
 HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
 
@@ -77,6 +80,8 @@ class EvaluateOptions:
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
     precision: Precision = Precision.fp32
+    # torch, or a graph that the export of the model has, on the CPU: onnx, onnx_fp16, onnx_int8 or openvino.
+    backend: Backend = Backend.torch
     chunk_tokens: int = 16384  # per forward pass of a rank, including padding
     unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
@@ -104,6 +109,11 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check.at_least(1, "chunk_tokens")
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
     _check_reranker(options, check)
+    if options.backend is not Backend.torch:
+        for name in _NOT_OF_GRAPHS:
+            default = getattr(EvaluateOptions, name)
+            message = f"is not for graphs (backend={options.backend.value}); leave it out"
+            check.require(getattr(options, name) == default, name, message)
     check.at_least(1, "run_depth", "null writes all documents that the metrics need, at least 1000")
     check.length("max_length")
     check.positive("timeout")

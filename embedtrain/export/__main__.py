@@ -4,8 +4,8 @@ from pathlib import Path
 
 from embedtrain.cli import run_command
 from embedtrain.config.checks import check_export
-from embedtrain.config.paths import require_run
-from embedtrain.config.recipe import ADAPTER
+from embedtrain.config.paths import require_run, require_sets
+from embedtrain.config.recipe import ADAPTER, ONNX
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.export.options import ExportOptions, compose_export, requested_export
@@ -16,6 +16,7 @@ def compose(arguments: list[str]) -> ExportOptions:
     options = compose_export(arguments)
     for run in options.runs:
         require_run(run)
+    require_sets(options.sets)
     return options
 
 
@@ -25,6 +26,7 @@ def main(options: ExportOptions) -> Path:
     from embedtrain.checkpoint.export.replacement import require_replaceable
     from embedtrain.export.adapters import export_adapters
     from embedtrain.export.convert import export_checkpoint
+    from embedtrain.export.graph_metrics import graph_metrics
     from embedtrain.export.runs import open_run
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
@@ -41,6 +43,8 @@ def main(options: ExportOptions) -> Path:
         raise ConfigError(
             f"formats={written(config.formats)}: the run has no adapters (model.lora.rank); leave {ADAPTER} out"
         )
+    if options.sets and ONNX not in config.formats:
+        raise ConfigError(f"formats={written(config.formats)}: sets are for its graphs; add onnx, or leave sets out")
     require_export_support(config)
     output_dir = Path(options.output_dir) if options.output_dir else run.run_dir.model
     for each in runs:
@@ -51,13 +55,15 @@ def main(options: ExportOptions) -> Path:
     if options.adapters:
         result = export_adapters(dict(zip(options.adapters, runs, strict=True)), output_dir, config, console)
     else:
-        result = export_checkpoint(
-            run,
-            output_dir,
-            config,
-            trust_remote_code=options.trust_remote_code,
-            console=console,
-        )
+        with graph_metrics(options, run.recipe.model.kind, console) as measure:
+            result = export_checkpoint(
+                run,
+                output_dir,
+                config,
+                trust_remote_code=options.trust_remote_code,
+                console=console,
+                measure=measure,
+            )
     if result.difference is None:
         console.warn("check=false: names and shapes are correct, but the embeddings were not compared")
     console.note(f"model: {result.directory} ({result.describe()})")

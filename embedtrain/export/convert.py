@@ -15,6 +15,7 @@ from embedtrain.checkpoint.export.model_export import (
     plan_export,
 )
 from embedtrain.checkpoint.export.onnx import require_graph
+from embedtrain.checkpoint.export.onnx_variants import GraphMeasure
 from embedtrain.checkpoint.export.quantisation_file import write_trained_ranges
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
@@ -44,10 +45,12 @@ def export_checkpoint(
     *,
     trust_remote_code: bool,
     console: Console,
+    measure: GraphMeasure | None = None,
 ) -> ExportResult:
     """Write a checkpoint as a model directory, which replaces `output_dir` once it has passed all checks.
 
-    At most one copy of the model is in memory, and none if `config.check` is false.
+    At most one copy of the model is in memory, and none if `config.check` is false. `measure` is called with each
+    graph, see `write_variants`.
 
     Raises CheckpointError if the checkpoint does not fit the model, or the directory does not reproduce its embeddings;
     ConfigError if another export to the directory is running.
@@ -115,7 +118,7 @@ def export_checkpoint(
             formats=config.formats,
             name=config.push_to_hub,
         )
-        return export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
+        return export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase, measure=measure)
 
 
 def _reference(

@@ -1,12 +1,14 @@
 """Options of `python -m embedtrain.export`."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from embedtrain.config.checkpoint import WeightsOf
-from embedtrain.config.checks import check_export
+from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.compose import compose_command
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import ExportConfig, ExportDtype
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
@@ -16,7 +18,7 @@ HELP = """embedtrain export: write a model directory from a checkpoint, and veri
   embedtrain export run=runs/NAME [option=value ...]
   embedtrain export adapters='{TASK: runs/NAME, ...}' output_dir=DIR
 
-{options: run! step output_dir dtype formats push_to_hub check adapters}"""
+{options: run! step output_dir dtype formats sets push_to_hub check adapters}"""
 
 _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -37,7 +39,14 @@ class ExportOptions:
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; default: the recipe's
     rope_theta: float | None = None  # base of the rotary positions; default: the recipe's export.rope_theta
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
+    onnx_min_agreement: float | None = None  # default: the recipe's export.onnx_min_agreement
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
+    # Evaluation sets on which the graphs of formats=[onnx,...] are measured, for the model card: options of
+    # EvaluationSet, or paths. A reranker orders the first 100 documents of BM25 where a set has no candidates.
+    sets: list[Any] = field(default_factory=list)
+    subset: int | None = None  # maximum number of queries or rows of each set
+    # Largest decrease of the main metric of a set, from the graph of onnx to a smaller one: more fails the export.
+    max_metric_loss: float = 0.02
     push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
     private: bool = True  # whether a repository that is created is private
     trust_remote_code: bool = False  # execute Python code in the run directory; its recipe cannot allow that
@@ -60,7 +69,7 @@ def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConf
     """
     overrides = {
         name: getattr(options, name)
-        for name in ("formats", "dtype", "truncate_dim", "rope_theta", "max_file_size", "check")
+        for name in ("formats", "dtype", "truncate_dim", "rope_theta", "max_file_size", "onnx_min_agreement", "check")
     }
     return replace(
         recipe,
@@ -92,6 +101,10 @@ def compose_export(arguments: list[str]) -> ExportOptions:
     check = OptionChecks(options)
     if options.adapters is not None:
         _check_adapters(options, check)
+    options.sets = parse_items(options.sets, EvaluationSet, "sets")
+    check_sets(options.sets, "sets")
+    check.at_least(1, "subset", "null takes all queries or rows")
+    check.require(0 <= options.max_metric_loss <= 1, "max_metric_loss", "must be a number from 0 to 1")
     check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
     check_export(options.export)
     return options

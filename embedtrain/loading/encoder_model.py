@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from embedtrain.config.evaluation import Backend
 from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Precision
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
+from embedtrain.loading.graph import load_graph
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format
@@ -65,7 +67,12 @@ def _is_sparse(model: ModelConfig) -> bool:
 
 
 def load_encoder_model(
-    model: ModelConfig, precision: Precision, world: World, names: Mapping[str, str] = MODEL_OPTION_NAMES
+    model: ModelConfig,
+    precision: Precision,
+    world: World,
+    names: Mapping[str, str] = MODEL_OPTION_NAMES,
+    *,
+    backend: Backend = Backend.torch,
 ) -> LoadedModel:
     """Open and load the model of a command that encodes texts. A collective.
 
@@ -74,4 +81,6 @@ def load_encoder_model(
     with command_option_names(names):
         with world.fail_together("opening the model"):
             model, source = open_encoder_source(model)
+        if backend is not Backend.torch:
+            return load_graph(source, backend, world)
         return load_model(model, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)

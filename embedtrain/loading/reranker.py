@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from embedtrain.config.evaluation import Backend
 from embedtrain.config.recipe import ModelKind, ParallelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.config.validation import written
@@ -9,6 +10,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.command_model import RERANKER_OPTION_NAMES, command_option_names
 from embedtrain.loading.encoder_model import late_interaction_of
+from embedtrain.loading.graph import load_graph
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.source import open_model_source
@@ -45,6 +47,8 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
 
 def load_reranker(source: ModelSource, reranker: RerankerConfig, precision: Precision, world: World) -> LoadedModel:
     """Load the weights of an open reranker; errors name the option `reranker`. A collective."""
+    if reranker.backend is not Backend.torch:
+        return load_graph(source, reranker.backend, world)
     config = replace(reranker.model_config(trust_remote_code=source.trust_remote_code), kind=source.kind)
     with command_option_names(RERANKER_OPTION_NAMES):
         return load_model(config, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)

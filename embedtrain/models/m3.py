@@ -48,22 +48,11 @@ class M3Encoder(Encoder):
             texts = token_rows // ids.shape[1]
         else:
             texts = torch.searchsorted(packing.starts.long(), token_rows, right=True) - 1
-        is_first = torch.ones_like(texts, dtype=torch.bool)
-        is_first[1:] = texts[1:] != texts[:-1]
-        token_ids = ids.flatten()[token_rows]
         weights = self.lexical_weights(hidden).squeeze(1)
         if pooled is not None:
             weights = weights * pooled.flatten()[token_rows]
         vectors = self.token_vectors(hidden)
-        dense = F.normalize(hidden.float(), dim=1)
-        width = self.settings.width - 2
-        rows = torch.where(
-            is_first.unsqueeze(1),
-            F.pad(dense, (0, width - dense.shape[1])),
-            F.pad(vectors, (0, width - vectors.shape[1])),
-        )
-        weights = _largest_by_id(weights, texts, token_ids)
-        return torch.cat([rows, weights.unsqueeze(1), token_ids.unsqueeze(1).float()], dim=1)
+        return m3_rows(F.normalize(hidden.float(), dim=1), vectors, weights, texts, ids.flatten()[token_rows])
 
     def lexical_weights(self, hidden: Tensor) -> Tensor:
         """The weight of each token from its vector [..., H]: [..., 1]."""
@@ -72,6 +61,28 @@ class M3Encoder(Encoder):
     def token_vectors(self, hidden: Tensor) -> Tensor:
         """Project and normalise token vectors [..., H]: [..., d]."""
         return F.normalize(self.colbert_linear(hidden.to(self.colbert_linear.weight.dtype)).float(), dim=-1)
+
+
+def m3_rows(dense: Tensor, vectors: Tensor, weights: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
+    """The rows of `M3Settings`, [T, width], of the T tokens of texts, text by text.
+
+    Args:
+        dense: [T, D], of which the first of each text counts.
+        vectors: [T, d], of which the first of each text has no effect.
+        weights: [T], lexical ones, of which the largest of each id of a text counts.
+        texts: int64 [T], the text of each token.
+        ids: int64 [T].
+    """
+    is_first = torch.ones_like(texts, dtype=torch.bool)
+    is_first[1:] = texts[1:] != texts[:-1]
+    width = max(dense.shape[1], vectors.shape[1])
+    rows = torch.where(
+        is_first.unsqueeze(1),
+        F.pad(dense, (0, width - dense.shape[1])),
+        F.pad(vectors, (0, width - vectors.shape[1])),
+    )
+    weights = _largest_by_id(weights, texts, ids)
+    return torch.cat([rows, weights.unsqueeze(1), ids.unsqueeze(1).float()], dim=1)
 
 
 def _largest_by_id(weights: Tensor, texts: Tensor, ids: Tensor) -> Tensor:

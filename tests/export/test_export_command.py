@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
+from embedtrain import evaluate
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import main
@@ -104,10 +105,25 @@ def test_an_unchecked_export_warns(workshop, tmp_path, capsys):
     assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
 
 
+def test_graphs_are_measured_on_evaluation_sets(workshop, tmp_path):
+    """Columns of the model card; the fp32 graph has the metric of the step."""
+    options = [f"run={workshop / 'full'}", "check=false", f"sets=[{workshop / 'dev'}]", "max_metric_loss=1"]
+    export(*options, f"output_dir={tmp_path / 'out'}", "formats=[onnx,onnx_int8]", "onnx_min_agreement=0.9")
+    card = (tmp_path / "out" / "README.md").read_text().splitlines()
+    head, _, *rows = card[next(row for row, line in enumerate(card) if line.startswith("| file")) :]
+    assert [cell.strip() for cell in head.split("|")][4] == "dev ndcg@10"
+    measured = {row.split("`")[1]: float(row.split("|")[4]) for row in rows if row.startswith("| `")}
+    assert list(measured) == ["onnx/model.onnx", "onnx/model_quantized.onnx"]
+    expected = evaluate(tmp_path / "out", [str(workshop / "dev")], precision="fp32", quiet=True)["dev"]["ndcg@10"]
+    assert measured["onnx/model.onnx"] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ConfigError, match=r"formats=\[sentence_transformers\]: sets"):
+        export(*options, f"output_dir={tmp_path / 'no'}", "formats=[sentence_transformers]")
+
+
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("formats=[gguf]", r"formats=\[gguf\]: .*sentence_transformers, onnx, onnx_fp16, onnx_int8, adapter"),
+        ("formats=[gguf]", r"formats=\[gguf\]: .*sentence_transformers, onnx, onnx_fp16, onnx_int8, openvino, adapter"),
         ("max_file_size=5", "max_file_size=5: .*above 0 with KB, MB, GB or TB"),
         ("max_file_size=0GB", "max_file_size=0GB: .*above 0"),
         ("push_to_hub='me/my model'", "push_to_hub=me/my model: "),

@@ -30,7 +30,7 @@ from embedtrain.checkpoint.export.model_directory import (
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
-from embedtrain.checkpoint.export.onnx_variants import variant_table, write_variants
+from embedtrain.checkpoint.export.onnx_variants import GraphMeasure, variant_table, write_variants
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
 from embedtrain.checkpoint.export.serving import ServedModel
 from embedtrain.checkpoint.export.serving_card import changed_outputs, serving_section
@@ -126,11 +126,12 @@ class ModelExport:
         *,
         trust_remote_code: bool = False,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+        measure: GraphMeasure | None = None,
     ) -> ExportResult:
         """Reopen the directory, compare, and rename it; in one process, after all have written.
 
         Without a reference all checks that load the model are skipped, except for tracing a requested ONNX graph.
-        `phase` displays progress while a block runs.
+        `phase` displays progress while a block runs; `measure` is called with each graph, see `write_variants`.
 
         Raises CheckpointError if a library cannot open the directory or computes other embeddings; the directory then
         keeps its unfinished name.
@@ -160,8 +161,8 @@ class ModelExport:
                 if reference is not None:
                     with phase("reopening it with onnxruntime"):
                         differences.append(check_graph(directory, source, traced))
-                with phase("writing smaller ONNX files"):
-                    variants = write_variants(directory, source, self.formats, self.onnx_min_agreement)
+                with phase("writing other graphs"):
+                    variants = write_variants(directory, source, self.formats, self.onnx_min_agreement, measure)
                 with (directory / "README.md").open("a", encoding="utf-8") as file:
                     file.write(variant_table(variants, source))
             if self.logit_score is not None:

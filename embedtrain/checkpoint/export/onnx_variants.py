@@ -4,8 +4,8 @@ The names are those of optimum, sentence-transformers and transformers.js. Each 
 export with a file whose outputs are too far from those of the fp32 graph is rejected.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from embedtrain.checkpoint.export.onnx import (
     save_with_weights_beside,
     silence,
 )
-from embedtrain.config.recipe import ONNX_FP16, ONNX_INT8, OPENVINO, ModelKind
+from embedtrain.config.recipe import ONNX, ONNX_FP16, ONNX_INT8, OPENVINO, ModelKind
 from embedtrain.errors import CheckpointError
 from embedtrain.formatting import format_bytes
 from embedtrain.models.hub import one_line
@@ -49,12 +49,23 @@ class GraphVariant:
     file: str
     num_bytes: int  # with its separate weights
     agreement: float  # see `write_variants`
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# Metrics by their names, of the graph of a format in the directory of the model.
+GraphMeasure = Callable[[ModelSource, str], Mapping[str, float]]
 
 
 def write_variants(
-    directory: Path, source: ModelSource, formats: Sequence[str], min_agreement: float
+    directory: Path,
+    source: ModelSource,
+    formats: Sequence[str],
+    min_agreement: float,
+    measure: GraphMeasure | None = None,
 ) -> list[GraphVariant]:
     """Write the files that `formats` requests, from the fp32 graph in `directory`.
+
+    With `measure`, the fp32 graph is the first of the result, and each is measured; it may raise CheckpointError.
 
     The agreement is the smallest cosine of a vector of PROBES with that of the fp32 graph; of vectors of tokens, the
     mean over those of a text; of a cross-encoder, 1 minus the largest difference of the probabilities. Raises
@@ -63,6 +74,8 @@ def write_variants(
     expected: ProbeRows | None = None
     batch = batched_rows(source)
     variants = []
+    if measure is not None:
+        variants.append(GraphVariant(GRAPH, _num_bytes(directory / GRAPH), 1.0, measure(source, ONNX)))
     for name in (name for name in FILES if name in formats):
         path = directory / FILES[name]
         try:
@@ -81,9 +94,8 @@ def write_variants(
                 f"{path}: {_MEASURES[source.kind]}, compared with {GRAPH}, is {agreement:.4f}, below "
                 f"onnx_min_agreement={min_agreement}; leave {name} out of formats, or lower the bound"
             )
-        files = (path, path.with_name(f"{path.name}_data"), path.with_suffix(".bin"))
-        num_bytes = sum(file.stat().st_size for file in files if file.exists())
-        variants.append(GraphVariant(FILES[name], num_bytes, agreement))
+        metrics = {} if measure is None else measure(source, name)
+        variants.append(GraphVariant(FILES[name], _num_bytes(path), agreement, metrics))
     return variants
 
 
@@ -109,11 +121,22 @@ def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
     """A paragraph of the model card; empty without variants."""
     if not variants:
         return ""
-    rows = "\n".join(f"| `{each.file}` | {format_bytes(each.num_bytes)} | {each.agreement:.4f} |" for each in variants)
+    metrics = list(variants[0].metrics)
+    rows = "\n".join(
+        f"| `{each.file}` | {format_bytes(each.num_bytes)} | {each.agreement:.4f} |"
+        + "".join(f" {each.metrics[name]:.4f} |" for name in metrics)
+        for each in variants
+    )
+    names, lines = "".join(f" {name} |" for name in metrics), " ---: |" * len(metrics)
     return (
         f"\n## Other graphs\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
-        f"| file | size | {_MEASURES[source.kind]} |\n| --- | ---: | ---: |\n{rows}\n"
+        f"| file | size | {_MEASURES[source.kind]} |{names}\n| --- | ---: | ---: |{lines}\n{rows}\n"
     )
+
+
+def _num_bytes(path: Path) -> int:
+    files = (path, path.with_name(f"{path.name}_data"), path.with_suffix(".bin"))
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def _write_fp16(graph: Path, path: Path) -> None:

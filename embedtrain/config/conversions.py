@@ -89,7 +89,8 @@ def number(template: str, convert: Callable[[float], float]) -> Convert:
 
 POOLING = one_of(
     {
-        **{name: name for name in ("cls", "mean", "last")},
+        **{name: name for name in ("cls", "mean", "last", "max", "weighted_mean")},
+        "weightedmean": "weighted_mean",
         "avg": "mean",
         "average": "mean",
         "last_token": "last",

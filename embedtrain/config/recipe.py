@@ -56,11 +56,17 @@ class LoraConfig:
 
 
 class Pooling(str, Enum):
-    """How token embeddings become one embedding of the text."""
+    """How token embeddings become one embedding of the text.
+
+    `cls`: that of the first token, `last`: of the last one. `mean`: their mean, `weighted_mean`: with weights 1, 2, 3,
+    ... in the order of the tokens (Muennighoff, 2022, "SGPT"). `max`: the maximum of each dimension.
+    """
 
     cls = "cls"
     mean = "mean"
     last = "last"
+    max = "max"
+    weighted_mean = "weighted_mean"
 
 
 class ModelKind(str, Enum):
@@ -190,7 +196,9 @@ class ModelConfig:
     tokenizer_revision: str | None = None  # a commit, tag or branch of its Hub repository
     vocab_size: int = 16000  # size of a vocabulary trained on the data
     vocab_lowercase: bool = True  # lowercase texts for such a vocabulary
-    pooling: Pooling | None = None  # default: that of a sentence-transformers directory
+    # `cls`, `mean`, `last`, `max` or `weighted_mean` (weights 1, 2, 3, ... in the order of the tokens); default: that
+    # of a sentence-transformers directory.
+    pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
     # New dense heads between pooling and normalisation, for a model whose directory has none.
     heads: list[HeadConfig] = field(default_factory=list)

@@ -5,7 +5,13 @@ from embedtrain.models.static_embedding import is_static
 from embedtrain.models.static_queries import describe_static_queries
 from embedtrain.models.types import ModelSource
 
-_POOLED = {Pooling.cls: "first token", Pooling.mean: "mean of the tokens", Pooling.last: "last token"}
+_POOLED = {
+    Pooling.cls: "first token",
+    Pooling.mean: "mean of the tokens",
+    Pooling.last: "last token",
+    Pooling.max: "maximum of the tokens",
+    Pooling.weighted_mean: "weighted mean of the tokens",
+}
 
 
 def describe_outputs(source: ModelSource) -> str:

@@ -18,6 +18,8 @@ from embedtrain.data.types import Packing
 from embedtrain.models.attention_mask import known_padding
 from embedtrain.models.early_exits import EarlyExits
 
+_LOWEST = -1e9  # of tokens that are not pooled, in a maximum; as in sentence-transformers
+
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Pool token vectors [N, L, H] with mask [N, L] (1 = real) to float32 [N, H].
@@ -31,8 +33,11 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
         case Pooling.last:
             positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
             return _take(hidden, (mask * positions).argmax(dim=1)).float()
-        case Pooling.mean:
-            weights = mask.unsqueeze(-1).float()
+        case Pooling.max:
+            return hidden.float().masked_fill(mask.unsqueeze(-1) == 0, _LOWEST).amax(dim=1)
+        case Pooling.mean | Pooling.weighted_mean:
+            counted = mask if pooling is Pooling.mean else mask * mask.cumsum(dim=1)
+            weights = counted.unsqueeze(-1).float()
             return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1.0)
 
 
@@ -55,6 +60,18 @@ def pool_packed(hidden: Tensor, mask: Tensor | None, packing: Packing, pooling: 
                 weights = _sums(mask.unsqueeze(-1).float(), packing).clamp(min=1.0)
             means: Tensor = _sums(sums, packing) / weights
             return means
+        case Pooling.weighted_mean:
+            counts = packing.positions[0] + 1
+            if mask is not None:
+                before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+                counts = mask * (before[1:] - before[starts[:-1]].repeat_interleave(starts.diff()))
+            weights = counts.unsqueeze(-1).float()
+            weighted: Tensor = _sums(hidden.float() * weights, packing) / _sums(weights, packing).clamp(min=1.0)
+            return weighted
+        case Pooling.max:
+            rows = hidden.float()
+            maxima: Tensor = _maxima(rows if mask is None else rows.masked_fill(mask[:, None] == 0, _LOWEST), packing)
+            return maxima
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -62,9 +79,22 @@ def _sums(rows: Tensor, packing: Packing) -> Tensor:
     """The sum of each text's rows, [T, H] to [N, H], deterministic."""
     if rows.is_cuda:
         return torch.segment_reduce(rows, "sum", lengths=packing.starts.diff().long(), axis=0, unsafe=True)
+    return torch.cat([text.sum(1) for text in _by_length(rows, packing)])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _maxima(rows: Tensor, packing: Packing) -> Tensor:
+    """The maximum of each text's rows, [T, H] to [N, H]."""
+    if rows.is_cuda:
+        return torch.segment_reduce(rows, "max", lengths=packing.starts.diff().long(), axis=0, unsafe=True)
+    return torch.cat([text.amax(1) for text in _by_length(rows, packing)])
+
+
+def _by_length(rows: Tensor, packing: Packing) -> list[Tensor]:
+    """The rows [T, H] of consecutive texts of one length L, [n, L, H]."""
     runs = packing.runs
     parts = rows.split([texts * length for texts, length in runs])
-    return torch.cat([part.view(n, length, -1).sum(1) for part, (n, length) in zip(parts, runs, strict=True)])
+    return [part.view(n, length, -1) for part, (n, length) in zip(parts, runs, strict=True)]
 
 
 def _take(hidden: Tensor, indices: Tensor) -> Tensor:

@@ -32,7 +32,13 @@ _POOLING_FLAGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-_POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
+_POOLINGS = {
+    "cls": Pooling.cls,
+    "mean": Pooling.mean,
+    "lasttoken": Pooling.last,
+    "max": Pooling.max,
+    "weightedmean": Pooling.weighted_mean,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +158,10 @@ def read_pooling(path: Path) -> tuple[Pooling, bool]:
         raise ModelError(
             f"{path} has the pooling {' + '.join(modes) or '(none)'}; supported are {', '.join(_POOLINGS)}"
         )
-    return _POOLINGS[modes[0]], settings.get("include_prompt", True) is not False
+    pooling, include_prompt = _POOLINGS[modes[0]], settings.get("include_prompt", True) is not False
+    if pooling is Pooling.weighted_mean and not include_prompt:
+        raise ModelError(f"{path}: include_prompt=false is not supported with the pooling weightedmean")
+    return pooling, include_prompt
 
 
 def read_dense(directory: Path) -> DenseSource:

@@ -98,6 +98,11 @@ def open_model_source(model: ModelConfig) -> ModelSource:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and source.pooling is not Pooling.mean:
         raise ConfigError(include_prompt_error(source.pooling))
+    if source.pooling is Pooling.weighted_mean and not source.include_prompt and not model.include_prompt:
+        raise ConfigError(
+            "model.pooling=weighted_mean: counts the tokens of the prompt, and the model has include_prompt=false: "
+            "write model.include_prompt=true"
+        )
     return replace(
         source,
         config=config,

@@ -44,6 +44,7 @@ CASES = {
     "xlm-roberta, first token": Case("xlm-roberta", "cls", options={"pooling": Pooling.cls, "query_prompt": "alpha "}),
     "bert, own vocabulary": Case("bert", "mean", config={"vocab_size": 70}),
     "bert, last token": Case("bert", "not supported", ("last token",), options={"pooling": Pooling.last}),
+    "bert, maximum": Case("bert", "the pooling is not", ("no maximum",), options={"pooling": Pooling.max}),
     "qwen3": Case("qwen3", "last_token"),
     "qwen3, bidirectional": Case("qwen3", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
     "llama, bidirectional": Case("llama", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),

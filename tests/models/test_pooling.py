@@ -32,7 +32,11 @@ def test_pool_reads_the_mask(pooling, left):
     hidden = torch.randn(4, 7, 6, dtype=torch.float64)
     for i, vector in enumerate(pool(hidden, mask, pooling)):
         real = hidden[i, mask[i].bool()]
-        expected = {"cls": real[0], "last": real[-1], "mean": real.mean(0)}[pooling.value]
+        weights = torch.arange(1.0, len(real) + 1, dtype=torch.float64)[:, None]
+        weighted_mean = (weights * real).sum(0) / weights.sum()
+        expected = {"cls": real[0], "last": real[-1], "mean": real.mean(0), "max": real.amax(0)}.get(
+            pooling.value, weighted_mean
+        )
         torch.testing.assert_close(vector, expected.float())
 
 

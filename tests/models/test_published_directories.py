@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
-from embedtrain.errors import ModelError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.build import assemble_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.m3_files import write_m3_layer
 from embedtrain.models.source import open_model_source
@@ -105,6 +106,21 @@ def bge_en_icl(directory: Path) -> None:
     write_length(directory)
 
 
+def sgpt(directory: Path) -> None:
+    """SGPT: the mean of the tokens with weights that grow with their positions."""
+    save_small(small_model("llama"), directory)
+    write_modules(directory, "Transformer", "Pooling", "Normalize")
+    write_pooling(directory, "none", pooling_mode_weightedmean_tokens=True)
+    write_length(directory)
+
+
+def maximum(directory: Path) -> None:
+    save_small(small_model("bert"), directory)
+    write_modules(directory, "Transformer", "Pooling", "Normalize")
+    write_pooling(directory, "max")
+    write_length(directory)
+
+
 def saved_by_version_6(directory: Path) -> None:
     """The names of modules and the pooling of sentence-transformers 6, whose length is in the tokenizer alone."""
     save_small(small_model("xlm-roberta"), directory)
@@ -131,6 +147,8 @@ EMBEDDERS: dict[str, tuple[Callable[[Path], None], Pooling, int | None]] = {
     "LaBSE": (labse, Pooling.cls, 24),
     "bce-embedding-base_v1": (bce_embedding, Pooling.cls, 24),
     "bge-en-icl": (bge_en_icl, Pooling.last, 24),
+    "SGPT": (sgpt, Pooling.weighted_mean, 24),
+    "maximum": (maximum, Pooling.max, 24),
     "bge-m3 as one vector": (bge_m3, Pooling.cls, 24),
     "sentence-transformers 6": (saved_by_version_6, Pooling.mean, None),
 }
@@ -190,14 +208,31 @@ def test_modules_that_are_not_supported_are_named(tmp_path, kind):
         open_model_source(ModelConfig(path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("mode", ["max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"])
-def test_poolings_that_are_not_supported_are_named(tmp_path, mode):
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"mean_sqrt_len_tokens": True}, "has the pooling mean_sqrt_len_tokens; supported are cls, mean"),
+        ({"mean_tokens": True, "max_tokens": True}, r"has the pooling mean \+ max; supported are"),
+        ({"weightedmean_tokens": True, "x": True}, r"1_Pooling/config\.json: include_prompt=false"),
+    ],
+)
+def test_poolings_that_are_not_supported_are_named(tmp_path, more, message):
     bce_embedding(tmp_path)
-    write_pooling(tmp_path, "none", **{f"pooling_mode_{mode}": True})
-    with pytest.raises(
-        ModelError, match=f"has the pooling {mode.removesuffix('_tokens')[:4]}.*supported are cls, mean"
-    ):
+    flags = {f"pooling_mode_{mode}": value for mode, value in more.items()}
+    write_pooling(tmp_path, "none", **flags, include_prompt="x" not in more)
+    with pytest.raises(ModelError, match=message):
         open_model_source(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_weighted_mean_counts_the_prompt(tmp_path):
+    bce_embedding(tmp_path)
+    write_pooling(tmp_path, "mean", include_prompt=False)
+    with pytest.raises(ConfigError, match=r"model\.pooling=weighted_mean: .*include_prompt=true"):
+        open_model_source(ModelConfig(path=str(tmp_path), pooling=Pooling.weighted_mean))
+    options = ModelConfig(path=str(tmp_path), pooling=Pooling.weighted_mean, include_prompt=True)
+    with pytest.raises(ConfigError, match="include_prompt"):
+        open_model_source(replace(options, include_prompt=False))
+    assert open_model_source(options).include_prompt is True
 
 
 def test_a_folder_of_a_copied_directory_is_enough(tmp_path):

@@ -20,7 +20,8 @@ from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from tests.small import save_small, small_model
 
-POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
+POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last, "max": Pooling.max}
+POOLINGS |= {"weightedmean": Pooling.weighted_mean}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,8 @@ def test_vectors_equal_sentence_transformers(st_dir):
 def test_old_and_new_pooling_settings(st_dir, mode):
     path = part(st_dir, "Pooling") / "config.json"
     flag = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "lasttoken": "pooling_mode_lasttoken"}
-    flags = dict.fromkeys([*flag.values(), "pooling_mode_max_tokens"], False)
+    flag |= {"max": "pooling_mode_max_tokens", "weightedmean": "pooling_mode_weightedmean_tokens"}
+    flags = dict.fromkeys(flag.values(), False)
     for content in (
         {"embedding_dimension": 32, "pooling_mode": mode},
         {"embedding_dimension": 32, "pooling_mode": [mode]},
@@ -135,11 +137,11 @@ def test_old_and_new_pooling_settings(st_dir, mode):
 @pytest.mark.parametrize(
     "content",
     [
-        {"pooling_mode": "max"},
+        {"pooling_mode": "mean_sqrt_len_tokens"},
         {"pooling_mode": ["cls", "mean"]},
-        {"pooling_mode_max_tokens": True},
+        {"pooling_mode_mean_sqrt_len_tokens": True},
         {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-        {"pooling_mode": "weightedmean"},
+        {"pooling_mode": "weightedmean", "include_prompt": False},
         {},
     ],
 )

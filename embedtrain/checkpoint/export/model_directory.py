@@ -54,6 +54,8 @@ _POOLING_FLAGS = {
     Pooling.cls: "pooling_mode_cls_token",
     Pooling.mean: "pooling_mode_mean_tokens",
     Pooling.last: "pooling_mode_lasttoken",
+    Pooling.max: "pooling_mode_max_tokens",
+    Pooling.weighted_mean: "pooling_mode_weightedmean_tokens",
 }
 _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."
@@ -318,5 +320,5 @@ def _write_dtype(directory: Path, dtype: torch.dtype) -> None:
 def _pooling_config(source: ModelSource) -> dict[str, Any]:
     dimension = hidden_size(source.config)
     flags = {flag: kind is source.pooling for kind, flag in _POOLING_FLAGS.items()}
-    unused = {"pooling_mode_max_tokens": False, "pooling_mode_mean_sqrt_len_tokens": False}
+    unused = {"pooling_mode_mean_sqrt_len_tokens": False}
     return {"word_embedding_dimension": dimension} | flags | unused | {"include_prompt": source.include_prompt}

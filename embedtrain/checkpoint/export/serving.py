@@ -11,7 +11,7 @@ from typing import Any
 
 from embedtrain.checkpoint.export.graph_outputs import VECTORS, output_names
 from embedtrain.checkpoint.export.onnx import GRAPH
-from embedtrain.config.recipe import ModelKind
+from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.static_embedding import is_static
@@ -58,6 +58,7 @@ class Trait(StrEnum):
     is_causal = "is_causal"
     no_graph = "no_graph"
     no_vectors_in_graph = "no_vectors_in_graph"
+    pooling = "pooling"
     scaled_positions = "scaled_positions"
     static = "static"
     logit_scores = "logit_scores"
@@ -74,6 +75,7 @@ _TRAITS = {
     Trait.no_vectors_in_graph: Loss(
         Effect.changed, "the graph cannot leave out the tokens of the prompt (include_prompt=false)"
     ),
+    Trait.pooling: Loss(Effect.refused, "it has no maximum and no weighted mean of tokens"),
     Trait.scaled_positions: Loss(Effect.changed, "it ignores the scaling of rotary positions"),
     Trait.static: Loss(Effect.refused, "it does not open a static table of tokens"),
     Trait.logit_scores: Loss(Effect.refused, "it does not score pairs by the logits of tokens"),
@@ -121,6 +123,7 @@ class ServedModel:
             Trait.is_causal: self.is_bidirectional_decoder,
             Trait.no_graph: not self.has_graph,
             Trait.no_vectors_in_graph: is_dense and self.has_graph and not graph_has_vectors,
+            Trait.pooling: is_dense and source.pooling in (Pooling.max, Pooling.weighted_mean),
             Trait.scaled_positions: _has_scaled_positions(source),
             Trait.static: is_static(source.config),
             Trait.logit_scores: source.head is not None and bool(source.head.tokens),

@@ -72,10 +72,17 @@ SENTENCE_TRANSFORMERS = (
         "not passed on: the options of `model`, such as `model.attention` and `model.max_length`, replace them",
     ),
     Row("tokenizer processing_class", "`model.tokenizer`", same),
-    Row("pooling_mode", "`model.pooling=cls`, `mean` or `last`", POOLING, also="pooling pooling_type pooling_method"),
+    Row(
+        "pooling_mode",
+        "`model.pooling=cls`, `mean`, `last`, `max` or `weighted_mean`",
+        POOLING,
+        also="pooling pooling_type pooling_method",
+    ),
     Row("", "`model.pooling=mean`", also="pooling_mode_mean_tokens"),
     Row("", "`model.pooling=cls`", also="pooling_mode_cls_token"),
     Row("", "`model.pooling=last`", also="pooling_mode_lasttoken"),
+    Row("", "`model.pooling=max`", also="pooling_mode_max_tokens"),
+    Row("", "`model.pooling=weighted_mean`", also="pooling_mode_weightedmean_tokens"),
     Row("peft_config", "`model.lora.rank=16`, or another rank", _rank, also="use_peft"),
     Row("", "[`embedtrain mine`](mine.md)", shown="`mine_hard_negatives(...)`"),
     Row(

@@ -24,8 +24,15 @@ def read(name: str) -> Any:
 def vector(hidden: torch.Tensor) -> list[float]:
     """The vector of a text, from those of its tokens [L, H]."""
     pooling = read("1_Pooling/config.json")
-    mean = pooling["pooling_mode_mean_tokens"]
-    pooled = hidden.mean(dim=0) if mean else hidden[0 if pooling["pooling_mode_cls_token"] else -1]
+    (mode,) = (name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True)
+    weights = torch.arange(1, len(hidden) + 1)[:, None]
+    pooled = {
+        "cls_token": lambda: hidden[0],
+        "mean_tokens": lambda: hidden.mean(dim=0),
+        "lasttoken": lambda: hidden[-1],
+        "max_tokens": lambda: hidden.amax(dim=0),
+        "weightedmean_tokens": lambda: (weights * hidden).sum(dim=0) / weights.sum(),
+    }[mode.removeprefix("pooling_mode_")]()
     is_normalized = any(module["type"].endswith("Normalize") for module in read("modules.json"))
     vector: list[float] = (torch.nn.functional.normalize(pooled, dim=0) if is_normalized else pooled).tolist()
     return vector

@@ -1,4 +1,4 @@
-"""Disk space that the trainings of a pipeline need, from the configurations of their models."""
+"""Disk space that the stages of a pipeline need for models and checkpoints, from the configurations of the models."""
 
 import shutil
 from collections.abc import Sequence
@@ -29,38 +29,56 @@ def disk_of_training(recipe: Recipe, meta: MetaEncoder) -> int:
     checkpoints = size * (count if config.every else 1 + (config.best_metric is not None))
     if config.max_disk_gb is not None:
         checkpoints = min(checkpoints, int(config.max_disk_gb * GB))
-    per_weight = _DTYPE_BYTES.get(recipe.export.dtype) or meta.stored_dtype.itemsize
-    return checkpoints + per_weight * sum(weight.numel() for weight in meta.encoder.parameters())
+    return checkpoints + _disk_of_model(meta, recipe.export.dtype)
+
+
+def _disk_of_model(meta: MetaEncoder, dtype: ExportDtype) -> int:
+    """Bytes of a model directory's weights; unless the type is set, they have that of the model's files."""
+    per_weight = _DTYPE_BYTES.get(dtype) or meta.stored_dtype.itemsize
+    return per_weight * sum(weight.numel() for weight in meta.encoder.parameters())
+
+
+def disk_of_stage(pipeline: Pipeline, stage: Stage) -> int | None:
+    """Bytes of a training, or of the model that another stage writes; None for a stage that writes none.
+
+    Also None for a model that cannot be opened: the stage itself rejects it, or it does not exist yet.
+    """
+    if MODEL not in stage.kind.outputs:
+        return None
+    try:
+        if stage.kind.name == TRAIN:
+            recipe: Recipe = stage.options
+            recipe = replace(recipe, model=architecture(pipeline, recipe.model))
+            return disk_of_training(recipe, build_meta_encoder(recipe))
+        model = architecture(pipeline, ModelConfig(path=stage.output(MODEL)))
+        dtype = getattr(stage.options, "dtype", None) or ExportDtype.source
+        return _disk_of_model(build_meta_encoder(Recipe(model=model)), dtype)
+    except (EmbedtrainError, OSError):
+        return None
 
 
 def require_disk_space(pipeline: Pipeline, stages: Sequence[Stage]) -> None:
-    """Raise ConfigError if the trainings among the stages that are still to run need more than the disk has free.
+    """Raise ConfigError if stages that are still to run need more than the disk has free for models and checkpoints.
 
-    What a stage has written already counts as its own. Trainings of models that an earlier stage makes smaller are not
-    counted before that stage has ended, because the size of these models is not known.
+    What a stage has written already counts as its own. Models that a stage makes smaller, and those that are from them,
+    are not counted before that stage has ended, because their size is not known.
     """
     needed = 0
     for stage in stages:
-        if stage.kind.name != TRAIN or _model_is_unknown(pipeline, stage):
-            continue
-        recipe: Recipe = stage.options
-        try:
-            meta = build_meta_encoder(replace(recipe, model=architecture(pipeline, recipe.model)))
-            needed += max(0, disk_of_training(recipe, meta) - directory_size(stage.directory))
-        except (EmbedtrainError, OSError):
-            continue  # of a model that the stage itself rejects, or whose adapter does not exist yet
+        size = None if _model_is_unknown(pipeline, stage) else disk_of_stage(pipeline, stage)
+        needed += 0 if size is None else max(0, size - directory_size(stage.directory))
     free = shutil.disk_usage(pipeline.output_dir).free
     if needed > free:
         raise ConfigError(
-            f"output_dir={pipeline.output_dir}: the checkpoints and models of its trainings need {needed:,} bytes "
+            f"output_dir={pipeline.output_dir}: the checkpoints and models of its stages need {needed:,} bytes "
             f"({format_bytes(needed)}), and {free:,} bytes ({format_bytes(free)}) of the disk are free: choose another "
             "output_dir, or keep fewer checkpoints (checkpoint.keep, checkpoint.max_disk_gb)"
         )
 
 
 def _model_is_unknown(pipeline: Pipeline, stage: Stage) -> bool:
-    earlier = map(pipeline.stage, pipeline.ancestors(stage.name))
-    return any(other.kind.name in _SMALLER and not _has_model(other) for other in earlier)
+    chain = [stage, *map(pipeline.stage, pipeline.ancestors(stage.name))]
+    return any(other.kind.name in _SMALLER and not _has_model(other) for other in chain)
 
 
 def _has_model(stage: Stage) -> bool:

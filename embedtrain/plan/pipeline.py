@@ -5,13 +5,12 @@ from typing import Any
 
 from embedtrain.config.recipe import Recipe
 from embedtrain.formatting import format_bytes
-from embedtrain.pipeline.disk import architecture, disk_of_training
+from embedtrain.pipeline.disk import architecture, disk_of_stage
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.plan.compute import TrainingPlan, plan
 from embedtrain.plan.options import PlanOptions
-from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.tracking.pages import Page
 
 
@@ -23,7 +22,7 @@ class StagePlan:
     status: str  # `ended`, `begun`, or `to run`
     training: TrainingPlan | None  # of a training
     length: str  # of a training: its steps or epochs
-    disk: int | None  # bytes of the checkpoints and the model of a training
+    disk: int | None  # bytes of checkpoints and of the model; None: the stage writes none, or its size is not known
 
     def as_json(self) -> dict[str, Any]:
         """The stage as plain values; `plan` is that of a training, or null."""
@@ -45,11 +44,11 @@ def plan_pipeline(pipeline: Pipeline, options: PlanOptions) -> list[StagePlan]:
     for stage in pipeline.stages:
         record = state.read(stage)
         status = "to run" if record is None else "begun" if record.ended is None else "ended"
-        training, length, disk = None, "", None
+        training, length, disk = None, "", disk_of_stage(pipeline, stage)
         if stage.kind.name == TRAIN:
             recipe: Recipe = stage.options
             recipe = replace(recipe, model=architecture(pipeline, recipe.model))
-            training, disk = plan(recipe, options), disk_of_training(recipe, build_meta_encoder(recipe))
+            training = plan(recipe, options)
             train = recipe.train
             length = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
         plans.append(StagePlan(stage, status, training, length, disk))
@@ -84,7 +83,7 @@ def print_pipeline_plan(page: Page, pipeline: Pipeline, plans: list[StagePlan]) 
         ],
     )
     total = sum(p.disk or 0 for p in plans)
-    page.note(f"disk: at most {format_bytes(total)} for checkpoints and models of all trainings", "dim")
+    page.note(f"disk: at most {format_bytes(total)} for checkpoints and models of all stages", "dim")
     for p, training in trainings:
         for line in training.changes:
             page.note(f"{p.stage.name} does not fit: stages.{p.stage.name}.{line}")

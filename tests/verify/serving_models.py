@@ -18,7 +18,7 @@ _TEXTS = [*PROBES, *(f"alpha beta gamma {number} naïve café compress files qui
 _XLMR = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 _BERT = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # The head of a character map of sentencepiece that changes no character: the size of a trie, and its empty nodes.
-_NO_CHANGES = (1024).to_bytes(4, "little") + bytes(1024)
+_NO_CHANGES = (1024).to_bytes(4, "little") + bytes(1025)
 
 
 def _fast(tokenizer: Tokenizer, tokens: dict[str, str], pair: str) -> PreTrainedTokenizerFast:

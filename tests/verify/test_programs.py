@@ -1,5 +1,6 @@
 """`embedtrain verify` with engines that are no Python libraries; `make test-engines` installs them."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.checkpoint.export.verify import PROBES
-from embedtrain.config.recipe import ModelKind
+from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.verify import probes
 from tests.conftest import ROOT
@@ -48,3 +49,59 @@ def test_a_package_that_is_missing_is_named(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="transformers_js"):
         transformers_js(exported_with_tokenizer(tmp_path, "bert", "onnx"), tmp_path)
     assert "Cannot find package '@huggingface/transformers'" in capsys.readouterr().out
+
+
+def of_environment(engine: str, environment: str, model: Path) -> dict[str, float]:
+    python = ROOT / environment / "bin" / "python"
+    if not os.access(python, os.X_OK):
+        pytest.skip(f"{environment} does not exist: make test-engines installs it")
+    return verify(model, f"engines=[{engine}]", f"python={{{engine}: {python}}}")[engine]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_vllm_computes_the_vectors_of_the_encoder(tmp_path, architecture):
+    assert of_environment("vllm", ".venv-vllm", exported_with_tokenizer(tmp_path, architecture))["text"] < 1e-5
+
+
+def test_vllm_computes_the_scores_of_a_reranker(tmp_path):
+    model = exported_with_tokenizer(tmp_path, "xlm-roberta", kind=ModelKind.cross_encoder)
+    differences = of_environment("vllm", ".venv-vllm", model)
+    assert differences.keys() == {"logits", "activated"}
+    assert max(differences.values()) < 1e-5
+
+
+# How the converter would name the pre-tokenizer of the published vocabularies.
+PRE_TOKENIZERS = {
+    "bert": "bert-bge",
+    "xlm-roberta": "",
+    "modernbert": "modern-bert",
+    "qwen3": "qwen2",
+    "llama": "llama-bpe",
+}
+
+
+@pytest.mark.parametrize("architecture", PRE_TOKENIZERS)
+def test_llama_cpp_computes_the_vectors_of_the_encoder(tmp_path, architecture, monkeypatch):
+    """It rounds GELU to float16 in BERT and XLM-R."""
+    if architecture == "bert":
+        keep(monkeypatch, lambda text: "\u093f" not in text)
+    if (
+        architecture == "xlm-roberta"
+    ):  # whose character map makes spaces of tabs and line ends; that of the tests does not
+        keep(monkeypatch, lambda text: "\t" not in text)
+    monkeypatch.setenv("LLAMA_CPP_PRE_TOKENIZER", PRE_TOKENIZERS[architecture])
+    model = exported_with_tokenizer(tmp_path, architecture)
+    assert of_environment("llama_cpp", ".venv-llamacpp", model)["text"] < 1e-4
+
+
+def test_llama_cpp_attends_in_both_directions(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CPP_PRE_TOKENIZER", "llama-bpe")
+    model = exported_with_tokenizer(tmp_path, "llama", bidirectional=True, pooling=Pooling.mean)
+    assert of_environment("llama_cpp", ".venv-llamacpp", model)["text"] < 1e-4
+
+
+def test_llama_cpp_names_a_vocabulary_that_its_converter_does_not_know(tmp_path, capsys):
+    model = exported_with_tokenizer(tmp_path, "qwen3")
+    with pytest.raises(KeyError):
+        of_environment("llama_cpp", ".venv-llamacpp", model)
+    assert "BPE pre-tokenizer was not recognized" in capsys.readouterr().out

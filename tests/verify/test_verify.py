@@ -76,7 +76,7 @@ def test_what_cannot_be_compared(tmp_path):
     with pytest.raises(ConfigError, match="engines"):
         compose_verify(["model=x", "engines=[fastembedding]"])
     with pytest.raises(ConfigError, match="python"):
-        compose_verify(["model=x", "python={vllm: y}"])
+        compose_verify(["model=x", "python={ollama: y}"])
     with pytest.raises(ModelError, match="is not a directory"):
         main(compose_verify([f"model={tmp_path / 'none'}"]))
     options = compose_verify(["model=x", "engines=[fastembed]", "python={fastembed: y}"])

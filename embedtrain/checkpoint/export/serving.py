@@ -91,13 +91,14 @@ class ServedModel:
     source: ModelSource
     config: Mapping[str, Any]  # config.json
     has_graph: bool
+    has_sentencepiece: bool = False  # tokenizer.model, which transformers 5 does not write
 
     @classmethod
     def open(cls, directory: Path, source: ModelSource) -> "ServedModel":
         """The facts of an exported directory, which `source` was read from."""
         path = directory / "config.json"
         config = read_json(path) if path.is_file() else {}  # a table of sentence-transformers has none
-        return cls(source, config, (directory / GRAPH).is_file())
+        return cls(source, config, (directory / GRAPH).is_file(), (directory / "tokenizer.model").is_file())
 
     @property
     def model_type(self) -> str:

@@ -115,6 +115,12 @@ def _check_llama_cpp(model: ServedModel) -> Iterator[Loss]:
         yield Loss(Effect.changed, "it converts dense heads of gemma3_text only")
     if model.model_type == "gemma3_text" and not model.config.get("use_bidirectional_attention"):
         yield Loss(Effect.changed, "its attention is bidirectional in gemma3_text")
+    if model.model_type == "gemma3_text" and not model.has_sentencepiece:
+        yield Loss(Effect.refused, "its converter requires the tokenizer.model of Gemma: copy it from the base model")
+    if model.model_type == "llama" and (model.config.get("rope_scaling") or {}).get("rope_type") == "llama3":
+        yield Loss(Effect.refused, "its converter fails on the rotary positions of Llama 3.1 (rope_type llama3)")
+    if model.model_type in ("bert", "distilbert"):
+        yield Loss(Effect.some_texts, "tokenizers of uncased models lose the vowel signs of Indic scripts")
 
 
 def _check_transformers_js(model: ServedModel) -> Iterator[Loss]:
@@ -217,7 +223,7 @@ ENGINES: Mapping[str, Engine] = {
     ),
     "llama_cpp": Engine(
         title="llama.cpp",
-        source="conversion/ at 7bca1fd9",
+        source="2026.10.11549 of xllamacpp",
         kinds={_DENSE: "", _PAIRS: ""},
         lost=(_PLAIN - {Trait.dense}) | {Trait.custom_code, Trait.pooling},
         model_types=frozenset({"bert", "distilbert", "gemma3_text", "llama", "mistral", "modernbert", "qwen2", "qwen3"})

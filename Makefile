@@ -57,7 +57,7 @@ test-hosts: .venv  ## on two hosts, which are network namespaces of this machine
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
-test-engines: .venv .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs .venv-vllm .venv-llamacpp  ## exported models in older libraries and in serving engines
+test-engines: .venv .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp  ## exported models in older libraries and in serving engines
 	$(BIN)/python -m pytest tests/verify -m engines -rs
 
 image-test: .venv  ## build the CPU image and run the quickstart in it
@@ -101,24 +101,24 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	  || { touch -d @0 $@; exit 1; }
 	@touch $@
 
-# Serving engines, each with its own requirements.
-.venv-transformers4: Makefile
-	$(PYTHON) -m venv $@
-	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==4.57.6' \
-	  'sentence-transformers==5.2.0' || { touch -d @0 $@; exit 1; }
-	@touch $@
-
-.venv-fastembed: Makefile
-	$(PYTHON) -m venv $@
-	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'fastembed==0.9.1' || { touch -d @0 $@; exit 1; }
-	@touch $@
-
-# The backends of sentence-transformers: optimum requires older versions of transformers than this project.
-.venv-backends: Makefile
-	$(PYTHON) -m venv $@
-	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==4.57.6' \
-	  'sentence-transformers==6.2.0' 'optimum-onnx==0.1.0' 'optimum-intel==1.27.0' 'openvino==2026.4.1' \
-	  'onnxruntime==1.31.1' || { touch -d @0 $@; exit 1; }
+# Serving engines and clients, in as few environments as install together. PyLate asks for an older torch than that of
+# the others, for an index which exports do not need; optimum for an older transformers.
+.venv-transformers4: PACKAGES := torch==2.13.0 transformers==4.57.6 sentence-transformers==5.3.0 datasets==4.8.5
+.venv-transformers4: NO_DEPS := pylate==1.6.0
+.venv-backends: PACKAGES := torch==2.13.0 transformers==4.57.6 sentence-transformers==6.2.0 optimum-onnx==0.1.0 \
+  optimum-intel==1.27.0 openvino==2026.4.1 onnxruntime==1.31.1
+.venv-clients: PACKAGES := torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0 fastembed==0.9.1 \
+  FlagEmbedding==1.4.2 langchain-huggingface==1.2.3 llama-index-embeddings-huggingface==0.8.0 haystack-ai==3.4.0 \
+  sentence-transformers-haystack==2.0.0 chromadb==1.5.9 txtai==9.14.0
+.venv-infinity: PACKAGES := torch==2.13.0 transformers==4.57.6 sentence-transformers==3.4.1 \
+  'infinity_emb[server,torch]==0.0.78'
+.venv-transformers4 .venv-backends .venv-clients .venv-infinity: Makefile
+	@test -x $@/bin/python || $(PYTHON) -m venv $@
+	@touch -d @0 $@
+	@echo 'Installing into $@: a few minutes the first time'
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES) \
+	  && { test -z '$(NO_DEPS)' || $@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(NO_DEPS); } \
+	  || { touch -d @0 $@; exit 1; }
 	@touch $@
 
 # Its binaries for CUDA are downloaded by a script, which is skipped; those for CPUs are in the packages.
@@ -145,4 +145,4 @@ LLAMA_CPP := llama_cpp_python-0.3.36
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers4 .venv-fastembed .venv-backends .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache

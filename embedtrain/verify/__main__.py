@@ -64,8 +64,11 @@ def _describe(outcome: "Outcome", tolerance: float, known: "Sequence[str]") -> s
         return f"{outcome.engine}: failed, {outcome.reason}"
     roles = ", ".join(f"{role} {value:.1e}" for role, value in outcome.differences.items())
     verdict = "equal" if outcome.passes(tolerance) else "DIFFERENT"
-    reasons = "" if outcome.passes(tolerance) or not known else f" ({'; '.join(known)})"
-    return f"{outcome.engine} {outcome.version}: {verdict}, largest difference {roles}{reasons}"
+    reasons = [] if outcome.passes(tolerance) else [*known]
+    if outcome.changes:
+        reasons += [f"without texts that it changes: it {outcome.changes}"]
+    notes = f" ({'; '.join(reasons)})" if reasons else ""
+    return f"{outcome.engine} {outcome.version}: {verdict}, largest difference {roles}{notes}"
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Outcome:
     version: str = ""
     differences: Mapping[str, float] | None = None  # None: it did not run
     reason: str = ""  # why not
+    changes: str = ""  # what it does to texts, which are not compared
     is_supported: bool = True  # whether it computes such models
 
     def passes(self, tolerance: float) -> bool:
@@ -74,7 +75,7 @@ def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
         computed = json.loads(result.read_text(encoding="utf-8"))
     if "unsupported" in computed:
         return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
-    return Outcome(engine, computed["version"], compare(computed, probe))
+    return Outcome(engine, computed["version"], compare(computed, probe), changes=computed.get("changes", ""))
 
 
 def _reason(error: subprocess.CalledProcessError) -> str:

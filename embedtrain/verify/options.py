@@ -15,6 +15,14 @@ ENGINES = (
     "transformers_js",
     "vllm",
     "llama_cpp",
+    "infinity_emb",
+    "FlagEmbedding",
+    "langchain_huggingface",
+    "llama_index",
+    "haystack",
+    "chromadb",
+    "txtai",
+    "pylate",
 )
 HELP = """embedtrain verify: whether libraries and servers compute what a model computes
 
@@ -29,8 +37,9 @@ class VerifyOptions:
     """Options of `python -m embedtrain.verify`."""
 
     model: str = ""  # model directory
-    # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp; default: those
-    # that are installed here, and those of `python`.
+    # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp, infinity_emb,
+    # FlagEmbedding, langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate; default: those that are
+    # installed here, and those of `python`.
     engines: list[str] | None = None
     # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}; of transformers_js
     # the folder of node_modules, with node in PATH.

@@ -1,7 +1,6 @@
-"""`embedtrain verify`: engines of this environment, and with `make test-engines` those of others."""
+"""`embedtrain verify` with engines of this environment; see test_engines.py for those of others."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from embedtrain.verify.__main__ import main
 from embedtrain.verify.engines import interpreters
 from embedtrain.verify.options import compose_verify
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.conftest import ROOT
 from tests.small import POOLINGS, save_small, small_model
 
 pytest.importorskip("onnxruntime")
@@ -82,22 +80,3 @@ def test_what_cannot_be_compared(tmp_path):
     options = compose_verify(["model=x", "engines=[fastembed]", "python={fastembed: y}"])
     assert interpreters(options) == {"fastembed": "y"}
     assert interpreters(compose_verify(["model=x"]))["transformers"] == sys.executable
-
-
-@pytest.mark.engines
-@pytest.mark.parametrize("architecture", CHANGES)
-def test_engines_of_other_environments(tmp_path, architecture):
-    """transformers 4 with sentence-transformers 5, and fastembed; `make test-engines` installs them."""
-    pythons = {}
-    for name, environment in (
-        ("sentence_transformers", ".venv-transformers4"), ("transformers", ".venv-transformers4"),
-        ("fastembed", ".venv-fastembed"),
-    ):  # fmt: skip
-        python = ROOT / environment / "bin" / "python"
-        if not os.access(python, os.X_OK):
-            pytest.skip(f"{environment} does not exist: make test-engines installs it")
-        pythons[name] = python
-    given = ", ".join(f"{name}: {python}" for name, python in pythons.items())
-    differences = verify(exported(tmp_path, architecture), f"engines=[{','.join(pythons)}]", f"python={{{given}}}")
-    assert differences["sentence_transformers"].keys() == {"text", "query", "document"}
-    assert all(value < 1e-4 for each in differences.values() for value in each.values())

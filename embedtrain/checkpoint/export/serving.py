@@ -14,6 +14,7 @@ from embedtrain.checkpoint.export.onnx import GRAPH
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
+from embedtrain.models.module_settings import PYLATE, SETTINGS
 from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
 
@@ -92,13 +93,21 @@ class ServedModel:
     config: Mapping[str, Any]  # config.json
     has_graph: bool
     has_sentencepiece: bool = False  # tokenizer.model, which transformers 5 does not write
+    is_pylate: bool = False  # whether the directory has the layout of PyLate
 
     @classmethod
     def open(cls, directory: Path, source: ModelSource) -> "ServedModel":
         """The facts of an exported directory, which `source` was read from."""
         path = directory / "config.json"
         config = read_json(path) if path.is_file() else {}  # a table of sentence-transformers has none
-        return cls(source, config, (directory / GRAPH).is_file(), (directory / "tokenizer.model").is_file())
+        settings = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
+        return cls(
+            source,
+            config,
+            (directory / GRAPH).is_file(),
+            (directory / "tokenizer.model").is_file(),
+            settings.get("model_type") == PYLATE,
+        )
 
     @property
     def model_type(self) -> str:

@@ -93,7 +93,7 @@ _START: Mapping[str, Start] = {
         f'HuggingFaceEmbedding("{name}", query_instruction={_quoted(model, "query")}, '
         f"text_instruction={_quoted(model, 'document')}, normalize=False)"
     ),
-    "chromadb": lambda _, name: f'SentenceTransformerEmbeddingFunction("{name}")',
+    "chromadb": lambda _, name: f'SentenceTransformerEmbeddingFunction("{name}", default_prompt_name="document")',
     "txtai": lambda _, name: f'Embeddings(path="{name}", method="sentence-transformers")',
 }
 _VERDICTS = {

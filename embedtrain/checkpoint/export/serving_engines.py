@@ -130,6 +130,11 @@ def _check_transformers_js(model: ServedModel) -> Iterator[Loss]:
         yield Loss(Effect.some_texts, "it replaces the joiners in emoji of several characters by spaces")
 
 
+def _check_pylate(model: ServedModel) -> Iterator[Loss]:
+    if not model.is_pylate:
+        yield Loss(Effect.refused, "it does not have all settings of this model, which has the layout of its own")
+
+
 # By the name of the package that a client imports, or of the program.
 ENGINES: Mapping[str, Engine] = {
     "sentence_transformers": Engine(
@@ -267,10 +272,9 @@ ENGINES: Mapping[str, Engine] = {
     "chromadb": Engine(
         title="Chroma",
         source="1.5.9",
-        kinds={_DENSE: "", _M3: _VECTOR_OF_M3},
-        lost=frozenset({Trait.include_prompt}),
+        kinds={_DENSE: "", _SPARSE: "", _M3: _VECTOR_OF_M3},
         files=("modules.json", "model.safetensors", "tokenizer.json"),
-        prompts=_BY_CLIENT,
+        prompts='`default_prompt_name="document"`; queries are encoded outside of it',
     ),
     "txtai": Engine(
         title="txtai",
@@ -279,5 +283,14 @@ ENGINES: Mapping[str, Engine] = {
         lost=frozenset({Trait.vector_length}),
         files=("modules.json", "model.safetensors", "tokenizer.json"),
         prompts="the categories `query` and `data` prepend them",
+    ),
+    "pylate": Engine(
+        title="PyLate",
+        source="1.6",
+        kinds={_TOKENS: ""},
+        lost=frozenset({Trait.static}),
+        files=("modules.json", "model.safetensors", "tokenizer.json"),
+        prompts='prefixes always, other prompts with `prompt_name="query"`',
+        checks=_check_pylate,
     ),
 }

@@ -19,5 +19,8 @@ with the prompts. It has the ways that the engine has, and one or more parts of 
 - `word_weights`: for each text {"indices": ids of tokens, "values": their weights} (sparse, m3)
 - `scores` of a cross-encoder: a number for each pair, as `logits` or `activated` instead of a way of encoding
 
+Of an engine that changes some texts before it computes, it also gets `changes`, what it does to them, and `changed`: by
+way of encoding, or of scoring, the indices of these texts or pairs, which are not compared.
+
 Instead of these it gets `unsupported`, a sentence, if this version of the engine has no such models.
 """

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import sentence_transformers
@@ -43,7 +44,8 @@ else:
     if kind == "cross_encoder":
         # A chat template has the prompts as well.
         pairs = given["pairs" if "message" in getattr(model, "modalities", ()) else "formatted_pairs"]
-        functions = {"logits": torch.nn.Identity(), "activated": None}
+        # In this order: before version 6, the function of a call stays that of later ones.
+        functions = {"activated": None, "logits": torch.nn.Identity()}
         output["scores"] = {
             way: model.predict(pairs, activation_fn=function, show_progress_bar=False).tolist()
             for way, function in functions.items()
@@ -58,5 +60,11 @@ else:
         output["word_weights"] = {way: [words(row) for row in rows] for way, rows in texts}
     else:
         output["vectors"] = {way: rows.tolist() for way, rows in encoded(model, given["texts"])}
+    if find_spec("sentence_transformers.base") is None and kind != "cross_encoder":  # before version 5.4
+        output["changes"] = "strips white space from the ends of texts"
+        output["changed"] = {
+            way: [row for row, text in enumerate(given["texts"]) if (prompt + text).strip() != prompt + text]
+            for way, prompt in ({"text": ""} | given["prompts"]).items()
+        }
 with open(sys.argv[2], "w", encoding="utf-8") as result:
     json.dump(output, result)

@@ -51,11 +51,11 @@ def test_a_package_that_is_missing_is_named(tmp_path, capsys):
     assert "Cannot find package '@huggingface/transformers'" in capsys.readouterr().out
 
 
-def of_environment(engine: str, environment: str, model: Path) -> dict[str, float]:
+def of_environment(engine: str, environment: str, model: Path, *more: str) -> dict[str, float]:
     python = ROOT / environment / "bin" / "python"
     if not os.access(python, os.X_OK):
         pytest.skip(f"{environment} does not exist: make test-engines installs it")
-    return verify(model, f"engines=[{engine}]", f"python={{{engine}: {python}}}")[engine]
+    return verify(model, f"engines=[{engine}]", f"python={{{engine}: {python}}}", *more)[engine]
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -98,6 +98,12 @@ def test_llama_cpp_attends_in_both_directions(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP_PRE_TOKENIZER", "llama-bpe")
     model = exported_with_tokenizer(tmp_path, "llama", bidirectional=True, pooling=Pooling.mean)
     assert of_environment("llama_cpp", ".venv-llamacpp", model)["text"] < 1e-4
+
+
+def test_llama_cpp_computes_the_scores_of_a_reranker(tmp_path, monkeypatch):
+    keep(monkeypatch, lambda text: len(text) < 50 and "\t" not in text)
+    model = exported_with_tokenizer(tmp_path, "xlm-roberta", kind=ModelKind.cross_encoder)
+    assert of_environment("llama_cpp", ".venv-llamacpp", model, "tolerance=1e-3")["logits"] < 1e-3
 
 
 def test_llama_cpp_names_a_vocabulary_that_its_converter_does_not_know(tmp_path, capsys):

@@ -119,6 +119,12 @@ def _check_llama_cpp(model: ServedModel) -> Iterator[Loss]:
         yield Loss(Effect.refused, "its converter requires the tokenizer.model of Gemma: copy it from the base model")
     if model.model_type == "llama" and (model.config.get("rope_scaling") or {}).get("rope_type") == "llama3":
         yield Loss(Effect.refused, "its converter fails on the rotary positions of Llama 3.1 (rope_type llama3)")
+    if model.source.kind is _PAIRS:
+        if model.config.get("type_vocab_size", 1) > 1:
+            yield Loss(Effect.changed, "it gives both texts of a pair the token type 0")
+        yield Loss(Effect.some_texts, "it rejects pairs beyond the maximum length")
+    if model.config.get("hidden_act") == "gelu":
+        yield Loss(Effect.rounded, "it looks up GELU in a table in float16")
     if model.model_type in ("bert", "distilbert"):
         yield Loss(Effect.some_texts, "tokenizers of uncased models lose the vowel signs of Indic scripts")
 

@@ -1,4 +1,4 @@
-"""The vectors of llama.cpp's server, of a GGUF file in float32 that its converter writes.
+"""The output of llama.cpp's server, of a GGUF file in float32 that its converter writes.
 
 The converter is convert_hf_to_gguf.py in the folder llama.cpp of this environment. It recognises a byte-level tokenizer
 by a checksum of its tokens; for a vocabulary of one's own LLAMA_CPP_PRE_TOKENIZER names the pre-tokenizer, which tests
@@ -44,36 +44,55 @@ def server(file: Path, max_length: int) -> Any:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # The converter writes the pooling of encoders, Qwen3 and Gemma 3 only.
-    pooling = json.loads((directory / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
-    (name,) = (POOLINGS[flag] for flag in POOLINGS if pooling[flag])
-    params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{name}")
-    if json.loads((directory / "config.json").read_text(encoding="utf-8")).get("is_causal") is False:
+    params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{pooling()}")
+    if read("config.json").get("is_causal") is False:
         params.attention_type = xllamacpp.llama_attention_type.LLAMA_ATTENTION_TYPE_NON_CAUSAL
-    if not any(module["type"].endswith("Normalize") for module in modules):
-        params.embd_normalize = -1
+    if is_pair or any(module["type"].endswith("Normalize") for module in read("modules.json")):
+        return xllamacpp.Server(params)
+    params.embd_normalize = -1
     return xllamacpp.Server(params)
+
+
+def read(name: str) -> Any:
+    """A JSON file of the model."""
+    return json.loads((directory / name).read_text(encoding="utf-8"))
+
+
+def pooling() -> str:
+    """The name of llama.cpp; the converter writes the pooling of encoders, Qwen3 and Gemma 3 only."""
+    if is_pair:
+        return "RANK"
+    flags = read("1_Pooling/config.json")
+    return next(name for flag, name in POOLINGS.items() if flags[flag])
+
+
+def vector(text: str) -> list[float]:
+    """The vector of a text, which is cut here: the server rejects one beyond the maximum length."""
+    tokens = tokenizer.encode(text)
+    answer = engine.handle_embeddings({"input": tokens.ids if tokens.overflowing else text})
+    if "data" not in answer:
+        raise ValueError(answer)
+    return list(answer["data"][0]["embedding"])
+
+
+def score(query: str, document: str) -> float:
+    """The logit of a pair; NaN for one beyond the maximum length, which the server rejects."""
+    answer = engine.handle_rerank({"query": query, "documents": [document]})
+    return float(answer["results"][0]["relevance_score"]) if "results" in answer else float("nan")
 
 
 with open(sys.argv[1], encoding="utf-8") as request:
     given, result = json.load(request), sys.argv[2]
-directory, output = Path(given["model"]), {"version": xllamacpp.__version__}
-max_length = json.loads((directory / "sentence_bert_config.json").read_text(encoding="utf-8"))["max_seq_length"]
-modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+directory, is_pair, output = Path(given["model"]), given["kind"] == "cross_encoder", {"version": xllamacpp.__version__}
 tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 with tempfile.TemporaryDirectory() as folder:
     if reason := convert(directory, Path(folder) / "model.gguf"):
         output["unsupported"] = reason
     else:
-        engine = server(Path(folder) / "model.gguf", max_length)
-        vectors = []
-        for text in given["texts"]:
-            # The server rejects a text beyond the maximum length: the client cuts it.
-            tokens = tokenizer.encode(text)
-            answer = engine.handle_embeddings({"input": tokens.ids if tokens.overflowing else text})
-            if "data" not in answer:
-                raise ValueError(answer)
-            vectors.append(answer["data"][0]["embedding"])
-        output["vectors"] = {"text": vectors}
+        engine = server(Path(folder) / "model.gguf", read("tokenizer_config.json")["model_max_length"])
+        if is_pair:
+            output["scores"] = {"logits": [score(*pair) for pair in given["formatted_pairs"]]}
+        else:
+            output["vectors"] = {"text": [vector(text) for text in given["texts"]]}
 with open(result, "w", encoding="utf-8") as file:
     json.dump(output, file)

@@ -16,6 +16,7 @@ from embedtrain.checkpoint.export.model_export import (
 )
 from embedtrain.checkpoint.export.onnx import require_graph
 from embedtrain.checkpoint.export.onnx_variants import GraphMeasure
+from embedtrain.checkpoint.export.portable_files import complete_older_files
 from embedtrain.checkpoint.export.quantisation_file import write_trained_ranges
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
@@ -56,24 +57,8 @@ def export_checkpoint(
     ConfigError if another export to the directory is running.
     """
     run_dir, recipe, checkpoint = run.run_dir, run.recipe, run.checkpoint
-    source = open_model_source(
-        ModelConfig(
-            path=str(run_dir.architecture),
-            kind=recipe.model.kind,
-            rope_theta=config.rope_theta,
-            trust_remote_code=trust_remote_code,
-        )
-    )
-    if recipe.model.kind is not ModelKind.dense and config.truncate_dim is not None:
-        raise ConfigError(
-            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not "
-            f"{recipe.model.kind.value}; leave it out"
-        )
-    if recipe.model.kind is ModelKind.late_interaction and ADAPTER in config.formats:
-        raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
-    source.require_dimensions([config.truncate_dim], "truncate_dim")
-    loaded = load_tokenizer(source)
-    tokenizer = bound_tokenizer(source, loaded)
+    source = _open_architecture(run, config, trust_remote_code=trust_remote_code)
+    tokenizer = bound_tokenizer(source, load_tokenizer(source))
     dtype = export_dtype(config.dtype, source)
     base: ModelSource | None = None
     if ONNX in config.formats:
@@ -104,6 +89,7 @@ def export_checkpoint(
         export = replace(export, matryoshka_dims=frozenset(matryoshka_dims_of(recipe.loss)))
         with console.phase("writing the directory"):
             export.begin()
+            complete_older_files(unfinished, source, tokenizer)
             export.write(weights.rows, main=True)
         names = [name for name in reader.specs if ranges_dimension(name) is not None]
         ranges = {name: rows for name in names for _, rows in reader.all_rows(name)}
@@ -119,6 +105,28 @@ def export_checkpoint(
             name=config.push_to_hub,
         )
         return export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase, measure=measure)
+
+
+def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_code: bool) -> ModelSource:
+    """The model of a run; a ConfigError if it cannot be exported with these options."""
+    kind = run.recipe.model.kind
+    source = open_model_source(
+        ModelConfig(
+            path=str(run.run_dir.architecture),
+            kind=kind,
+            rope_theta=config.rope_theta,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+    if kind is not ModelKind.dense and config.truncate_dim is not None:
+        raise ConfigError(
+            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not {kind.value}; "
+            "leave it out"
+        )
+    if kind is ModelKind.late_interaction and ADAPTER in config.formats:
+        raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
+    source.require_dimensions([config.truncate_dim], "truncate_dim")
+    return source
 
 
 def _reference(

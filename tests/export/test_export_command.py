@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_an_unchecked_export_warns(workshop, tmp_path, capsys):
     assert "reopening" not in output
     assert "(float16, not checked)" in output
     assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
+
+
+def test_settings_that_older_versions_did_not_write_are_added(workshop, tmp_path):
+    run_dir = shutil.copytree(workshop / "full", tmp_path / "run")
+    for name, settings in (("config.json", "architectures"), ("tokenizer.json", "truncation")):
+        path = run_dir / "architecture" / name
+        content = json.loads(path.read_text())
+        assert content.pop(settings)
+        path.write_text(json.dumps(content))
+    (run_dir / "architecture" / "checksums.json").unlink(missing_ok=True)
+    export(f"run={run_dir}", "check=false", f"output_dir={tmp_path / 'out'}")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertModel"]
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["truncation"]["max_length"] == 48
 
 
 def test_graphs_are_measured_on_evaluation_sets(workshop, tmp_path):

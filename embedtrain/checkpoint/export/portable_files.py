@@ -10,10 +10,13 @@ from typing import Any
 
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
 
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.files import write_json
 from embedtrain.models.file_references import read_json
 from embedtrain.models.rope import with_rope_theta
+from embedtrain.models.static_embedding import is_static
+from embedtrain.models.types import ModelSource
 
 _CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"  # fastembed requires it
@@ -51,11 +54,26 @@ def write_config(directory: Path, config: PretrainedConfig) -> None:
     """
     config.save_pretrained(directory)
     stored = read_json(directory / _CONFIG)
+    _write(directory, stored | _architectures(stored, config))
+
+
+def complete_older_files(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
+    """Write what the directory lacks if it comes from a run of a version that wrote fewer settings.
+
+    Those wrote `architectures` for classifiers and language models only.
+    """
+    if is_static(source.config) or "architectures" in (stored := read_json(directory / _CONFIG)):
+        return
+    _write(directory, stored | _architectures(stored, source.config))
+    write_tokenizer(directory, tokenizer.tokenizer, tokenizer.max_length)
+
+
+def _architectures(stored: Mapping[str, Any], config: PretrainedConfig) -> dict[str, list[str]]:
+    """The class of transformers that the weights belong to; empty if it has none for them."""
     model_class = MODEL_MAPPING.get(type(config), None)
     own_class = stored.get("auto_map", {}).get("AutoModel", "").rpartition(".")[2]  # of trusted Python code
     name = own_class if model_class is None else model_class.__name__
-    architectures = {"architectures": [name]} if name else {}
-    _write(directory, stored | architectures)
+    return {"architectures": [name]} if name else {}
 
 
 def _write(directory: Path, stored: Mapping[str, Any]) -> None:

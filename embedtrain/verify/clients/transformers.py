@@ -52,7 +52,8 @@ def words(logits: torch.Tensor) -> dict[str, list[Any]]:
 with open(sys.argv[1], encoding="utf-8") as request:
     given = json.load(request)
 kind, directory = given["kind"], Path(given["model"])
-is_causal = read("config.json")["architectures"][0].endswith("ForCausalLM")
+architectures = read("config.json").get("architectures") or [""]
+is_causal = architectures[0].endswith("ForCausalLM")
 language_model = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
 name = {"cross_encoder": AutoModelForSequenceClassification, "sparse": language_model}.get(kind, AutoModel)
 tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)

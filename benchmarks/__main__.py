@@ -9,6 +9,7 @@ TABLES = (
     "training",
     "caching",
     "encoding",
+    "graphs",
     "reranking",
     "collectives",
     "scaling",

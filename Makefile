@@ -139,7 +139,7 @@ LLAMA_CPP := llama_cpp_python-0.3.36
 	$(PYTHON) -m venv $@
 	@$@/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'transformers==5.23.0' \
 	  'sentencepiece==0.2.2' protobuf pyyaml requests 'xllamacpp==2026.10.11549' \
-	  && $@/bin/python -m pip download --quiet --no-deps --no-binary :all: -d $@ llama-cpp-python==$(LLAMA_CPP:llama_cpp_python-%=%) \
+	  && $@/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $@ llama-cpp-python==$(LLAMA_CPP:llama_cpp_python-%=%) \
 	  && tar -xzf $@/$(LLAMA_CPP).tar.gz -C $@ --strip-components=2 \
 	  $(addprefix $(LLAMA_CPP)/vendor/llama.cpp/,convert_hf_to_gguf.py conversion gguf-py) || { touch -d @0 $@; exit 1; }
 	@touch $@

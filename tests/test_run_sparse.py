@@ -82,7 +82,7 @@ def test_decoders_are_exported(ranks, inputs, tmp_path):
         ("sparsity.ramp=-1", r"sparsity\.ramp=-1"),
         ("loss=cosent", "loss=cosent: "),
         ("loss.similarity=dot", r"loss\.similarity=dot"),
-        ("export.formats=[adapter]", "adapter is not for model.kind=sparse"),
+        ("export.formats=[logit_score]", "logit_score is not for model.kind=sparse"),
         ("model.pooling=cls", r"model\.pooling=cls"),
         ("model.kind=dense model.pooling=cls", "sparsity.query_weight=0.01: is for model.kind=sparse"),
     ],

@@ -111,7 +111,7 @@ def run(world: World, arguments: list[str]) -> tuple[str, np.ndarray, np.ndarray
 # Architectures that are covered by tests/test_run.py or by a similar one here.
 COVERED = (
     *("xlm-roberta", "bert", "distilbert", "electra", "llama", "qwen2", "mistral", "gemma3_text"),
-    *("mpnet", "deberta-v2"),
+    *("mpnet", "deberta-v2", "gemma"),
 )
 
 

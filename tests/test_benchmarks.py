@@ -118,6 +118,7 @@ def test_a_failing_row_reports_its_error_and_the_next_rows_run(
     assert 40 <= cached <= 75
 
 
+@pytest.mark.slow
 def test_a_variant_with_a_different_loss_is_reported_as_wrong(
     variants: list[gpu.Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:

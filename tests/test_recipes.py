@@ -6,7 +6,6 @@ import json
 import shlex
 import string
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from embedtrain.plan.compute import plan
 from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
 from tests.conftest import ROOT
+from tests.marks import slow_but
 from tests.small import batch, save_language_model, save_small, small_model, small_tokenizer, text, write_rows
 from tests.token_rerankers import save_causal
 
@@ -84,13 +84,8 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3", "bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
 # One of each architecture or kind; those of the others are slow tests.
-PLANNED = {"bce_xlmr", "e5_mistral_lora", "qwen3_reranker", "modern_colbert", "bge_m3", "splade"}
-TRAINED = {"bce_xlmr", "e5_mistral_lora", "qwen3_embedder", "bge_m3", "bce_reranker", "qwen3_reranker"}
-
-
-def slow_but(names: set[str], of: list[str]) -> list[Any]:
-    """The parameters `of`, of which all but `names` are slow tests."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in of]
+PLANNED = {"bce_xlmr", "qwen3_reranker", "modern_colbert", "bge_m3"}
+TRAINED = {"bce_xlmr", "e5_mistral_lora", "bce_reranker"}
 
 
 def header(name: str) -> list[str]:

@@ -224,6 +224,7 @@ def task_runs(ranks, workshop, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_adapters_of_several_tasks(workshop, task_runs, tmp_path):
     """One directory, opened as its card says, has the vectors of each run, of the base, and the prompts of both."""
     to = tmp_path / "joint"

@@ -21,6 +21,7 @@ from embedtrain.evaluate.options import compose_evaluate
 from embedtrain.export.options import compose_export
 from embedtrain.search.options import compose_search
 from tests.conftest import ROOT
+from tests.marks import slow_but
 
 GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
 
@@ -89,7 +90,7 @@ def test_every_choice_composes(group):
         compose_recipes([*arguments, f"{group}={name}", *REQUIRED.get(name, [])])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", slow_but(["infonce", "combined", "m3", "sentence_transformers", "custom"], LOSSES))
 def test_every_loss_is_saved_and_loaded(tmp_path, name):
     """Resuming and exporting read the recipe.yaml of a run."""
     option = "loss.temperature=0.5" if name == "m3" else "loss.matryoshka_dims=[8,4]"

@@ -134,6 +134,7 @@ def start_ranks(folder: Path, size: int, *arguments: str) -> list["subprocess.Po
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "killed", "arguments", "begins", "meanwhile"),
     [

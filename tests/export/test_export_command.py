@@ -54,6 +54,7 @@ def vectors(directory: Path) -> np.ndarray:
     return SentenceTransformer(str(directory)).encode(TEXTS)
 
 
+@pytest.mark.slow
 def test_every_step_of_both_layouts_is_exported(workshop, tmp_path):
     """With the weights of the step: the two runs learn the same, and latest is what the run exported."""
     named = {}

@@ -44,6 +44,7 @@ def remount(mount_point, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", mount_point], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_read_only_disk(folder, undisturbed, small_disk):
     options = ("checkpoint.keep=9", "tracking.report=false")  # the sample needs as much space as a checkpoint
     run = start(folder, "disk/run", *options)

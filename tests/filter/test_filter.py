@@ -142,11 +142,11 @@ def test_ranks_within_parts_of_the_documents(ranks, folder, similarities):
 
 
 def test_scores_of_a_teacher(ranks, folder):
-    options = ["keep_rank=null", f"teacher={folder}/cross", "min_score=0"]
+    options = ["keep_rank=null", f"teacher={folder}/cross", "min_score=-0.7"]
     ranks(2, run_filter, arguments(folder, "scored", *options))
     rejected = read_jsonl(folder / "scored" / "rejected" / "rows.jsonl")
     assert rejected
-    assert all(score < 0 for row in rejected for score in row["scores"])
+    assert all(score < -0.7 for row in rejected for score in row["scores"])
     num_positives = sum(len(row["pos"]) for row in (*rejected, *read_jsonl(folder / "scored" / "rows.jsonl")))
     assert num_positives == sum(len(row["pos"]) for row in ROWS)
 

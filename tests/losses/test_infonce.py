@@ -26,6 +26,7 @@ from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, pl
 from embedtrain.losses.types import BatchInfo, Counts, Guide
 from tests.losses.global_batch import Case, GlobalVectors, check, check_all, vectors
 from tests.losses.reference_loss import PrecomputedVectors
+from tests.marks import slow_but
 
 TEMPERATURE = 0.1
 ALL_DIRECTIONS = list(LossDirection)
@@ -211,7 +212,14 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+# The others change one option of these.
+QUICK = (
+    *("hard negatives", "dot", "duplicates, all directions", "ids", "symmetric", "guide, relative margin"),
+    *("hardness of all", "focal", "trained temperature", "fewer rows than ranks", "all negatives excluded"),
+)
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, PROBLEMS))
 def test_textbook(ranks, name):
     sizes, options = PROBLEMS[name]
     batch = sizes if isinstance(sizes, GlobalVectors) else vectors(sizes)

@@ -19,6 +19,7 @@ from embedtrain.config.losses import (
 )
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 from tests.losses.reference_loss import assert_equals_reference
+from tests.marks import slow_but
 
 SIZES = (1, 3, 2, 1, 4, 2)
 SIAMESE = {
@@ -138,7 +139,7 @@ def test_cosine_mse(ranks):
     )
 
 
-@pytest.mark.parametrize("distance", Distance)
+@pytest.mark.parametrize("distance", slow_but([Distance.cosine, Distance.euclidean], Distance))
 @pytest.mark.parametrize("levels", [0, 2], ids=["scores", "labels"])
 def test_contrastive(ranks, distance, levels):
     margin = {Distance.cosine: 0.9, Distance.euclidean: 3.5, Distance.manhattan: 9.0}[distance]
@@ -182,7 +183,7 @@ def hard_pairs(config: OnlineContrastiveConfig):
 
 
 @pytest.mark.parametrize("reduction", Reduction)
-@pytest.mark.parametrize("distance", Distance)
+@pytest.mark.parametrize("distance", slow_but([Distance.cosine, Distance.euclidean], Distance))
 def test_online_contrastive(ranks, distance, reduction):
     margin = {Distance.cosine: 0.9, Distance.euclidean: 3.5, Distance.manhattan: 9.0}[distance]
     config = OnlineContrastiveConfig(margin=margin, distance=distance, reduction=reduction)

@@ -25,6 +25,7 @@ from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import DIMENSION, GlobalVectors, check, run, vectors
+from tests.marks import slow_but
 
 VERSION = tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -299,10 +300,21 @@ def case_id(case: Case) -> str:
     return f"{case.name} {case.inner if case.inner != case.name else ''} {case.documents}"
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=case_id)
+# All classes are called by the same code; these differ in what they are called with.
+QUICK = (
+    "MultipleNegativesRankingLoss",
+    "CachedGISTEmbedLoss",
+    "SoftmaxLoss",
+    "CoSENTLoss",
+    "TripletLoss",
+    "MatryoshkaLoss",
+)
+
+
+@pytest.mark.parametrize("case", slow_but([case for case in PLAIN if case.name in QUICK], PLAIN), ids=case_id)
 def test_every_class(ranks, case):
     skip_inexact_versions(case)
-    only = None if case.name == "MultipleNegativesRankingLoss" else FEW  # all classes are called by the same code
+    only = None if case.name == "MultipleNegativesRankingLoss" else FEW
     check(ranks, case.config, case.batch(), case.textbook, fp32=case.fp32, only=only)
 
 

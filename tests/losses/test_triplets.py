@@ -15,6 +15,7 @@ from embedtrain.config.loss_choices import Distance, TripletMining
 from embedtrain.config.losses import BatchTripletConfig, LossConfig, TripletConfig
 from tests.losses.global_batch import GlobalVectors, check, run, run_in_chunks, run_under_autocast, vectors
 from tests.losses.reference_loss import assert_equals_reference
+from tests.marks import slow_but
 
 MARGIN = {Distance.cosine: 0.3, Distance.euclidean: 0.8, Distance.manhattan: 2.0}
 ALL_PAIRS = {
@@ -52,7 +53,7 @@ def triplets(batch: GlobalVectors, config: TripletConfig) -> list[tuple[Tensor, 
     return found
 
 
-@pytest.mark.parametrize("distance", Distance)
+@pytest.mark.parametrize("distance", slow_but([Distance.cosine, Distance.euclidean], Distance))
 @pytest.mark.parametrize("sizes", [(2, 3, 1, 5, 2), (4,), (1, 1, 1)], ids=["uneven", "one row", "no negatives"])
 def test_triplet(ranks, distance, sizes):
     config = TripletConfig(margin=MARGIN[distance], distance=distance)
@@ -123,7 +124,7 @@ def terms_of(config: BatchTripletConfig, near: list[Tensor], far: list[Tensor]) 
 CLASSES = [0, 1, 0, 2, 1, 0, 7, 2, 0, 1]
 
 
-@pytest.mark.parametrize("distance", Distance)
+@pytest.mark.parametrize("distance", slow_but([Distance.cosine, Distance.euclidean], Distance))
 @pytest.mark.parametrize("mining", TripletMining)
 def test_batch_triplet(ranks, mining, distance):
     config = BatchTripletConfig(mining=mining, distance=distance, margin=MARGIN[distance])

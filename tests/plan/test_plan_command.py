@@ -82,6 +82,7 @@ def test_the_vocabulary_head_of_a_sparse_model():
     assert "30,522 words in 8 blocks of 4,096, 0.12 GiB of logits at a time" in printed
 
 
+@pytest.mark.slow
 def test_only_json_is_printed():
     """The exit code is 1 if the training does not fit."""
     arguments = ["embedtrain.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]

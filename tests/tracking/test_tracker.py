@@ -283,6 +283,7 @@ def real_wandb(run_dir, resumed_step, wandb_id, **environment):
     )
 
 
+@pytest.mark.slow
 def test_real_wandb_offline_writes_a_run_and_continues_it(tmp_path):
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "elsewhere")}
     (tmp_path / "elsewhere").mkdir()

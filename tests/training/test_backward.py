@@ -24,6 +24,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
+from tests.marks import slow_but
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
@@ -131,7 +132,7 @@ WAYS = [
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
 
 
-@pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("bert", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("architecture", slow_but(["xlm-roberta"], ["xlm-roberta", "bert", "llama"]))
 @pytest.mark.parametrize(("world_size", "strategy", "shard_size"), MESHES)
 def test_gradient_equals_one_process(ranks, models, architecture, world_size, strategy, shard_size):
     """In one piece, in several and cached, with 10 rows: uneven on 3 and 4 ranks."""

@@ -59,6 +59,7 @@ from embedtrain.training.backward import Backward
 from embedtrain.training.guides import load_guides
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
+from tests.marks import slow_but
 from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text, tokenised
 
 TOLERANCE = 1e-5
@@ -377,7 +378,7 @@ def test_gradients_reduced_after_every_chunk(ranks, model, reference, world_size
             agree(one, reference(name, 10), f"{name}, {strategy}")
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", slow_but([3], [1, 3]))
 def test_accumulation(ranks, model, reference, world_size):
     """A step over three global batches, each with its own negatives: the mean over all their rows."""
     cases = [(LOSSES[name], [rows_for(LOSSES[name], 10, step) for step in range(3)]) for name in SOME]

@@ -53,6 +53,7 @@ def test_onnxruntime_computes_the_vectors_of_a_model_with_heads(tmp_path, capsys
     assert "transformers: not compared, it leaves out dense heads" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_engine_with_other_vectors_is_named(tmp_path, capsys):
     model = exported(tmp_path, "qwen3")
     (model / "embedtrain.json").unlink()

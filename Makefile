@@ -107,7 +107,7 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 .venv-transformers4: PACKAGES := torch==2.13.0 transformers==4.57.6 sentence-transformers==5.3.0 datasets==4.8.5
 .venv-transformers4: NO_DEPS := pylate==1.6.0
 .venv-backends: PACKAGES := torch==2.13.0 transformers==4.57.6 optimum-onnx==0.1.0 optimum-intel==1.27.0 \
-  openvino==2026.4.1 onnxruntime==1.31.1 scikit-learn==1.9.1 scipy==1.17.1
+  openvino==2026.4.1 onnxruntime==1.31.1 scikit-learn==1.9.1 scipy==1.17.1 httpx==0.28.1
 .venv-backends: NO_DEPS := sentence-transformers==6.2.0
 .venv-clients: PACKAGES := torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0 fastembed==0.9.1 \
   FlagEmbedding==1.4.2 langchain-huggingface==1.2.3 llama-index-embeddings-huggingface==0.8.0 haystack-ai==3.4.0 \

@@ -13,10 +13,9 @@ from typing import Any, NoReturn, TypeVar
 
 from embedtrain.config.command_line import join_help_topic
 from embedtrain.config.launch import Launch, split_launch_options
-from embedtrain.distributed.rank_count import num_ranks
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
-from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
+from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact, Stopped
 from embedtrain.formatting import format_count, mask_passwords, printable, shorten_message
 from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
 from embedtrain.streams import SafeStream, protect_standard_streams
@@ -211,3 +210,25 @@ def _exit(code: object, *, needs_output: bool = True) -> NoReturn:
         number = number or int(needs_output)
     sys.stderr.flush()
     os._exit(number)
+
+
+def num_ranks(launch: Launch) -> int:
+    """The number of ranks of this node."""
+    if launch.processes is not None:
+        return launch.processes
+    visible = num_visible_gpus()
+    if launch.gpus > visible:
+        raise ConfigError(
+            f"--gpus {launch.gpus}: this node has {format_count(visible, 'visible GPU')}"
+            + ("" if visible else f"; --nproc-per-node {launch.gpus} starts ranks on the CPU")
+        )
+    return launch.gpus or max(1, visible)
+
+
+def num_visible_gpus() -> int:
+    """The number of GPUs that torch sees; without a driver it is not asked, because importing it takes seconds."""
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd"))):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -21,9 +21,9 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
-from embedtrain.config.pipeline import PipelineConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.reranker import RerankerConfig
+from embedtrain.pipeline.compose import PipelineConfig
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 MIGRATION_PAGES = PAGES.parent

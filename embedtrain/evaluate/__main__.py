@@ -222,7 +222,7 @@ def _report(
     console: "Console",
 ) -> None:
     """Print tables, what a reranker has changed, and the memory used."""
-    from embedtrain.evaluate.gains import describe_gains
+    from embedtrain.evaluate.stages import describe_gains
     from embedtrain.formatting import format_count
     from embedtrain.tracking.metrics import METRICS_FILE
     from embedtrain.tracking.tracker import describe_peak_memory, peak_memory_gib

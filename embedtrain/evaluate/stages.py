@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from embedtrain.distributed.world import World
 from embedtrain.evaluate.options import BM25, MODEL, EvaluateOptions, first_stages
 from embedtrain.evaluation.compressed import CompressedVectors
@@ -24,6 +26,8 @@ from embedtrain.evaluation.types import LoadedSet, RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.tracking.report.bootstrap import CONFIDENCE, interval
 
 RERANKED = "+reranker"
 
@@ -116,3 +120,25 @@ def _metrics(loaded: LoadedSet) -> tuple[str, ...]:
 def _depth(loaded: LoadedSet) -> int:
     """Documents per query that the metrics of a set need."""
     return required_depth(_metrics(loaded))
+
+
+def describe_gains(measured: Mapping[str, QueryMetrics]) -> Iterator[str]:
+    """A line for each set that was measured before and after the reranker, about its first metric.
+
+    `measured` has the metrics of each query by the names of sets, as `dev+bm25` and `dev+bm25+reranker`.
+    """
+    for name, after in measured.items():
+        before = measured.get(name.removesuffix(RERANKED))
+        if before is None or before is after:
+            continue
+        metric = next((metric for metric in after.metrics if metric in before.metrics), None)
+        if metric is None:
+            continue
+        column, other = after.metrics.index(metric), before.metrics.index(metric)
+        values = dict(zip(before.queries, before.values[:, other].tolist(), strict=True))
+        differences = after.values[:, column] - np.array([values[query] for query in after.queries])
+        low, high = interval([differences])
+        yield (
+            f"{name.removesuffix(RERANKED)}: the reranker changes {metric} by {differences.mean():+.4f} "
+            f"({CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}, {len(differences):,} queries)"
+        )

@@ -28,7 +28,7 @@ from embedtrain.filter.options import FilterOptions
 from embedtrain.filter.summary import SourceSummary
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.index import ShardedIndex
-from embedtrain.mining.blocks import RowBlock, row_blocks
+from embedtrain.mining.inputs import RowBlock, row_blocks
 from embedtrain.mining.pool import DocumentPool, IntArray
 from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, scores_of
 from embedtrain.mining.run import RowSearch

@@ -1,15 +1,21 @@
 """The tokenizer of a model with its maximal lengths, for what the model encodes: texts, pairs, or only documents."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
+from embedtrain.config.pair_template import PairTemplate
+from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.m3 import M3Tokenizer
+from embedtrain.data.pair_format import PairFormat, PairTruncation
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.static_queries import StaticQueryTokenizer
+from embedtrain.data.text_format import Prompt
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import StaticTokenizer, TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.loading.pair_format import read_pair_format
+from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.static_embedding import is_static
 from embedtrain.models.static_queries import StaticQueries
 from embedtrain.models.tokenizer import check_vocabulary, resolve_max_length
@@ -17,6 +23,7 @@ from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.models.types import ModelSource
 
 _PROBES = ("What is the capital of France?", "  UPPER case,\ttwo\n\nlines, 1234 + 5678", "naïve café, 東京タワー")
+_MAX_TEMPLATE = 100_000  # tokens
 
 
 def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
@@ -54,3 +61,51 @@ def _static_query_tokenizer(
                 f"{queries.path.parent} has another tokenizer than the model's documents, which is not supported"
             )
     return bound
+
+
+def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> PairFormat:
+    """The format in which a cross-encoder reads pairs.
+
+    A ConfigError if an encoder has a template, or a new head is trained on pairs with nothing between their texts; a
+    ModelError if the tokenizer's pairs are not its texts and special tokens around them.
+    """
+    types = int(getattr(source.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
+    head = source.head
+    if head is not None and head.template is not None:
+        if not is_decoder(source.config):
+            raise ConfigError(
+                f"model.pair_template={head.template}: is for decoders; {source.config.model_type} is an encoder, "
+                "whose pairs have special tokens between their texts; leave it out"
+            )
+        return template_format(head.template, tokenizer)
+    pair_format = PairFormat.of(tokenizer, token_types=types)
+    needs_template = head is not None and (head.is_new or bool(head.tokens)) and is_decoder(source.config)
+    if needs_template and not pair_format.between:
+        raise ConfigError(
+            "model.pair_template=null: the tokenizer puts nothing between the two texts of a pair; set "
+            'model.pair_template, such as {query: "Query: {query}\\n", document: "Document: {document}\\n"}'
+        )
+    return pair_format
+
+
+def template_format(template: PairTemplate, tokenizer: PreTrainedTokenizerBase) -> PairFormat:
+    """The pair format of a template: its end survives truncation, and only the document is cut."""
+    special = PairFormat.of(tokenizer) if template.special_tokens else None
+    before, after = (special.before, special.after) if special is not None else ((), ())
+    if template.bos and tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.pad_token_id:
+        before = (int(tokenizer.bos_token_id),)
+    tokens = FastTokenizer(tokenizer, special_tokens=False)
+
+    def ids(texts: Sequence[str]) -> tuple[int, ...]:
+        return tuple(token for part in tokens.ids(list(texts), _MAX_TEMPLATE) for token in part) if texts else ()
+
+    return PairFormat(
+        before=before + ids(template.prefix),
+        between=ids(template.between),
+        after=ids(template.suffix) + after,
+        truncation=PairTruncation.only_second,
+        max_query_fraction=template.max_query_fraction,
+        from_left=tokenizer.truncation_side == "left",
+        query=Prompt(*template.query),
+        document=Prompt(*template.document),
+    )

@@ -22,9 +22,8 @@ from embedtrain.inference.index import ShardedIndex
 from embedtrain.mine.candidates import BlockCandidates, QueryCandidates, find_window, ranks_of
 from embedtrain.mine.options import MineOptions, Sampling
 from embedtrain.mine.stats import MiningStats, SuspectedLabel
-from embedtrain.mining.blocks import RowBlock, row_blocks
 from embedtrain.mining.folder import MiningFolder
-from embedtrain.mining.inputs import MiningInputs
+from embedtrain.mining.inputs import MiningInputs, RowBlock, row_blocks
 from embedtrain.mining.pool import IntArray
 from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, scores_of
 from embedtrain.mining.run import RowSearch

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from embedtrain.config.compose import YAML_ERRORS, to_plain
 from embedtrain.config.expected import expected_directories
 from embedtrain.config.limits import limited_interpolations, load_yaml
 from embedtrain.config.parsing import explain_hydra_error
-from embedtrain.config.pipeline import PIPELINE, PipelineConfig
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
@@ -34,6 +33,22 @@ _SELECTIONS = ("from", "until", "only")
 _STAGES = "stages"
 _OPTIMIZER, _INIT_FROM = "optimizer", "init_from"  # of `init`, and the option of `train`
 _FOLDER = "pipelines/"  # of recipes/
+PIPELINE = "pipeline"  # value of `kind`
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    """A recipe of several stages, which run one after the other and resume as one."""
+
+    name: str = ""  # name of the pipeline
+    kind: str = PIPELINE  # pipeline: distinguishes it from the recipe of one training
+    output_dir: str = "runs/${name}"  # directory of the pipeline; stages write to stages/ in it
+    shared: dict[str, Any] = field(default_factory=dict)  # values that stages refer to, such as ${shared.model}
+    # Stages by name, in the order in which they run: `do` is the command, the other keys are its options.
+    stages: dict[str, Any] = field(default_factory=dict)
+    # Measures models after stages: `after`, names of stages, and options of evaluate, such as sets.
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 1800.0  # seconds that a rank waits for the others, except for rank 0 in stages that it runs alone
 
 
 def compose_pipeline(arguments: Sequence[str], *, check_paths: bool = True) -> Pipeline | None:

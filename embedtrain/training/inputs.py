@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
+from embedtrain.config.code import code_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.prompts import prompt_warnings
@@ -13,20 +14,21 @@ from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.world import World
+from embedtrain.evaluation.compressed import Row
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
-from embedtrain.evaluation.function import EvaluationFunction
-from embedtrain.evaluation.metrics import MEAN, set_of_metric
-from embedtrain.evaluation.set_kinds import check_sets_of_kind
+from embedtrain.evaluation.function import EvaluationFunction, check_function_name, function_name, load_function
+from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
+from embedtrain.evaluation.set_kinds import check_sets_of_kind, metric_names
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.losses.custom import load_loss_class
 from embedtrain.models.early_exits import ExitPath
 from embedtrain.models.hub import download_configuration
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import weights_digest
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
-from embedtrain.training.custom_code import import_code, parse_recipe_metric
 from embedtrain.training.early_checks import (
     check_dimensions,
     check_layers,
@@ -145,3 +147,29 @@ def run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
         return steps, steps * batches_per_step
     batches = data.plan.total_steps(None, recipe.train.epochs)
     return -(-batches // batches_per_step), batches
+
+
+def import_code(recipe: Recipe) -> EvaluationFunction | None:
+    """Import the losses that the recipe names, to find mistakes early, and return its evaluation function."""
+    function: EvaluationFunction | None = None
+    for option, path in code_paths(recipe):
+        if option == "evaluation.function":
+            function = load_function(path, option)
+        else:
+            load_loss_class(path, option)
+    return function
+
+
+def parse_recipe_metric(
+    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, rows: Sequence[Row]
+) -> tuple[str, str] | None:
+    """Set and metric of `checkpoint.best_metric`. The metrics of a function are known when it has been called."""
+    best, name = recipe.checkpoint.best_metric, None if function is None else function_name(function)
+    metrics = metric_names(sets, rows)
+    if function is not None:
+        check_function_name(function, metrics, "evaluation.function")
+    if best is None:
+        return None
+    if name is not None and best.rpartition("/")[0] == name:
+        return name, best.rpartition("/")[2]
+    return parse_best_metric(best, metrics)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import embedtrain.checkpoint.export.onnx as onnx_graph
 from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
-from embedtrain.checkpoint.export.shapes import require_shapes
+from embedtrain.checkpoint.export.reopen import require_shapes
 from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling

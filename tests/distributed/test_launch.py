@@ -171,13 +171,13 @@ def test_options_are_rejected_in_a_rank_of_another_launcher():
 
 
 def test_more_gpus_than_there_are(monkeypatch):
-    from embedtrain.distributed import rank_count
+    from embedtrain import cli
 
-    monkeypatch.setattr(rank_count, "num_visible_gpus", lambda: 2)
-    assert [rank_count.num_ranks(options) for options in (Launch(), Launch(gpus=1), Launch(processes=5))] == [2, 1, 5]
+    monkeypatch.setattr(cli, "num_visible_gpus", lambda: 2)
+    assert [cli.num_ranks(options) for options in (Launch(), Launch(gpus=1), Launch(processes=5))] == [2, 1, 5]
     with pytest.raises(ConfigError, match=r"--gpus 3: .* 2 visible GPUs"):
-        rank_count.num_ranks(Launch(gpus=3))
-    monkeypatch.setattr(rank_count, "num_visible_gpus", lambda: 0)
-    assert rank_count.num_ranks(Launch()) == 1
+        cli.num_ranks(Launch(gpus=3))
+    monkeypatch.setattr(cli, "num_visible_gpus", lambda: 0)
+    assert cli.num_ranks(Launch()) == 1
     with pytest.raises(ConfigError, match=r"--gpus 3: .*--nproc-per-node 3"):
-        rank_count.num_ranks(Launch(gpus=3))
+        cli.num_ranks(Launch(gpus=3))

@@ -12,8 +12,8 @@ from sentence_transformers import CrossEncoder
 
 from embedtrain.errors import ModelError
 from embedtrain.evaluate.__main__ import compose, main
-from embedtrain.evaluate.gains import describe_gains
 from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.evaluate.stages import describe_gains
 from embedtrain.tracking.query_metrics import QueryMetrics
 from tests.commands import call
 from tests.evaluation.tiny import save_tiny_cross_encoder

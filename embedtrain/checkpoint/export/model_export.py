@@ -31,10 +31,10 @@ from embedtrain.checkpoint.export.model_directory import (
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
 from embedtrain.checkpoint.export.onnx_variants import GraphMeasure, variant_table, write_variants
+from embedtrain.checkpoint.export.reopen import require_shapes
 from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
 from embedtrain.checkpoint.export.serving import ServedModel
 from embedtrain.checkpoint.export.serving_card import changed_outputs, serving_section
-from embedtrain.checkpoint.export.shapes import require_shapes
 from embedtrain.checkpoint.export.sparse import write_query_weights
 from embedtrain.checkpoint.export.task_adapters import TaskAdapter, check_task_adapters, write_task_adapters
 from embedtrain.checkpoint.export.verify import (

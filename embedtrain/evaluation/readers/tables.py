@@ -32,8 +32,7 @@ from embedtrain.data.sources.retrieval_files import SPLITS, choose_split
 from embedtrain.data.sources.values import describe_error, list_names, shorten
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.classes import CLUSTER_LABELS, CLUSTER_TEXTS, read_classification, read_clustering
-from embedtrain.evaluation.readers.questions import read_questions
-from embedtrain.evaluation.readers.reranking import read_reranking
+from embedtrain.evaluation.readers.reranking import read_questions, read_reranking
 from embedtrain.evaluation.readers.rows import Row, first_row, first_rows, read_rows, table_name
 from embedtrain.evaluation.types import Bitext, EvaluationData, LabelledPairs, ScoredPairs
 

@@ -104,12 +104,12 @@ def train(
 
     Raises Stopped if a signal (Ctrl-C in a notebook) ends the run after the current step, with a checkpoint.
     """
-    given = {
+    parameters = {
         **_group(data, "data", "train", DataConfig),
         **_group(evaluation, "evaluation", "sets", EvaluationConfig),
         **_loss(loss),
     }
-    flat = flatten(Recipe, given, _with_model_path(options or {}), _with_model_path(more))
+    flat = flatten(Recipe, parameters, _with_model_path(options or {}), _with_model_path(more))
     if "loss.name" in flat:
         flat["loss"] = flat.pop("loss.name")
     if recipe is None and "output_dir" in flat:
@@ -147,7 +147,7 @@ def evaluate(
             function of your own that measures the model.
     """
     memory = InMemoryData()
-    flat = flatten(EvaluateOptions, {"model": _model_path(model)}, _given(sets=sets), options or {}, more)
+    flat = flatten(EvaluateOptions, {"model": _model_path(model)}, _without_none(sets=sets), options or {}, more)
     _take_from_memory(flat, memory, {"sets": "evaluation"})
     flat = {option: _with_code_paths(value) for option, value in flat.items()}
     with own_process_state(quiet=quiet):
@@ -181,8 +181,13 @@ def mine(
         options, more: other options of the command, such as `negatives`, `relative_margin`, `teacher`.
     """
     memory = InMemoryData()
-    given = {"model": _model_path(model), "data": data, "output_dir": fspath(output_dir), **_given(corpus=corpus)}
-    flat = flatten(MineOptions, given, options or {}, more)
+    parameters = {
+        "model": _model_path(model),
+        "data": data,
+        "output_dir": fspath(output_dir),
+        **_without_none(corpus=corpus),
+    }
+    flat = flatten(MineOptions, parameters, options or {}, more)
     _take_from_memory(flat, memory, {"data": "rows"})
     with own_process_state(quiet=quiet):
         composed = compose_mine(to_overrides(flat))
@@ -217,8 +222,8 @@ def export(
             `run`.
     """
     path = run.output_dir if isinstance(run, TrainResult) else run
-    given = {"step": str(step), **_given(run=path, output_dir=output_dir)}
-    flat = flatten(ExportOptions, given, options or {}, more)
+    parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir)}
+    flat = flatten(ExportOptions, parameters, options or {}, more)
     with own_process_state(quiet=quiet):
         composed = compose_export(to_overrides(flat))
         with joined_world() as world:
@@ -306,7 +311,7 @@ def _model_path(model: StrPath | TrainResult) -> str:
     return fspath(model.model_dir if isinstance(model, TrainResult) else model)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 

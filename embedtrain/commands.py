@@ -121,7 +121,10 @@ def _answer(arguments: Sequence[str]) -> None:
             written = shlex.join(["completion", *arguments[1:2]])
             raise ConfigError(f"{written}: write `embedtrain completion SHELL`, one of {', '.join(SHELLS)}")
         print(
-            completion_script(shell, {each.name: (each.module, each.has_ranks) for each in COMMANDS.values()}), end=""
+            completion_script(
+                shell, {command.name: (command.module, command.has_ranks) for command in COMMANDS.values()}
+            ),
+            end="",
         )
         return
     raise ConfigError(_suggestion(arguments))

@@ -115,8 +115,8 @@ def _options(kind: type, prefix: str) -> Iterator[str]:
     hints = typing.get_type_hints(kind)
     for field in fields(kind):
         inner = _classes(hints[field.name])
-        groups = [each for each in inner if is_dataclass(each) and each is not LossConfig]
-        values = [str(member.value) for each in inner if issubclass(each, Enum) for member in each]
+        groups = [cls for cls in inner if is_dataclass(cls) and cls is not LossConfig]
+        values = [str(member.value) for cls in inner if issubclass(cls, Enum) for member in cls]
         if bool in inner:
             values = ["true", "false"]
         if groups:

@@ -62,7 +62,9 @@ def require_named_code(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     paths = list(code_paths(recipe))
     parsed = OverridesParser.create().parse_overrides(list(overrides)) if paths else []
     for option, path in paths:
-        values = [each.value() for each in parsed if re.match(rf"{re.escape(each.key_or_group)}(\W|$)", option)]
+        values = [
+            override.value() for override in parsed if re.match(rf"{re.escape(override.key_or_group)}(\W|$)", option)
+        ]
         if path not in itertools.chain.from_iterable(map(_texts, values)):
             raise ConfigError(
                 f"{option}={path}: a recipe cannot name code to run; if you trust it, name it yourself: write "

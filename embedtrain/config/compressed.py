@@ -85,8 +85,8 @@ def is_label(text: str) -> bool:
 
 def dims_of(formats: Sequence[VectorFormat]) -> list[int]:
     """All dimensions that are named."""
-    rescored = [each.rescore.dims for each in formats if each.rescore is not None]
-    return [dims for dims in (*(each.dims for each in formats), *rescored) if dims is not None]
+    rescored = [form.rescore.dims for form in formats if form.rescore is not None]
+    return [dims for dims in (*(form.dims for form in formats), *rescored) if dims is not None]
 
 
 def parse_vectors(value: Any, option: str) -> list[VectorFormat]:
@@ -99,7 +99,7 @@ def parse_vectors(value: Any, option: str) -> list[VectorFormat]:
     if not isinstance(value, list):
         raise ConfigError(f"{option}={value!r} is not a list, such as [int8,binary]")
     formats = [parse_vector_format(element, f"{option}[{index}]") for index, element in enumerate(value)]
-    labels = [each.label for each in formats]
+    labels = [form.label for form in formats]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             raise ConfigError(f"{option}[{index}] is the same as {option}[{labels.index(label)}] ({label}): remove one")

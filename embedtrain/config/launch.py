@@ -62,10 +62,10 @@ def split_launch_options(
     options, others = parser.parse_known_args(arguments)
     values = {name: value for name, value in vars(options).items() if value is not None}
     if "RANK" in environment:
-        given = [name for name, value in values.items() if (name, value) != ("gpus", AUTO)]
-        if given:
+        used = [name for name, value in values.items() if (name, value) != ("gpus", AUTO)]
+        if used:
             raise ConfigError(
-                f"{_flag(given[0])} {values[given[0]]}: a launcher (torchrun, accelerate or srun) has already started "
+                f"{_flag(used[0])} {values[used[0]]}: a launcher (torchrun, accelerate or srun) has already started "
                 f"this process as rank {environment['RANK']}: leave it out"
             )
         return None, others

@@ -22,7 +22,7 @@ _PROBES = [
     ("Ünïcödé, 中文", "123 <s> [SEP]"),
     ("many words " * 9, "so many " * 9),
 ]
-_PROBE_ROOM = (8, 11, 500)  # tokens of both texts, besides those of the template
+_PROBE_TOKENS = (8, 11, 500)  # tokens of both texts, besides those of the template
 _MAX_PROBE = 10_000  # tokens of a probe with a template
 
 
@@ -81,7 +81,7 @@ class PairFormat:
         self, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], texts: tuple[str, str], token_types: bool
     ) -> bool:
         """Whether the tokenizer's own pair of texts with these ids is the same, whatever the length."""
-        for length in (self.num_special + room for room in _PROBE_ROOM):
+        for length in (self.num_special + max_tokens for max_tokens in _PROBE_TOKENS):
             marked = self.join(ids[0], ids[1], length)
             types = [self.second_type * (token < 0) for token in marked]
             pair = _OwnPair([~token if token < 0 else token for token in marked], types)
@@ -102,21 +102,24 @@ class PairFormat:
         Texts are limited to `max_length` before: if both exceed it, the query counts as the shorter one, where a
         tokenizer compares whole texts.
         """
-        room = max(0, max_length - self.num_special)
+        max_tokens = max(0, max_length - self.num_special)
         queries, documents = query_lengths, document_lengths
         if self.truncation is PairTruncation.longest_first:
             shorter = np.minimum(queries, documents)
             # The longer text is cut to what the shorter one leaves; if that is less, both get half, and the text that
             # was longer gets the odd token (as the tokenizers library does, 0.23).
-            longer = np.maximum(shorter, room - shorter)
-            halves = shorter + longer > room
-            shorter, longer = np.where(halves, room // 2, shorter), np.where(halves, room - room // 2, longer)
+            longer = np.maximum(shorter, max_tokens - shorter)
+            halves = shorter + longer > max_tokens
+            shorter, longer = (
+                np.where(halves, max_tokens // 2, shorter),
+                np.where(halves, max_tokens - max_tokens // 2, longer),
+            )
             swapped = queries > documents
             limits = np.where(swapped, longer, shorter), np.where(swapped, shorter, longer)
             return np.minimum(queries, limits[0]), np.minimum(documents, limits[1])
         between_ends = max(0, max_length - len(self.before) - len(self.after))
-        queries = np.minimum(queries, min(room, int(between_ends * self.max_query_fraction)))
-        return queries, np.minimum(documents, room - queries)
+        queries = np.minimum(queries, min(max_tokens, int(between_ends * self.max_query_fraction)))
+        return queries, np.minimum(documents, max_tokens - queries)
 
     def join(self, query: Sequence[int], document: Sequence[int], max_length: int) -> list[int]:
         """The marked ids of one pair: the complement `~id` marks the tokens of type `second_type`."""

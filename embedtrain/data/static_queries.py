@@ -68,13 +68,13 @@ class StaticQueryTokenizer(TextTokenizer):
         is_word = (words != self.nothing) | (lengths[texts[of_query]] > 1)
         # Each token counts once.
         keys = np.unique(queries[is_word] * _TEXT + words[is_word])
-        found = QueryWords(
+        query_words = QueryWords(
             words=torch.from_numpy(keys % _TEXT),
             queries=torch.from_numpy(keys // _TEXT),
             count=int(is_query.sum()),
             order=torch.from_numpy(order),
         )
-        return replace(chunk, query_words=found)
+        return replace(chunk, query_words=query_words)
 
     def with_packing(self, packed: bool) -> "StaticQueryTokenizer":
         """The same with or without packing."""

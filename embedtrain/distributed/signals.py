@@ -61,14 +61,14 @@ class StopSignals:
 
     def listen(self) -> None:
         """Install the handlers, from the main thread. Forked processes get the default handlers back."""
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _ignore)
         os.register_at_fork(after_in_child=_restore_defaults)
-        threading.Thread(target=self._listen, args=(ours, theirs), name="signals", daemon=True).start()
+        threading.Thread(target=self._listen, args=(receiver, sender), name="signals", daemon=True).start()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -115,9 +115,9 @@ class StopSignals:
         if self.received is not None and self._ends_process:
             self._exit()
 
-    def _listen(self, ours: socket.socket, _theirs: socket.socket) -> None:
+    def _listen(self, receiver: socket.socket, _sender: socket.socket) -> None:
         while True:
-            for number in ours.recv(64):
+            for number in receiver.recv(64):
                 if number in SIGNALS:
                     self._handle(signal.Signals(number))
 

@@ -76,7 +76,9 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
     logging.getLogger("mteb").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="mteb")
     task_names = {task.metadata.name for task in TASK_LIST}
-    benchmarks = {name: each for each in get_benchmarks() for name in (each.name, *(each.aliases or ()))}
+    benchmarks = {
+        name: benchmark for benchmark in get_benchmarks() for name in (benchmark.name, *(benchmark.aliases or ()))
+    }
     tasks: list[Any] = []
     for name in names:
         if name in task_names:
@@ -198,7 +200,7 @@ def _run_task(
     for task_result in result.task_results:
         metrics |= _main_scores(task_result, task.metadata.main_score)
     unavailable = _dataset_unavailable(task)
-    return metrics, [f"mteb task {name}: {unavailable} ({each.exception})" for each in result.exceptions or []]
+    return metrics, [f"mteb task {name}: {unavailable} ({failure.exception})" for failure in result.exceptions or []]
 
 
 def _main_scores(result: Any, metric: str) -> dict[str, dict[str, float]]:

@@ -25,7 +25,7 @@ class CompressedVectors:
 
     def besides(self, truncate_dims: Sequence[int]) -> list[VectorFormat]:
         """The forms that are not just vectors of these dimensions."""
-        return [each for each in self.formats if each.label not in map(str, truncate_dims)]
+        return [form for form in self.formats if form.label not in map(str, truncate_dims)]
 
     def index(
         self, whole: ShardedIndex, form: VectorFormat, dimension: int, sampled: dict[int, Ranges]

@@ -59,13 +59,13 @@ def bm25_rankings(queries: Sequence[str], documents: Corpus, depth: int) -> list
     rankings = []
     for query in queries:
         scores: NDArray[np.float32] = index.get_scores_from_ids(index.get_tokens_ids(words(query)))
-        found = np.flatnonzero(scores > 0)
-        if len(found) > depth:
+        rows = np.flatnonzero(scores > 0)
+        if len(rows) > depth:
             # All documents with the score of the last one stay, so that ties are broken by id alone.
-            limit = np.partition(scores[found], len(found) - depth)[len(found) - depth]
-            found = found[scores[found] >= limit]
-        order = np.lexsort((-priorities[found], -scores[found]))
-        rankings.append(found[order][:depth].tolist())
+            limit = np.partition(scores[rows], len(rows) - depth)[len(rows) - depth]
+            rows = rows[scores[rows] >= limit]
+        order = np.lexsort((-priorities[rows], -scores[rows]))
+        rankings.append(rows[order][:depth].tolist())
     return rankings
 
 
@@ -115,9 +115,9 @@ def first_stage_note(loaded: LoadedSet) -> str:
         for document, gain in gains.items()
         if gain > 0 and query in data.queries
     ]
-    found = {(query, data.documents.ids[row]) for query, candidates in data.candidates.items() for row in candidates}
+    pairs = {(query, data.documents.ids[row]) for query, candidates in data.candidates.items() for row in candidates}
     depth = max(map(len, data.candidates.values()), default=0)
-    fraction = sum(pair in found for pair in relevant) / max(1, len(relevant))
+    fraction = sum(pair in pairs for pair in relevant) / max(1, len(relevant))
     name, value = next(iter(metrics.items()))
     source = "BM25" if data.first_stage == BM25 else "its run"
     return (

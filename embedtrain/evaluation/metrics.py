@@ -151,7 +151,10 @@ def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[
             f"{', '.join(metrics) or 'evaluation.sets, which is empty,'} have one"
         )
     if name not in metrics:
-        allowed = ", ".join(f"{each}/{names[0]}" for each, names in metrics.items()) or "none: evaluation.sets is empty"
+        allowed = (
+            ", ".join(f"{set_name}/{names[0]}" for set_name, names in metrics.items())
+            or "none: evaluation.sets is empty"
+        )
         raise ConfigError(f"checkpoint.best_metric={best} must be set/metric with a set of evaluation.sets: {allowed}")
     if metric not in metrics[name]:
         raise ConfigError(

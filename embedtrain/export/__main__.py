@@ -47,11 +47,10 @@ def main(options: ExportOptions) -> Path:
         raise ConfigError(f"formats={written(config.formats)}: sets are for its graphs; add onnx, or leave sets out")
     require_export_support(config)
     output_dir = Path(options.output_dir) if options.output_dir else run.run_dir.model
-    for each in runs:
-        output_dir = require_replaceable(output_dir, each.run_dir.path)
-        console.note(
-            f"{each.checkpoint.path}: step {each.checkpoint.step}, {each.checkpoint.manifest.layout.value} layout"
-        )
+    for exported in runs:
+        output_dir = require_replaceable(output_dir, exported.run_dir.path)
+        checkpoint = exported.checkpoint
+        console.note(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.manifest.layout.value} layout")
     if options.adapters:
         result = export_adapters(dict(zip(options.adapters, runs, strict=True)), output_dir, config, console)
     else:

@@ -223,9 +223,9 @@ def count_above(
     """For each positive, the number of the other documents of its query that score higher: int64 [p]."""
     counts = np.zeros(len(scores), dtype=np.int64)
     for query in np.unique(positives.owners).tolist():
-        own = positives.slice_of(query)
-        theirs = np.sort(other_scores[others.slice_of(query)])
-        counts[own] = len(theirs) - np.searchsorted(theirs, scores[own], side="right")
+        positions = positives.slice_of(query)
+        sorted_scores = np.sort(other_scores[others.slice_of(query)])
+        counts[positions] = len(sorted_scores) - np.searchsorted(sorted_scores, scores[positions], side="right")
     return counts
 
 
@@ -268,17 +268,17 @@ class FilteredSource:
 
     def kept_rows(self) -> Iterator[str]:
         """The rows with the positives that are kept, as lines; a row without any is left out."""
-        for row, _, kept in self._rows():
-            if kept.any():
-                yield f"{_format(_with_positives(row, kept))}\n"
+        for row, _, is_kept in self._rows():
+            if is_kept.any():
+                yield f"{_format(_with_positives(row, is_kept))}\n"
 
     def rejected_rows(self) -> Iterator[str]:
         """The rows with the positives that are not kept, their ranks and scores, as lines."""
-        for row, indices, kept in self._rows():
-            if not kept.all():
-                fields = json.loads(_format(_with_positives(row, ~kept)))
-                fields["ranks"] = self.ranks[indices][~kept].tolist()
-                fields["scores"] = [float(str(score)) for score in self.scores[indices][~kept]]
+        for row, indices, is_kept in self._rows():
+            if not is_kept.all():
+                fields = json.loads(_format(_with_positives(row, ~is_kept)))
+                fields["ranks"] = self.ranks[indices][~is_kept].tolist()
+                fields["scores"] = [float(str(score)) for score in self.scores[indices][~is_kept]]
                 yield f"{json.dumps(fields, ensure_ascii=False)}\n"
 
     def annotated_rows(self) -> Iterator[str]:
@@ -328,11 +328,11 @@ class FilteredSource:
         )
 
 
-def _with_positives(row: Example, kept: NDArray[np.bool_]) -> Example:
+def _with_positives(row: Example, is_kept: NDArray[np.bool_]) -> Example:
     """The row with some of its positives."""
 
     def select(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(value for value, keep in zip(values, kept.tolist(), strict=True) if keep) if values else ()
+        return tuple(value for value, keep in zip(values, is_kept.tolist(), strict=True) if keep) if values else ()
 
     return replace(
         row,

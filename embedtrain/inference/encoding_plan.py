@@ -176,14 +176,14 @@ def _tokenize(
     """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
     local_rows = rows[world.rank :: world.size].tolist()
     local_counts = torch.zeros(len(local_rows), dtype=torch.int64)
-    kept: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
+    tokens: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
             batch = local_rows[start : start + _TEXTS_PER_CALL]
             ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch), role=texts.role)
             local_counts[start : start + len(ids)] = torch.tensor([len(text_ids) for text_ids in ids])
-            if sum(map(len, kept)) <= MAX_KEPT_TOKENS:
-                kept.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))
+            if sum(map(len, tokens)) <= MAX_KEPT_TOKENS:
+                tokens.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
     lengths = np.empty(len(rows), dtype=np.int64)
@@ -193,4 +193,4 @@ def _tokenize(
         return lengths, None
     offsets = np.zeros(len(rows), dtype=np.int64)
     offsets[world.rank :: world.size] = (local_counts.cumsum(0) - local_counts).numpy()
-    return lengths, TokenizedTexts(np.concatenate(kept), offsets, lengths)
+    return lengths, TokenizedTexts(np.concatenate(tokens), offsets, lengths)

@@ -183,8 +183,8 @@ def _exact_lexical(queries: Part, query_of: Tensor, documents: Part, document_of
         left = _padded(queries, query_of[pairs], query_width)
         right = _padded(documents, document_of[pairs], document_width)
         is_equal = left[:, :, None, 1] == right[:, None, :, 1]
-        found = torch.where(is_equal, right[:, None, :, 0], 0.0).amax(dim=2)
-        scores[pairs] = sum_of_halves(left[:, :, 0].double() * found.double())
+        matches = torch.where(is_equal, right[:, None, :, 0], 0.0).amax(dim=2)
+        scores[pairs] = sum_of_halves(left[:, :, 0].double() * matches.double())
     return scores
 
 

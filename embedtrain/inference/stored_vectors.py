@@ -126,10 +126,10 @@ class StoredVectors:
 
     def rows(self, role: TextRole, texts: Sequence[str]) -> NDArray[np.int64]:
         """The row of each text, int64 [n]; -1 for a text that is missing."""
-        wanted = vector_keys(self.prompt(role), texts)
-        rows = self.keys.searchsorted(wanted)
+        keys = vector_keys(self.prompt(role), texts)
+        rows = self.keys.searchsorted(keys)
         at = np.minimum(rows, len(self.keys) - 1)
-        return np.where(self.keys[at] == wanted, at, -1).astype(np.int64)
+        return np.where(self.keys[at] == keys, at, -1).astype(np.int64)
 
     def vectors(self, rows: NDArray[np.int64]) -> Tensor:
         """Rows [n] to float32 [n, T]."""

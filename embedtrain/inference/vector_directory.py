@@ -66,9 +66,9 @@ class DistinctTexts:
 
     def without(self, keys: Keys) -> "DistinctTexts":
         """The texts whose keys are not among these, ascending ones."""
-        found = keys[np.minimum(keys.searchsorted(self.keys), len(keys) - 1)] == self.keys
+        is_present = keys[np.minimum(keys.searchsorted(self.keys), len(keys) - 1)] == self.keys
         arrays = (self.keys, self.sources, self.rows, self.positions)
-        return DistinctTexts(self.stores, *(array[~found] for array in arrays))
+        return DistinctTexts(self.stores, *(array[~is_present] for array in arrays))
 
     def read(self, start: int, end: int) -> tuple[list[str], NDArray[np.bool_]]:
         """The texts of these keys, and which of them are queries."""

@@ -120,10 +120,10 @@ def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
 def _mismatch(encoder: EncoderT, compare: Callable[[EncoderT, torch.device], str | None], world: World) -> str | None:
     """What `compare` finds wrong on any rank, without dropout; the same on every rank. A collective."""
     training = encoder.training
-    found = compare(encoder.eval(), world.device)
+    mismatch = compare(encoder.eval(), world.device)
     encoder.train(training)
     reshard(encoder)
-    return next((text for text in world.gather(found) if text is not None), None)
+    return next((text for text in world.gather(mismatch) if text is not None), None)
 
 
 def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:

@@ -124,7 +124,7 @@ class Quantised(EncodedLoss):
         quantised = [self.sides is PrecisionSides.both, True]
         ranges = None
         if self.ranges is not None:
-            chosen_vectors = [each for each, chosen in zip(unit, quantised, strict=True) if chosen]
+            chosen_vectors = [vectors for vectors, chosen in zip(unit, quantised, strict=True) if chosen]
             ranges = self.ranges.update(chosen_vectors, batch_info.layer)
         growth = min(1.0, batch_info.seed / self.warmup) if self.warmup > 0 else 1.0
         local_loss, metrics = texts[0].new_zeros(()), dict[str, Tensor]()
@@ -134,8 +134,8 @@ class Quantised(EncodedLoss):
             if precision is not VectorPrecision.float:
                 quantiser, factor = Quantiser(precision, ranges), growth * weight
                 pair = [
-                    straight_through(each, quantiser) if chosen else each
-                    for each, chosen in zip(unit, quantised, strict=True)
+                    straight_through(vectors, quantiser) if chosen else vectors
+                    for vectors, chosen in zip(unit, quantised, strict=True)
                 ]
             output = self.inner(pair[0], pair[1], batch_info)
             local_loss = local_loss + factor * output.local_loss

@@ -129,8 +129,8 @@ class InfoNCE(EncodedLoss):
             focal=config.focal,
         )
         positives = documents.take(batch_info.positives, global_rows.local_positives)
-        each = torch.arange(len(queries), device=scale.device), np.ones(len(queries), dtype=np.int64)
-        similarity = self.score.compare(queries, positives, *each)
+        one_each = torch.arange(len(queries), device=scale.device), np.ones(len(queries), dtype=np.int64)
+        similarity = self.score.compare(queries, positives, *one_each)
         with torch.no_grad():
             tolerance = self.score.rounding(queries, positives)
             thresholds, limits = score_limits(similarity.detach(), tolerance, scale.detach(), config)

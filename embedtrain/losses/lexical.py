@@ -24,14 +24,14 @@ def compare_lexical(queries: Part, documents: Part, owners: Tensor) -> Tensor:
     query_of = queries.per_row(torch.arange(len(queries), device=device))
     document_of = documents.per_row(torch.arange(len(documents), device=device))
     keys, order = (query_of * (1 << 32) + queries.values[:, 1].long()).sort()
-    wanted = owners[document_of] * (1 << 32) + documents.values[:, 1].long()
+    document_keys = owners[document_of] * (1 << 32) + documents.values[:, 1].long()
     if not len(keys):
         return documents.values.new_zeros(len(documents))
-    first = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+    first = torch.searchsorted(keys, document_keys).clamp(max=len(keys) - 1)
     # A text may have several rows of an id, of which one has a weight.
     groups = torch.searchsorted(keys, keys)
     weights = queries.values.new_zeros(len(keys)).index_add(0, groups, queries.values[order, 0])
-    products = torch.where(keys[first] == wanted, weights[first] * documents.values[:, 0], 0.0)
+    products = torch.where(keys[first] == document_keys, weights[first] * documents.values[:, 0], 0.0)
     scores: Tensor = products.new_zeros(len(documents)).index_add(0, document_of, products)
     return scores
 
@@ -62,9 +62,9 @@ class LexicalTile(Tile):
         texts = anchors.per_row(torch.arange(len(anchors), device=ids.device))
         table = weights.new_zeros(len(ids), len(anchors))
         table = table.index_put((torch.searchsorted(ordered, ids), texts), weights, accumulate=True)
-        wanted = candidates.values[:, 1].long()
-        rows = torch.searchsorted(ordered, wanted).clamp(max=len(ordered) - 1)
-        factors = torch.where(ordered[rows] == wanted, candidate_weights, 0.0)
+        document_ids = candidates.values[:, 1].long()
+        rows = torch.searchsorted(ordered, document_ids).clamp(max=len(ordered) - 1)
+        factors = torch.where(ordered[rows] == document_ids, candidate_weights, 0.0)
         assert candidates.sizes is not None
         offsets = to_device(np.cumsum(candidates.sizes) - candidates.sizes, ids.device)
         sums = F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=factors)

@@ -98,9 +98,9 @@ class SmoothedRanges(nn.Module):
         smoothed = self.get_buffer(_buffer(dimension, layer))
         # Of the values and their negatives: the minima of both need one collective.
         extremes = torch.full_like(smoothed, torch.inf)
-        for each in vectors:
-            if len(each):
-                local = torch.stack([each.amin(dim=0), -each.amax(dim=0)])
+        for part in vectors:
+            if len(part):
+                local = torch.stack([part.amin(dim=0), -part.amax(dim=0)])
                 extremes = torch.minimum(extremes, local.to(extremes.dtype))
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN)
         of_batch = torch.stack([extremes[0], -extremes[1]])

@@ -105,8 +105,8 @@ def _weights(
     if options.find.method is not None:
         from embedtrain.merge.search import find_weights
 
-        found = find_weights(options.find, merger, num_models, options.settings_from, world, console)
-        return found.weights, found.record
+        best = find_weights(options.find, merger, num_models, options.settings_from, world, console)
+        return best.weights, best.record
     if options.t is not None:
         return [1 - options.t, options.t], None
     weights = options.weights or [1.0] * num_models

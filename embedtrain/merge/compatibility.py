@@ -21,10 +21,10 @@ def require_compatible(members: Sequence[Member]) -> list[str]:
         _compare_settings(first, other)
         warnings += _differences_of_prompts(first, other)
     tokenizer = load_tokenizer(first.source)
-    seen = {first.source.directory}
+    compared = {first.source.directory}
     for other in others:
-        if other.source.directory not in seen:
-            seen.add(other.source.directory)
+        if other.source.directory not in compared:
+            compared.add(other.source.directory)
             difference = different_tokens(tokenizer, load_tokenizer(other.source))
             if difference is not None:
                 raise ModelError(f"{other.name} cannot be merged with {first.name}: {difference}")

@@ -178,11 +178,11 @@ def _uniform(chosen: Sequence[int], size: int) -> list[float]:
 
 def _grid(find: FindOptions, values: Sequence[float], score: Score) -> list[float]:
     """The best of evenly spaced weights; of equal ones the nearest to the middle."""
-    found = [([1.0, 0.0], values[0]), ([0.0, 1.0], values[1])]
+    candidates = [([1.0, 0.0], values[0]), ([0.0, 1.0], values[1])]
     for step in range(1, find.steps):
         weights = [1 - step / find.steps, step / find.steps]
-        found.append((weights, score(weights)))
-    return max(found, key=lambda each: (each[1], -abs(each[0][0] - 0.5)))[0]
+        candidates.append((weights, score(weights)))
+    return max(candidates, key=lambda candidate: (candidate[1], -abs(candidate[0][0] - 0.5)))[0]
 
 
 def _coordinate(find: FindOptions, values: Sequence[float], score: Score) -> list[float]:

@@ -19,7 +19,7 @@ _LOW_BITS = 16  # of a float32
 
 def difference(member: Member, base: Member, piece: Piece) -> Tensor:
     """Rows of a model minus those of the base, in float64."""
-    own, of_base = (each.tensors[piece.name].rows(piece.start, piece.end).double() for each in (member, base))
+    own, of_base = (model.tensors[piece.name].rows(piece.start, piece.end).double() for model in (member, base))
     return own.sub_(of_base)
 
 
@@ -36,13 +36,13 @@ def thresholds(
         if base.specs[piece.name].dtype.is_floating_point:
             by_name.setdefault(piece.name, []).append(piece)
     largest_first = sorted(by_name, key=lambda name: (-base.specs[name].num_bytes, name))
-    own = largest_first[world.rank :: world.size]
-    found: list[tuple[str, list[float]]] = []
+    local_names = largest_first[world.rank :: world.size]
+    local_thresholds: list[tuple[str, list[float]]] = []
     with world.fail_together("finding the largest differences"), one_thread():
-        for number, name in enumerate(own):
-            progress("finding the largest differences", number, len(own))
-            found.append((name, [_threshold(member, base, by_name[name], density) for member in members]))
-    return {name: values for of_rank in world.gather(found) for name, values in of_rank}
+        for number, name in enumerate(local_names):
+            progress("finding the largest differences", number, len(local_names))
+            local_thresholds.append((name, [_threshold(member, base, by_name[name], density) for member in members]))
+    return {name: values for of_rank in world.gather(local_thresholds) for name, values in of_rank}
 
 
 def _threshold(member: Member, base: Member, pieces: Sequence[Piece], density: float) -> float:

@@ -83,8 +83,8 @@ def renders_as(
     """Whether the tokens of a template's parts are those of the whole text, for pairs of difficult texts."""
 
     def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
 
     fixed = [[token for text in part for token in ids(text)] for part in (template.prefix, template.suffix)]
     between = [token for text in template.between for token in ids(text)]

@@ -21,19 +21,19 @@ _PROBES = ("Alpha BETA", "what is 1+1?", "naïve café 東京")
 def different_setting(first: ModelSource, other: ModelSource) -> str | None:
     """`NAME is VALUE, not VALUE` with the values of `other` and of `first`; None if all settings are equal."""
     expected = _settings(first) | _computing(first.config)
-    found = _settings(other) | _computing(other.config)
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            return f"{name} is {_shown(found.get(name))}, not {_shown(expected.get(name))}"
+    actual = _settings(other) | _computing(other.config)
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            return f"{name} is {_shown(actual.get(name))}, not {_shown(expected.get(name))}"
     return None
 
 
 def different_tokens(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
     """How two tokenizers differ, with the values of `other` first; None if their tokens are the same."""
-    expected, found = first.get_vocab(), other.get_vocab()
-    if expected != found:
-        token = min(token for token in expected.keys() | found.keys() if expected.get(token) != found.get(token))
-        return f"their tokenizers differ, the token {token!r} has the id {found.get(token)}, not {expected.get(token)}"
+    expected, actual = first.get_vocab(), other.get_vocab()
+    if expected != actual:
+        token = min(token for token in expected.keys() | actual.keys() if expected.get(token) != actual.get(token))
+        return f"their tokenizers differ, the token {token!r} has the id {actual.get(token)}, not {expected.get(token)}"
     for text in _PROBES:
         ids = [tokenizer(text)["input_ids"] for tokenizer in (first, other)]
         if ids[0] != ids[1]:

@@ -185,18 +185,18 @@ def is_reranker(config: PretrainedConfig) -> bool:
 def _has_score_tokens(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig, name: str | None) -> bool:
     """Whether the head starts from rows of the vocabulary head."""
     is_causal = any(architecture.endswith(_CAUSAL) for architecture in config.architectures or ())
-    wanted = model.score_head is ScoreHead.tokens or model.score_tokens is not None
+    is_requested = model.score_head is ScoreHead.tokens or model.score_tokens is not None
     option = "model.score_head=tokens" if model.score_tokens is None else f"model.score_tokens={model.score_tokens}"
-    if wanted and is_reranker(config):
+    if is_requested and is_reranker(config):
         raise ConfigError(
             f"{option}: {files.directory} is a {_architecture(config)}, which has a head of its own and no vocabulary "
             "head; leave it out"
         )
-    if wanted and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if is_requested and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{option}: {config.model_type} is no causal language model; leave it out")
     if model.score_head is ScoreHead.classification or is_reranker(config):
         return False
-    return wanted or bool(files.logit_score) or (is_causal and name is not None)
+    return is_requested or bool(files.logit_score) or (is_causal and name is not None)
 
 
 def _score_tokens(

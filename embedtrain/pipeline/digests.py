@@ -131,12 +131,12 @@ class ContentDigests:
         path = os.path.expanduser(path)
         paths = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
         entries = []
-        for found in map(Path, paths):
-            files = [found] if found.is_file() else sorted(file for file in found.rglob("*") if file.is_file())
+        for named in map(Path, paths):
+            files = [named] if named.is_file() else sorted(file for file in named.rglob("*") if file.is_file())
             for file in files:
-                name = file.name if file == found else file.relative_to(found).as_posix()
+                name = file.name if file == named else file.relative_to(named).as_posix()
                 # A file that is named itself counts whatever its name is.
-                if file == found or not (_is_description(name) or name.startswith(".cache/")):
+                if file == named or not (_is_description(name) or name.startswith(".cache/")):
                     entries.append([name, self._file(file)])
         return checksum_of(entries) if entries else None
 

@@ -99,15 +99,15 @@ def _members(name: str, stage: Mapping[str, Any]) -> dict[str, dict[str, Any]] |
         return {str(index + 1): {"seed": seed + index} for index in range(count)}
     if EACH not in stage:
         return None
-    each = stage[EACH]
-    if not isinstance(each, dict) or not each:
-        raise ConfigError(f"stages.{name}.each={each}: must be a mapping from names of members to their options")
-    for member, options in each.items():
+    members = stage[EACH]
+    if not isinstance(members, dict) or not members:
+        raise ConfigError(f"stages.{name}.each={members}: must be a mapping from names of members to their options")
+    for member, options in members.items():
         if not _MEMBER.fullmatch(str(member)):
             raise ConfigError(f"stages.{name}.each.{member}: a name has letters, digits, _ and -")
         if not isinstance(options, dict | None):
             raise ConfigError(f"stages.{name}.each.{member}={options}: must be a mapping of options")
-    return {str(member): options or {} for member, options in each.items()}
+    return {str(member): options or {} for member, options in members.items()}
 
 
 def _add_rounds(expanded: Expanded, name: str, loop: Mapping[str, Any]) -> None:

@@ -75,17 +75,17 @@ class Pipeline:
 
     def dependents(self, name: str) -> list[Stage]:
         """The stages that use results of this one, directly or through others, in order."""
-        found = {name}
+        names = {name}
         dependents = []
         for stage in self.stages:
-            if found & set(stage.depends):
-                found.add(stage.name)
+            if names & set(stage.depends):
+                names.add(stage.name)
                 dependents.append(stage)
         return dependents
 
     def ancestors(self, name: str) -> list[str]:
         """The names of the stages whose results this one uses, directly or through others."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for earlier in self.stage(name).depends:
-            found |= dict.fromkeys([*self.ancestors(earlier), earlier])
-        return list(found)
+            names |= dict.fromkeys([*self.ancestors(earlier), earlier])
+        return list(names)

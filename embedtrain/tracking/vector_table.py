@@ -46,13 +46,15 @@ def vector_rows(results: Mapping[str, Mapping[str, float]], datasets: Mapping[st
         metric = next(iter(metrics), None)
         if whole is None or metric is None or name.endswith(f"@{whole.label}"):
             continue
-        forms = {each: info.vectors for each, info in datasets.items() if each.startswith(f"{name}@") and info.vectors}
-        is_compared = any(each in results and each == f"{name}@{form.label}" for each, form in forms.items())
-        for each in (name, *forms) if is_compared else ():
-            size = datasets[each].vectors
-            if size is not None and each in results and metric in results[each]:
+        forms = {
+            result: info.vectors for result, info in datasets.items() if result.startswith(f"{name}@") and info.vectors
+        }
+        is_compared = any(result in results and result == f"{name}@{form.label}" for result, form in forms.items())
+        for result in (name, *forms) if is_compared else ():
+            size = datasets[result].vectors
+            if size is not None and result in results and metric in results[result]:
                 label = f"{size.label} (float)" if size.label.isdigit() else size.label
-                value, smaller = results[each][metric], whole.bytes / size.bytes
+                value, smaller = results[result][metric], whole.bytes / size.bytes
                 rows.append(
                     VectorRow(name, label, size.bytes, size.rescore_bytes, metric, value, metrics[metric], smaller)
                 )

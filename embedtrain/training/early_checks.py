@@ -83,7 +83,7 @@ def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
     set_rope_theta(copy.deepcopy(source.config), recipe.export.rope_theta, "export.rope_theta")
     if source.words is not None:
         check_query_regularizer(recipe.sparsity, source.words.query_mode)
-    for loss in (recipe.loss, *(source_loss(each, recipe.loss) for each in recipe.data.train)):
+    for loss in (recipe.loss, *(source_loss(train_source, recipe.loss) for train_source in recipe.data.train)):
         require_dimensions(loss, source.dimension)
 
 
@@ -92,7 +92,7 @@ def check_layers(recipe: Recipe, source: ModelSource) -> ExitPath | None:
 
     Raises ConfigError for layers that the model has not, or a model whose first layers are no model.
     """
-    layers = exit_layers([source_loss(each, recipe.loss) for each in recipe.data.train])
+    layers = exit_layers([source_loss(train_source, recipe.loss) for train_source in recipe.data.train])
     return exit_path(build_encoder(source), source.config, layers) if layers else None
 
 

@@ -106,7 +106,7 @@ def _matches(names: Sequence[str], groups: Sequence[ParameterGroup], without_los
             continue
         others = [name for name in names if pattern.search(name)]
         if others:
-            earlier = next(number for number, each in enumerate(groups) if each is matches[others[0]])
+            earlier = next(number for number, other in enumerate(groups) if other is matches[others[0]])
             problem = f"optim.groups[{earlier}] matches its parameters before it; move it to the front"
         elif without_loss and pattern.search(_OF_LOSS):  # plans have no loss
             continue
@@ -189,8 +189,8 @@ def _described(items: Sequence[TrainedParameter], optim: OptimConfig) -> str:
     freeze = settings[0].freeze_until
     text = (
         f"{format_count(count, 'parameter')} in {format_count(len(items), 'tensor')}, "
-        f"lr {_range([optim.lr * each.lr_factor for each in settings])}, "
-        f"weight decay {_range([each.weight_decay for each in settings])}"
+        f"lr {_range([optim.lr * setting.lr_factor for setting in settings])}, "
+        f"weight decay {_range([setting.weight_decay for setting in settings])}"
     )
     if not freeze:
         return text

@@ -88,7 +88,7 @@ class WeightsEvaluation:
 class PeriodicEvaluation:
     """Evaluation during training, and the best step so far."""
 
-    of_weights: Sequence[WeightsEvaluation]  # those that are exported, and others, whose sets have other names
+    evaluations: Sequence[WeightsEvaluation]  # those that are exported, and others, whose sets have other names
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`; None if the recipe sets none
     state: TrainState
     tracker: Tracker
@@ -103,9 +103,9 @@ class PeriodicEvaluation:
         record = functools.partial(self.tracker.set_evaluated, state.step)
         record_queries = functools.partial(self.tracker.queries_evaluated, state.step)
         try:
-            for each in self.of_weights:
-                with self.tracker.progress() as progress, automatic_collection(), each.weights():
-                    metrics |= each.evaluator.evaluate(
+            for evaluation in self.evaluations:
+                with self.tracker.progress() as progress, automatic_collection(), evaluation.weights():
+                    metrics |= evaluation.evaluator.evaluate(
                         progress=progress, stop=stop, on_result=record, on_queries=record_queries
                     )
         except EvaluationInterrupted:
@@ -114,10 +114,10 @@ class PeriodicEvaluation:
         state.evaluation_due = False
         if not metrics:
             return False
-        evaluators = [each.evaluator for each in self.of_weights]
-        speeds = ", ".join(f"{name} {each.speed(name)}" for each in evaluators for name in each.seconds)
+        evaluators = [evaluation.evaluator for evaluation in self.evaluations]
+        speeds = ", ".join(f"{name} {evaluator.speed(name)}" for evaluator in evaluators for name in evaluator.seconds)
         footer = f"took {speeds}" if speeds else ""
-        datasets = {name: info for each in evaluators for name, info in each.datasets.items()}
+        datasets = {name: info for evaluator in evaluators for name, info in evaluator.datasets.items()}
         self.tracker.evaluation(state.step, metrics, datasets, footer=footer)
         if self.best_metric is None:
             return False

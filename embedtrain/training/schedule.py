@@ -116,7 +116,7 @@ def schedule_change(
         raise CheckpointError(f"the recipe in the checkpoint of step {done} is damaged: {error}") from None
     if (before.train.steps is None) == (before.train.epochs is None):
         return None
-    earlier, now = (LearningRate(each.optim, count_steps(each)) for each in (before, recipe))
+    earlier, now = (LearningRate(run.optim, count_steps(run)) for run in (before, recipe))
     compared = [*range(0, done, max(1, done // _COMPARED_STEPS)), done - 1]
     differing = next((step for step in compared if not math.isclose(earlier(step), now(step), rel_tol=1e-9)), None)
     if differing is None:

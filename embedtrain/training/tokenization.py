@@ -100,13 +100,13 @@ def inverse_document_frequencies(stores: Sequence[TokenStore], num_tokens: int, 
     N are the distinct documents of all stores, as they are truncated for training, and n those with the token. The
     ranks count disjoint parts of the documents, which depend on their texts alone.
     """
-    seen = np.empty(0, dtype=np.int64)
+    counted = np.empty(0, dtype=np.int64)
     counts, number = np.zeros(num_tokens, dtype=np.int64), 0
     for store in stores:
         documents = _local_documents(store, world)
         keys, first = np.unique(store.keys[documents], return_index=True)
-        is_new = ~np.isin(keys, seen, assume_unique=True)
-        seen = np.concatenate([seen, keys[is_new]])
+        is_new = ~np.isin(keys, counted, assume_unique=True)
+        counted = np.concatenate([counted, keys[is_new]])
         documents = np.sort(documents[first[is_new]])
         number += len(documents)
         for start in range(0, len(documents), _BLOCK_TEXTS):

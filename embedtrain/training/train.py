@@ -87,12 +87,12 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
 
 
 @contextlib.contextmanager
-def _in_place(*served: WeightAverage | RopeTheta | None) -> Iterator[None]:
+def _in_place(*replacements: WeightAverage | RopeTheta | None) -> Iterator[None]:
     """What is evaluated and exported, in place of what is trained, during the block."""
     with contextlib.ExitStack() as stack:
-        for each in served:
-            if each is not None:
-                stack.enter_context(each.in_place())
+        for replacement in replacements:
+            if replacement is not None:
+                stack.enter_context(replacement.in_place())
         yield
 
 
@@ -240,11 +240,11 @@ def _evaluation(
         index=evaluation.index,
         function=inputs.function,
     )
-    of_weights = [WeightsEvaluation(evaluator, functools.partial(_in_place, average, theta))]
+    evaluations = [WeightsEvaluation(evaluator, functools.partial(_in_place, average, theta))]
     if evaluation.trained_weights:
         trained = Evaluator(inputs.sets, model, run.world, index=evaluation.index, suffix=TRAINED)
-        of_weights.append(WeightsEvaluation(trained, functools.partial(_in_place, theta)))
-    return PeriodicEvaluation(of_weights=of_weights, best_metric=inputs.best_metric, state=state, tracker=tracker)
+        evaluations.append(WeightsEvaluation(trained, functools.partial(_in_place, theta)))
+    return PeriodicEvaluation(evaluations=evaluations, best_metric=inputs.best_metric, state=state, tracker=tracker)
 
 
 def _report_outcome(run: Run, model: Path, step: int) -> None:

@@ -70,13 +70,13 @@ def formatted_pairs(source: ModelSource, texts: tuple[str, ...]) -> list[tuple[s
 
 def classifier_class(config: PretrainedConfig) -> type:
     """Transformers' class of sequence classification for a configuration; ModelError if there is none."""
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if found is None:
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
         raise ModelError(
             f"{config.model_type} has no class for sequence classification in transformers, in which a cross-encoder "
             "is exported"
         )
-    return found  # type: ignore[no-any-return]
+    return kind  # type: ignore[no-any-return]
 
 
 def stored_name(config: PretrainedConfig) -> Callable[[str], str]:

@@ -134,11 +134,11 @@ class ComparedOutputs:
         if name == LOGITS and self._source.words is not None:
             output = pooled_words(output, mask, self._source.words)
         if name == TOKEN_VECTORS:
-            return [row[kept] for row, kept in zip(output, real, strict=True)]
+            return [row[is_real] for row, is_real in zip(output, real, strict=True)]
         if name == M3_TOKENS:
-            return [row[kept] for row, kept in zip(output, real[:, 1:], strict=True)]
+            return [row[is_real] for row, is_real in zip(output, real[:, 1:], strict=True)]
         if name == M3_LEXICAL:
-            return [row[kept].T for row, kept in zip(output, real, strict=True)]
+            return [row[is_real].T for row, is_real in zip(output, real, strict=True)]
         return list(output.split(1))
 
     def joined(self, name: str, rows: list[Tensor]) -> Tensor:

@@ -101,7 +101,7 @@ def write_variants(
 
 def _agreement(outputs: ProbeRows, expected: ProbeRows, source: ModelSource) -> float:
     if source.head is not None:
-        scores, references = (torch.cat(each[LOGITS]).float().sigmoid() for each in (outputs, expected))
+        scores, references = (torch.cat(rows[LOGITS]).float().sigmoid() for rows in (outputs, expected))
         return 1 - float((scores - references).abs().max())
     cosines = [
         _mean_cosine(rows.float(), references.float())
@@ -123,9 +123,9 @@ def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
         return ""
     metrics = list(variants[0].metrics)
     rows = "\n".join(
-        f"| `{each.file}` | {format_bytes(each.num_bytes)} | {each.agreement:.4f} |"
-        + "".join(f" {each.metrics[name]:.4f} |" for name in metrics)
-        for each in variants
+        f"| `{variant.file}` | {format_bytes(variant.num_bytes)} | {variant.agreement:.4f} |"
+        + "".join(f" {variant.metrics[name]:.4f} |" for name in metrics)
+        for variant in variants
     )
     names, lines = "".join(f" {name} |" for name in metrics), " ---: |" * len(metrics)
     return (

@@ -49,8 +49,8 @@ def read_ranges(directory: Path | None) -> dict[int, Ranges]:
 def write_ranges(path: Path, ranges: Mapping[int, Ranges], origin: Mapping[str, Any]) -> None:
     """Write the file; `origin` is what the ranges depend on."""
     of_dimension = {
-        str(dimension): dict(zip(_KEYS, (each.low.tolist(), each.high.tolist()), strict=True))
-        for dimension, each in ranges.items()
+        str(dimension): dict(zip(_KEYS, (bounds.low.tolist(), bounds.high.tolist()), strict=True))
+        for dimension, bounds in ranges.items()
     }
     content = {"version": _VERSION, "origin": dict(origin), "ranges": of_dimension}
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -177,19 +177,19 @@ class Engine:
         Of a model that it does not open, only the reasons for that. What a client can do is no loss: prepend prompts,
         format pairs, and request float32 or vectors without normalisation.
         """
-        kind, found = model.source.kind, []
+        kind, losses = model.source.kind, []
         if kind not in self.kinds:
-            found.append(Loss(Effect.refused, f"it does not serve {KIND_NAMES[kind]}"))
+            losses.append(Loss(Effect.refused, f"it does not serve {KIND_NAMES[kind]}"))
         elif self.kinds[kind]:
-            found.append(Loss(Effect.partial, self.kinds[kind]))
-        found += [_TRAITS[trait] for trait in sorted(model.traits & self.lost)]
+            losses.append(Loss(Effect.partial, self.kinds[kind]))
+        losses += [_TRAITS[trait] for trait in sorted(model.traits & self.lost)]
         is_known = self.model_types is None or Trait.static in model.traits or model.model_type in self.model_types
         if not is_known:
-            found.append(Loss(Effect.refused, f"it has no implementation of {model.model_type}"))
-        if not any(loss.effect is Effect.refused for loss in found):
-            found += self.checks(model)
-        refused = [loss for loss in found if loss.effect is Effect.refused]
-        return refused or sorted(found, key=lambda loss: list(Effect).index(loss.effect), reverse=True)
+            losses.append(Loss(Effect.refused, f"it has no implementation of {model.model_type}"))
+        if not any(loss.effect is Effect.refused for loss in losses):
+            losses += self.checks(model)
+        refused = [loss for loss in losses if loss.effect is Effect.refused]
+        return refused or sorted(losses, key=lambda loss: list(Effect).index(loss.effect), reverse=True)
 
 
 def reasons_against(engine: Engine, model: ServedModel) -> list[str]:

@@ -41,7 +41,7 @@ def _check_candle(model: ServedModel) -> Iterator[Loss]:
         yield Loss(Effect.refused, f"it does not pool the last token of {kind}")
     if kind == "gemma3_text" and source.pooling is Pooling.cls:
         yield Loss(Effect.refused, "it does not pool the first token of gemma3_text")
-    activations = [each.activation for each in source.dense if each.activation not in _TEI_ACTIVATIONS]
+    activations = [dense.activation for dense in source.dense if dense.activation not in _TEI_ACTIVATIONS]
     if activations:
         yield Loss(Effect.refused, f"it knows no dense head with {activations[0].rpartition('.')[2]}, only Tanh")
     if kind in ("llama", "mistral", "qwen2"):

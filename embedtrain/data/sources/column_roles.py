@@ -171,8 +171,8 @@ def _by_order(texts: list[str], negatives: list[str]) -> TextColumns:
 def _named(names: Sequence[str], groups: Sequence[frozenset[str]]) -> list[str]:
     """The columns with a name of the first group that has any."""
     for group in groups:
-        if found := [name for name in names if _is_in(name, group)]:
-            return found
+        if matches := [name for name in names if _is_in(name, group)]:
+            return matches
     return []
 
 

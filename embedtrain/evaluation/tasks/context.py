@@ -149,10 +149,14 @@ class EncoderContext(EvaluationContext):
     def _encode(self, texts: Sequence[str], label: str, role: TextRole = TextRole.query) -> Part:
         encoder, loaded, encoded = self.encoder, self.loaded, self.encoded.texts
         if label not in encoded:
-            given, default, max_length = loaded.query_prompt, encoder.query_prompt, loaded.query_max_length
+            prompt, default, max_length = loaded.query_prompt, encoder.query_prompt, loaded.query_max_length
             if role is TextRole.document:
-                given, default, max_length = loaded.document_prompt, encoder.document_prompt, loaded.document_max_length
-            prompt = default if given is None else given
+                prompt, default, max_length = (
+                    loaded.document_prompt,
+                    encoder.document_prompt,
+                    loaded.document_max_length,
+                )
+            prompt = default if prompt is None else prompt
             encoded[label] = encoder.encode(texts, prompt, role=role, max_length=max_length, label=f"encoding {label}")
         if not isinstance(self.dimension, int):
             return encoded[label]
@@ -162,13 +166,13 @@ class EncoderContext(EvaluationContext):
         """An index of documents, with ties in the order of trec_eval. A collective."""
         index = self.encoded.documents
         if index is None:
-            given = self.loaded.document_prompt
+            prompt = self.loaded.document_prompt
             index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.comparison)
             self.encoded.documents = index
             index.add_texts(
                 self.encoder,
                 texts,
-                self.encoder.document_prompt if given is None else given,
+                self.encoder.document_prompt if prompt is None else prompt,
                 max_length=self.loaded.document_max_length,
                 vector_cache=self.vector_cache,
             )

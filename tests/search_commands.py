@@ -17,8 +17,8 @@ def assert_found(model: Path, corpus: Path, query: str, scores: torch.Tensor) ->
     printed = call("embedtrain.search", f"model={model}", f"corpus={corpus}", f"query={query}", "top_k=4")
     best = zip(*(part.tolist() for part in scores.topk(4)), strict=True)
     names = [f"d{number}" for number in range(len(scores))]
-    found = [line.split()[:2] for line in printed.splitlines() if len(line.split()) > 1 and line.split()[1] in names]
-    assert found == [[f"{score:.3f}", f"d{number}"] for score, number in best]
+    actual = [line.split()[:2] for line in printed.splitlines() if len(line.split()) > 1 and line.split()[1] in names]
+    assert actual == [[f"{score:.3f}", f"d{number}"] for score, number in best]
     return printed
 
 

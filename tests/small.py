@@ -201,12 +201,12 @@ def write_rows(path: Path, num_rows: int) -> Path:
 def write_beir(folder: Path, num_rows: int) -> Path:
     """A retrieval set in BEIR's layout: one document answers each query."""
     (folder / "qrels").mkdir(parents=True)
-    found = list(enumerate(batch(num_rows).rows))
-    corpus = [json.dumps({"_id": f"d{i}", "title": "", "text": row.documents[0]}) for i, row in found]
-    queries = [json.dumps({"_id": f"q{i}", "text": row.query}) for i, row in found]
+    rows = list(enumerate(batch(num_rows).rows))
+    corpus = [json.dumps({"_id": f"d{i}", "title": "", "text": row.documents[0]}) for i, row in rows]
+    queries = [json.dumps({"_id": f"q{i}", "text": row.query}) for i, row in rows]
     (folder / "corpus.jsonl").write_text("\n".join(corpus))
     (folder / "queries.jsonl").write_text("\n".join(queries))
-    judged = "".join(f"q{i}\td{i}\t1\n" for i, _ in found)
+    judged = "".join(f"q{i}\td{i}\t1\n" for i, _ in rows)
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
     return folder
 

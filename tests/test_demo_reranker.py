@@ -39,8 +39,8 @@ def test_the_commands_compose_and_fit_together(minilm_dir, tmp_path):
     from tests.docs.commands import commands
 
     shell = make(tmp_path, minilm_dir, "-n")
-    mine, train, evaluate = (list(command.arguments) for command in commands(shell))
-    mined, (recipe,), evaluated = compose_mine(mine), compose_recipes(train), compose_evaluate(evaluate)
+    rank_batch, train, evaluate = (list(command.arguments) for command in commands(shell))
+    mined, (recipe,), evaluated = compose_mine(rank_batch), compose_recipes(train), compose_evaluate(evaluate)
     (source,) = recipe.data.train
     assert source.path == f"{mined.output_dir}/{Path(mined.data[0].path).name.removesuffix('.gz')}"
     assert (tmp_path / mined.data[0].path).is_file()

@@ -1,4 +1,4 @@
-"""The inspect door: what it counts is what a plain loop over the rows counts, and its exit code can be relied on."""
+"""The inspect command: what it counts is what a plain loop over the rows counts, and its exit code can be relied on."""
 
 import gzip
 import json
@@ -32,15 +32,15 @@ BAD = [b'{"query": 7, "pos": ["a"]}\n', b'{"query": "a", "pos": []}\n', b'{"quer
 
 def rows(count: int) -> list[dict]:
     """Queries in pairs, and every fifth row's negative is the row's positive before it."""
-    made = []
+    built = []
     for i in range(count):
         negatives = [text(300 + i, 3 + i % 40)] if i % 2 else []
         if i % 5 == 4:
-            negatives.append(made[-1]["pos"][0])
-        made.append(
+            negatives.append(built[-1]["pos"][0])
+        built.append(
             {"query": text(i // 2, 2 + i // 2 % 3), "pos": [f"{text(100 + i, 4 + i % 50)} {i}"], "neg": negatives}
         )
-    return made
+    return built
 
 
 def load(path: Path, folder: Path, *, needs: RowRequirements | None = None, **options):
@@ -63,24 +63,24 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
     path = write(tmp_path / "rows.jsonl", *written)
     data, cache = load(path, tmp_path, query_prompt="alpha ", query_max_length=5)
     data.prepare(tokenizer, cache)
-    found = measure(data.stores[0], data.tokens[0], data.settings[0].text_format, uncut)
+    actual = measure(data.stores[0], data.tokens[0], data.settings[0].text_format, uncut)
     for role, limit in zip(ROLES, (5, 24, 24), strict=True):
         whole = sorted(len(uncut.tokenizer(one)["input_ids"]) for one in texts[role])
-        lengths = found.lengths[role]
+        lengths = actual.lengths[role]
         assert sorted(lengths.values.tolist()) == whole
         assert (lengths.limit, lengths.num_truncated) == (limit, sum(length > limit for length in whole))
         assert lengths.is_exact
     kept = [ids for role, most in zip(ROLES, (5, 24, 24), strict=True) for ids in tokenizer.ids(texts[role], most)]
     unknown = sum(ids.count(tokenizer.tokenizer.unk_token_id) for ids in kept)
-    assert (found.num_tokens, found.num_unknown) == (sum(map(len, kept)), unknown)
-    duplicates = duplicates_in(found.keys)
+    assert (actual.num_tokens, actual.num_unknown) == (sum(map(len, kept)), unknown)
+    duplicates = duplicates_in(actual.keys)
     assert duplicates.queries == Repetition(30, 60)
     assert duplicates.both == 12
     assert duplicates.contradictions == 6  # of equal queries, next to one another
     characters = measure(data.stores[0], None, data.settings[0].text_format, None)
     assert characters.lengths["positives"].values.tolist() == [len(one) for one in texts["positives"]]
-    assert (characters.keys.negatives == found.keys.negatives).all()
-    both = join_statistics([found, found])
+    assert (characters.keys.negatives == actual.keys.negatives).all()
+    both = join_statistics([actual, actual])
     assert both.lengths["queries"].num_texts == 120
     assert duplicates_in(both.keys).rows == Repetition(60, 120)
 
@@ -91,34 +91,34 @@ def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", *rows(100))
     data, cache = load(path, tmp_path)
     data.prepare(tokenizer, cache)
-    found = measure(data.stores[0], data.tokens[0], data.settings[0].text_format, UntruncatedTokenizer(tokenizer))
-    lengths = found.lengths["positives"]
+    actual = measure(data.stores[0], data.tokens[0], data.settings[0].text_format, UntruncatedTokenizer(tokenizer))
+    lengths = actual.lengths["positives"]
     assert not lengths.is_exact
     assert (lengths.num_texts, len(lengths.values)) == (100, 100)
     share = lengths.num_truncated / len(lengths.values)
     assert share == pytest.approx(0.88, abs=0.15)  # those of more than 9 words, with a number, <s> and </s>
-    assert len(found.keys.positives) == 100
+    assert len(actual.keys.positives) == 100
 
 
-def test_rows_are_equal_whatever_the_order_of_their_negatives_and_contradictions_are_found():
+def test_rows_are_equal_whatever_the_order_of_their_negatives_and_contradictions_are_detected():
     def keys(*rows: tuple[int, list[int], list[int]]) -> RowKeys:
         queries, positives, negatives = zip(*rows, strict=True)
         counts = [np.array([len(texts) for texts in role]) for role in (positives, negatives)]
         flat = [np.array([text for texts in role for text in texts], dtype=np.int64) for role in (positives, negatives)]
         return RowKeys(np.array(queries, dtype=np.int64), *flat, *counts)
 
-    found = duplicates_in(
+    actual = duplicates_in(
         keys((1, [10], [20, 30]), (1, [10], [30, 20]), (2, [20], [10, 30]), (2, [30], [20]), (3, [5], []))
     )
-    assert found.rows == Repetition(1, 2)
-    assert found.queries == Repetition(2, 4)
-    assert found.positives == Repetition(1, 2)
-    assert found.both == 3
-    assert found.contradictions == 2  # of query 2: text 20, and text 30
+    assert actual.rows == Repetition(1, 2)
+    assert actual.queries == Repetition(2, 4)
+    assert actual.positives == Repetition(1, 2)
+    assert actual.both == 3
+    assert actual.contradictions == 2  # of query 2: text 20, and text 30
     assert duplicates_in(keys((1, [10], []), (2, [20], []))).both == 0
 
 
-def test_what_lies_beside_texts_is_counted(tmp_path):
+def test_extra_columns_are_counted(tmp_path):
     written = [
         {"query": f"q{i}", "pos": ["p"], "neg": ["n"], "pos_scores": [i], "neg_scores": [-i], "prompt": f"do {i % 2}"}
         for i in range(1, 6)
@@ -126,9 +126,9 @@ def test_what_lies_beside_texts_is_counted(tmp_path):
     path = write(tmp_path / "rows.jsonl", *written)
     needs = RowRequirements(scores=ScoreRequirement.teacher)
     data, _ = load(path, tmp_path, needs=needs)
-    found = summarise_extra_columns(data.stores[0])
-    assert found.scores == (10, -5.0, 5.0, 0.0)
-    assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
+    actual = summarise_extra_columns(data.stores[0])
+    assert actual.scores == (10, -5.0, 5.0, 0.0)
+    assert dict(actual.instructions) == {"do 1": 3, "do 0": 2}
     (query, positive, negative) = shown_texts(
         data.stores[0][0], data.settings[0].text_format, UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
     )
@@ -166,15 +166,15 @@ def test_bad_rows_are_all_named_in_order(tmp_path, name):
     path = write(tmp_path / name, good, *BAD[:2], b"\n", good, BAD[3], good, BAD[2])
     empty = write(tmp_path / name.replace("rows", "empty"))
     source, cache = TrainSource(path=str(path)), Cache(directory=tmp_path / "cache")
-    found = first_bad_rows(source, "rows", RowRequirements(), 10, cache)
-    assert [re.match(rf"{re.escape(str(path))}:(\d+): ", one)[1] for one in found] == ["2", "3", "6", "8"]
-    assert first_bad_rows(source, "rows", RowRequirements(), 2, cache) == found[:2]
+    actual = first_bad_rows(source, "rows", RowRequirements(), 10, cache)
+    assert [re.match(rf"{re.escape(str(path))}:(\d+): ", one)[1] for one in actual] == ["2", "3", "6", "8"]
+    assert first_bad_rows(source, "rows", RowRequirements(), 2, cache) == actual[:2]
     both = first_bad_rows(
         TrainSource(path=str(tmp_path / name.replace("rows", "*"))), "rows", RowRequirements(), 10, cache
     )
-    assert both == [f"{empty}: holds no rows", *found]
+    assert both == [f"{empty}: holds no rows", *actual]
     data = load_train_data([source], on_error=OnError.skip, seed=0, global_batch_size=2, cache=cache)
-    assert data.stores[0].report.problems == found[:3]
+    assert data.stores[0].report.problems == actual[:3]
 
 
 def test_texts_are_shortened_in_their_middle_and_hold_no_codes():
@@ -193,19 +193,19 @@ def test_inspect_of_a_file(tmp_path):
     good = [{"query": "如何安装？", "pos": ["用 apt。" * 500], "neg": ["别的\n东西"]}] * 2
     path = write(tmp_path / "rows.jsonl.gz", *good[:1], *BAD[:2], *good[1:], BAD[3])
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + BAD[2]))
-    told = call("embedtrain.inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
-    assert "4 rows that cannot be used" in told
-    assert [f"{path}:{line}: " in told for line in (2, 3, 5, 6)] == [True] * 4
-    assert re.search(r"^  rows +2$", told, re.M)
-    assert re.search(r"^  queries +2 +5 +5 +5\.0 +5 +5 +5$", told, re.M)
-    assert re.search(r"^  rows with all texts equal +1 +2$", told, re.M)
-    assert re.search(r"^  negative 1 +5  别的↵东西$", told, re.M)
+    output = call("embedtrain.inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
+    assert "4 rows that cannot be used" in output
+    assert [f"{path}:{line}: " in output for line in (2, 3, 5, 6)] == [True] * 4
+    assert re.search(r"^  rows +2$", output, re.M)
+    assert re.search(r"^  queries +2 +5 +5 +5\.0 +5 +5 +5$", output, re.M)
+    assert re.search(r"^  rows with all texts equal +1 +2$", output, re.M)
+    assert re.search(r"^  negative 1 +5  别的↵东西$", output, re.M)
     assert re.search(
-        rf"^  positive 1 +3,000  {'用 apt。' * 500}$", told, re.M
+        rf"^  positive 1 +3,000  {'用 apt。' * 500}$", output, re.M
     )  # whole, since nobody sees it on a terminal
-    assert "lengths are in characters" in told
-    assert "\x1b" not in told
-    assert not any(line.endswith(" ") for line in told.splitlines())
+    assert "lengths are in characters" in output
+    assert "\x1b" not in output
+    assert not any(line.endswith(" ") for line in output.splitlines())
 
 
 def test_inspect_of_a_recipe(tmp_path):
@@ -219,14 +219,14 @@ def test_inspect_of_a_recipe(tmp_path):
         "data.train=[{path: one.jsonl, query_prompt: 'alpha '}, {path: two.jsonl, weight: 2}]", "data.cache_dir=cache",
         "train.epochs=3", "train.global_batch_size=16", "evaluation.sets=[]",
     ]  # fmt: skip
-    told = call("embedtrain.inspect", *arguments, cwd=tmp_path)
-    assert re.search(r"^  query +\d+  <s> alpha .* </s>$", told, re.M)
-    assert re.search(r"^  two +20 +0 +40 +2\.00 +40\.0%$", told, re.M)
-    assert re.search(r"^  total +80 +0 +100 +100\.0%$", told, re.M)
-    assert re.search(r"^  an epoch +100 rows, 7 batches$", told, re.M)
-    assert re.search(r"^  all of it +21 steps of 1 batch, 3 epochs$", told, re.M)
-    assert re.search(r"^  8 GPUs( +[\d,.]+){3} +\d+\.\d% +1\.\d{3}$", told, re.M)
-    assert "directory  cache" in told
+    output = call("embedtrain.inspect", *arguments, cwd=tmp_path)
+    assert re.search(r"^  query +\d+  <s> alpha .* </s>$", output, re.M)
+    assert re.search(r"^  two +20 +0 +40 +2\.00 +40\.0%$", output, re.M)
+    assert re.search(r"^  total +80 +0 +100 +100\.0%$", output, re.M)
+    assert re.search(r"^  an epoch +100 rows, 7 batches$", output, re.M)
+    assert re.search(r"^  all of it +21 steps of 1 batch, 3 epochs$", output, re.M)
+    assert re.search(r"^  8 GPUs( +[\d,.]+){3} +\d+\.\d% +1\.\d{3}$", output, re.M)
+    assert "directory  cache" in output
     assert not (tmp_path / "runs").exists()
     kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}
@@ -240,15 +240,15 @@ def test_a_cross_encoder_shows_pairs(tmp_path):
     arguments = ["recipe=bce_reranker", "data.train=[one.jsonl]"]
     arguments += ["data.cache_dir=cache", "evaluation.sets=[]", "train.global_batch_size=8"]
     template = 'model.pair_template={prefix: alpha, query: "beta {query} mu", document: "{document}", suffix: nu}'
-    told = call("embedtrain.inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path)
-    assert re.search(r"^  positive 1 +\d+ +<s> alpha beta .* mu .* nu </s>$", told, re.M)
-    shortest = re.search(r"^  pairs +\d+ +(\d+)", told, re.M)
-    shown = re.findall(r"^  (?:positive|negative) 1 +(\d+)", told, re.M)
+    output = call("embedtrain.inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path)
+    assert re.search(r"^  positive 1 +\d+ +<s> alpha beta .* mu .* nu </s>$", output, re.M)
+    shortest = re.search(r"^  pairs +\d+ +(\d+)", output, re.M)
+    shown = re.findall(r"^  (?:positive|negative) 1 +(\d+)", output, re.M)
     assert shortest is not None
     assert int(shortest[1]) <= min(map(int, shown))
-    told = call("embedtrain.inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path)
-    assert re.search(r"^  pairs( +[\d.,]+){7} +12 +[1-9]", told, re.M)  # texts, min ... max, limit, cut
-    assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", told, re.M)
+    output = call("embedtrain.inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path)
+    assert re.search(r"^  pairs( +[\d.,]+){7} +12 +[1-9]", output, re.M)  # texts, min ... max, limit, cut
+    assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", output, re.M)
 
 
 def test_late_interaction_shows_expanded_queries_and_tokens_without_vectors(tmp_path):
@@ -286,9 +286,9 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     (tmp_path / "sts.csv").write_text("a,b,score\nx,y,4.5\nu,v,1\n")
     (tmp_path / "list.json").write_text(json.dumps(rows(3)))
     arguments = ["data=[one,sts.csv,missing.jsonl,list.json,one/rows.jsonl]", "cache_dir=cache", "examples=1"]
-    told = call("embedtrain.inspect", *arguments, cwd=tmp_path, code=1)
-    assert re.findall(r"^== (.*) ==$", told, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
-    one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", told, flags=re.M)[1:]
+    output = call("embedtrain.inspect", *arguments, cwd=tmp_path, code=1)
+    assert re.findall(r"^== (.*) ==$", output, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
+    one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", output, flags=re.M)[1:]
     assert "1 row that cannot be used\n" in one
     assert re.search(r"✗  sts.csv: column 'score'.*loss=infonce", sts)
     assert "for_loss=cosent" in sts
@@ -303,13 +303,13 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert "recognised as" in call("embedtrain.inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path)
 
 
-def test_sources_that_do_not_fit_together_are_shown_and_told(tmp_path):
+def test_sources_that_do_not_fit_together_are_shown_and_reported(tmp_path):
     for name, count in (("one", 1), ("two", 2)):
         write(tmp_path / f"{name}.jsonl", *[{"query": "q", "pos": ["p"], "neg": ["n", "m"][:count]}] * 3)
     arguments = ["data.train=[one.jsonl,two.jsonl]", "data.cache_dir=cache", "loss=sentence_transformers"]
-    told = call("embedtrain.inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
-    assert re.findall(r"^  rows +(\d)$", told, re.M) == ["3", "3"]
-    assert "✗  data.train: one has rows with 1 negatives and two with 2, " in told
+    output = call("embedtrain.inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
+    assert re.findall(r"^  rows +(\d)$", output, re.M) == ["3", "3"]
+    assert "✗  data.train: one has rows with 1 negatives and two with 2, " in output
 
 
 @pytest.mark.slow
@@ -318,11 +318,11 @@ def test_empty_files_and_equal_names(tmp_path):
         write(tmp_path / folder / "rows.jsonl", *rows(2))
     write(tmp_path / "b" / "empty.jsonl")
     write(tmp_path / "b" / "bad.jsonl", *BAD[:2])
-    told = call("embedtrain.inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
-    assert "\n2 rows that cannot be used and 1 empty file\n" in told
-    assert re.search(r"^  b +2 +2$", told, re.M)
-    told = call("embedtrain.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
-    assert re.findall(r"^== (.*) ==$", told, re.M) == ["a/rows", "b/rows", "all of it"]
+    output = call("embedtrain.inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
+    assert "\n2 rows that cannot be used and 1 empty file\n" in output
+    assert re.search(r"^  b +2 +2$", output, re.M)
+    output = call("embedtrain.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
+    assert re.findall(r"^== (.*) ==$", output, re.M) == ["a/rows", "b/rows", "all of it"]
 
 
 @pytest.mark.parametrize(
@@ -340,5 +340,5 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, arguments, environment, 
     write(tmp_path / "rows.jsonl", {"query": "a", "pos": ["b"]})
     for name, value in environment.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
-    told = call("embedtrain.inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
-    assert re.fullmatch(rf"error: [^\n]*{re.escape(sentence)}[^\n]*\n", told), told
+    output = call("embedtrain.inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(sentence)}[^\n]*\n", output), output

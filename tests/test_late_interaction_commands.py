@@ -73,7 +73,7 @@ def test_as_reranker(model_dir: Path, their_scores: torch.Tensor, tmp_path: Path
     assert {query for query, *_ in runs["set+bm25"]} >= {query for query, *_ in runs["set+bm25+reranker"]}
     assert len(runs["set+bm25+reranker"]) > len(QUERIES)
     for query, document, score in runs["set+bm25+reranker"]:
-        assert (query, document) in {found[:2] for found in runs["set+bm25"]}
+        assert (query, document) in {actual[:2] for actual in runs["set+bm25"]}
         assert score == pytest.approx(float(their_scores[int(query[1:]), int(document[1:])]), abs=1e-5)
     with pytest.raises(ConfigError, match=r"^reranker.document_windows=true: .*MultiVectorEncoder"):
         reranker = {"path": str(model_dir), "document_windows": True}

@@ -18,17 +18,17 @@ def workshop(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     save_small(small_model("xlm-roberta"), folder / "model")
     save_small(small_model("xlm-roberta", dropout=0.1), folder / "dropout")
-    found = list(enumerate(batch(26).rows))
+    rows = list(enumerate(batch(26).rows))
     lines = {
-        "train": [{"query": r.query, "pos": [r.documents[0]], "neg": list(r.documents[1:])} for _, r in found],
-        "pairs": [{"a": r.query, "b": r.documents[0], "score": i % 6} for i, r in found[:13]],
+        "train": [{"query": r.query, "pos": [r.documents[0]], "neg": list(r.documents[1:])} for _, r in rows],
+        "pairs": [{"a": r.query, "b": r.documents[0], "score": i % 6} for i, r in rows[:13]],
         "classes-no_in_batch_neg": [
             {"query": r.query, "pos": [r.documents[0]], "neg": [text(i, 3), text(i + 9, 4)], "prompt": "alpha"}
-            for i, r in found[:11]
+            for i, r in rows[:11]
         ],
     }
-    for name, made in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    for name, content in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     return folder
 
 
@@ -48,28 +48,28 @@ def by_source(directory: Path) -> dict[int, dict[str, float]]:
 
 def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
     """An epoch of 39, 13 and 11 rows in batches of one source each, the same at any number of ranks."""
-    found = {}
+    rows = {}
     for size in (1, 2, 3):
-        told = ranks(size, run, *given(workshop, tmp_path / str(size), "train.epochs=1"))[0]
-        found[size] = by_source(tmp_path / str(size))
+        metrics = ranks(size, run, *given(workshop, tmp_path / str(size), "train.epochs=1"))[0]
+        rows[size] = by_source(tmp_path / str(size))
         if size == 1:
             assert (
                 "3 losses, one per batch: infonce (temperature=0.2, in_batch_negatives=True) for train; cosent for pa"
-                in told
+                in metrics
             )
-            assert "classes-no_in_batch_neg: no in-batch negatives, as no_in_batch_neg in the path says" in told
-            assert "an epoch: 63 rows in 8 batches of up to 10 rows, each of one source" in told
-    names = [next(iter(row)) for row in found[1].values()]
-    assert all(len(row) == 1 for row in found[1].values())
+            assert "classes-no_in_batch_neg: no in-batch negatives, as no_in_batch_neg in the path says" in metrics
+            assert "an epoch: 63 rows in 8 batches of up to 10 rows, each of one source" in metrics
+    names = [next(iter(row)) for row in rows[1].values()]
+    assert all(len(row) == 1 for row in rows[1].values())
     assert [names.count(f"loss/{name}") for name in ("train", "pairs", "classes-no_in_batch_neg")] == [4, 2, 2]
     for size in (2, 3):
-        assert list(found[size]) == list(found[1])
-        for step, row in found[1].items():
-            assert found[size][step] == pytest.approx(row, rel=1e-5), (size, step)
+        assert list(rows[size]) == list(rows[1])
+        for step, row in rows[1].items():
+            assert rows[size][step] == pytest.approx(row, rel=1e-5), (size, step)
 
 
 @pytest.mark.slow
-def test_resumed_by_source_it_goes_on_exactly(ranks, workshop, tmp_path):
+def test_a_resumed_run_of_several_sources_continues_exactly(ranks, workshop, tmp_path):
     common = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "train.gradient_accumulation_steps=2")
     ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
     expected = losses(tmp_path / "run")
@@ -158,8 +158,8 @@ def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
     shutil.copy(workshop / "train.jsonl", moved)
     shutil.rmtree(tmp_path / "tokens" / "model")
     elsewhere = [f"data.train=[{moved / 'train.jsonl'}]", *plain[1:]]
-    told = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")[0]
-    assert "is the end of this run" in told
+    metrics = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")[0]
+    assert "is the end of this run" in metrics
     changed = (moved / "train.jsonl").read_text().replace("alpha", "beta", 1)
     (moved / "train.jsonl").write_text(changed)
     with pytest.raises(AssertionError, match=r"data\.train\.train"):

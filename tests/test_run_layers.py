@@ -55,8 +55,8 @@ def test_a_run_is_resumed_and_pruned(ranks, tmp_path):
     assert losses(resumed) == losses(whole)
     pruned = main(compose([f"model={whole / 'model'}", "keep=2", "select=first", f"output_dir={tmp_path / 'pruned'}"]))
     trained = SentenceTransformer(str(whole / "model"), device="cpu")
-    found = SentenceTransformer(str(pruned), device="cpu").encode(TEXTS, convert_to_tensor=True)
-    for text, vector in zip(TEXTS, found, strict=True):
+    actual = SentenceTransformer(str(pruned), device="cpu").encode(TEXTS, convert_to_tensor=True)
+    for text, vector in zip(TEXTS, actual, strict=True):
         inputs = trained.tokenizer(text, return_tensors="pt")
         with torch.no_grad():
             hidden = trained[0].auto_model(**inputs, output_hidden_states=True).hidden_states[2]

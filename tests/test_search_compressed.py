@@ -24,7 +24,7 @@ def test_the_best_of_a_binary_search_are_scored_again(tmp_path):
     corpus.write_text("".join(json.dumps({"_id": f"d{i:02}", "text": each}) + "\n" for i, each in enumerate(TEXTS)))
     form = "vectors={documents: binary, rescore: {times: 2, top_k: 4}}"
     printed = call("embedtrain.search", f"model={model}", f"corpus={corpus}", f"query={QUERY}", "top_k=12", form)
-    found = [list(match) for match in re.findall(r"^ *(-?[01]\.\d{3})  (d\d\d)", printed, re.MULTILINE)]
+    actual = [list(match) for match in re.findall(r"^ *(-?[01]\.\d{3})  (d\d\d)", printed, re.MULTILINE)]
 
     theirs = SentenceTransformer(str(model), device="cpu")
     documents, query = theirs.encode(TEXTS), theirs.encode(QUERY)
@@ -34,7 +34,7 @@ def test_the_best_of_a_binary_search_are_scored_again(tmp_path):
     codes = quantize_embeddings(documents, "int8", ranges=np.stack([low, high])).astype(np.float64)
     decoded = low + (codes + 128.5) * (high - low) / 255
     again = sorted(first[:8], key=lambda number: decoded[number] @ query, reverse=True)
-    assert found == [[f"{documents[number] @ query:.3f}", f"d{number:02}"] for number in [*again, *first[8:12]]]
+    assert actual == [[f"{documents[number] @ query:.3f}", f"d{number:02}"] for number in [*again, *first[8:12]]]
     assert "vectors: binary-x2-top4, " in printed
 
 

@@ -44,17 +44,22 @@ def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
 
 
 def export_model(
-    to: Path, made: Architecture, *, dtype: torch.dtype = torch.float32, card: str = "", **asked: Any
+    to: Path, built: Architecture, *, dtype: torch.dtype = torch.float32, card: str = "", **requested: Any
 ) -> ExportResult:
     """Export unsharded weights of this process; options as in a recipe."""
-    options = ExportConfig(**asked)
-    specs = {name: TensorSpec.of(tensor) for name, tensor in made.state.items()}
-    rows = ((name, 0, tensor) for name, tensor in made.state.items())
+    options = ExportConfig(**requested)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in built.state.items()}
+    rows = ((name, 0, tensor) for name, tensor in built.state.items())
     expected = ExportReference(
-        made.vectors, export_tolerance(dtype, exact_encoder=True), {"query": ""} | made.source.prompts, made.max_length
+        built.vectors,
+        export_tolerance(dtype, exact_encoder=True),
+        {"query": ""} | built.source.prompts,
+        built.max_length,
     )
     with export_lock(to) as unfinished:
-        export = plan_export(to, unfinished, made.directory, WeightStream(specs, rows), dtype, options)
+        export = plan_export(to, unfinished, built.directory, WeightStream(specs, rows), dtype, options)
         export.begin()
         export.write(rows, main=True)
-        return export.finish(card, expected if options.check else None, trust_remote_code=made.source.trust_remote_code)
+        return export.finish(
+            card, expected if options.check else None, trust_remote_code=built.source.trust_remote_code
+        )

@@ -82,9 +82,9 @@ def running_hub() -> Iterator[Hub]:
             if not self.allowed():
                 return
             if self.path == "/api/repos/create":
-                asked = json.loads(body)
-                name = f"{asked['organization']}/{asked['name']}"
-                hub.repositories.setdefault(name, {"visibility": asked.get("visibility"), "files": {}})
+                options = json.loads(body)
+                name = f"{options['organization']}/{options['name']}"
+                hub.repositories.setdefault(name, {"visibility": options.get("visibility"), "files": {}})
                 self.answer({"url": f"{hub.address}/{name}"})
             elif self.path == "/api/validate-yaml":
                 self.answer({"errors": [], "warnings": []})

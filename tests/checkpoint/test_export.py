@@ -59,9 +59,9 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
 
     torch.manual_seed(0)
     modules = [Transformer(str(model)), Pool(32, "mean"), Dense(32, 12)]
-    made = SentenceTransformer(modules=modules, prompts={"query": "alpha "})
-    made.save(str(tmp_path / "made"))
-    expected = torch.as_tensor(made.encode(list(PROBES), prompt=""))
+    built = SentenceTransformer(modules=modules, prompts={"query": "alpha "})
+    built.save(str(tmp_path / "made"))
+    expected = torch.as_tensor(built.encode(list(PROBES), prompt=""))
     architecture = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "made")))
     assert torch.allclose(architecture.vectors, expected, atol=1e-5)
     exported = export_model(tmp_path / "out", architecture, dtype=dtype)

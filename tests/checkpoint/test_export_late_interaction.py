@@ -48,12 +48,12 @@ def settings_of(directory: Path) -> dict[str, Any]:
     ids=["pylate", "min", "stanford", "new"],
 )
 def test_an_export_gives_the_same_vectors_and_settings(save, options, kind, tmp_path):
-    made = architecture(tmp_path / "architecture", save(tmp_path / "model"), late_interaction=options)
-    result = export_model(tmp_path / "export", made, formats=["sentence_transformers", "onnx"])
+    built = architecture(tmp_path / "architecture", save(tmp_path / "model"), late_interaction=options)
+    result = export_model(tmp_path / "export", built, formats=["sentence_transformers", "onnx"])
     assert result.difference < 1e-5, "the export is compared with sentence-transformers"
     assert settings_of(result.directory)["model_type"] == kind
     theirs = MultiVectorEncoder(str(result.directory), device="cpu")
-    assert theirs.similarity_fn_name == made.source.token_vectors.similarity.value
+    assert theirs.similarity_fn_name == built.source.token_vectors.similarity.value
     for role, encode in ((TextRole.query, theirs.encode_query), (TextRole.document, theirs.encode_document)):
         for own, other in zip(token_vectors(result.directory, role), encode(TEXTS), strict=True):
             torch.testing.assert_close(own, torch.as_tensor(other), rtol=0, atol=1e-5)
@@ -70,11 +70,11 @@ def test_an_export_gives_the_same_vectors_and_settings(save, options, kind, tmp_
 )
 def test_prompts_are_prefixes_of_pylate_if_they_are_tokens(prompts, prefixes, names, tmp_path):
     options = {f"{role}_prompt": prompt for role, prompt in prompts.items()}
-    made = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"), **options)
-    settings = settings_of(made.directory)
+    built = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"), **options)
+    settings = settings_of(built.directory)
     assert (settings["query_prefix"], settings["document_prefix"]) == prefixes
     assert (settings["prompts"]["query"], settings["prompts"]["document"]) == names
-    reopened = open_model_source(ModelConfig(path=str(made.directory), kind=ModelKind.late_interaction))
+    reopened = open_model_source(ModelConfig(path=str(built.directory), kind=ModelKind.late_interaction))
     assert {role: reopened.prompts[role] for role in prompts} == prompts
     # PyLate inserts the prefix after the first token of a text.
     tokenizer = load_tokenizer(reopened)
@@ -86,17 +86,17 @@ def test_prompts_are_prefixes_of_pylate_if_they_are_tokens(prompts, prefixes, na
 
 def test_words_that_are_no_tokens_are_left_out_of_the_skip_list(tmp_path):
     """PyLate takes their ids for that of the unknown token, whose vectors it would leave out."""
-    made = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"))
-    assert "!" in made.source.token_vectors.skiplist_words
-    assert settings_of(made.directory)["skiplist_words"] == [",", "."]
+    built = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"))
+    assert "!" in built.source.token_vectors.skiplist_words
+    assert settings_of(built.directory)["skiplist_words"] == [",", "."]
 
 
 def test_an_export_with_other_vectors_fails(tmp_path):
-    made = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"))
+    built = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"))
     for change in ({"document_length": 7}, {"do_query_expansion": False}, {"query_prefix": ""}, {"skiplist_words": []}):
-        changed = replace(made, directory=Path(shutil.copytree(made.directory, tmp_path / f"{len(change)}-{change}")))
+        changed = replace(built, directory=Path(shutil.copytree(built.directory, tmp_path / f"{len(change)}-{change}")))
         path = changed.directory / "config_sentence_transformers.json"
-        path.write_text(json.dumps(settings_of(made.directory) | change))
+        path.write_text(json.dumps(settings_of(built.directory) | change))
         with pytest.raises(CheckpointError, match="differ"):
             export_model(tmp_path / "export", changed)
         assert not (tmp_path / "export").exists()

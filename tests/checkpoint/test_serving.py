@@ -80,7 +80,7 @@ CASES = {
 }  # fmt: skip
 
 
-def exported(folder: Path, case: Case, **asked: Any) -> ServedModel:
+def exported(folder: Path, case: Case, **requested: Any) -> ServedModel:
     """The export, without weights that a training would have changed."""
     options = dict(case.options or {})
     kind = options.get("kind", ModelKind.dense)
@@ -91,7 +91,7 @@ def exported(folder: Path, case: Case, **asked: Any) -> ServedModel:
     save = save_language_model if kind is ModelKind.sparse else save_small
     save(small_model(case.architecture, config=config), folder / "model")
     model = ModelConfig(path=str(folder / "model"), **options)
-    export_model(folder / "out", architecture_of(folder / "architecture", model), check=False, **asked)
+    export_model(folder / "out", architecture_of(folder / "architecture", model), check=False, **requested)
     return opened(folder / "out")
 
 
@@ -186,13 +186,13 @@ def test_the_image_for_cpus_runs_the_graph_if_there_is_one():
 
 def test_the_model_card_and_the_console_say_what_engines_change(tmp_path):
     save_small(small_model("bert"), tmp_path / "model")
-    made = architecture_of(
+    built = architecture_of(
         tmp_path / "architecture",
         ModelConfig(
             path=str(tmp_path / "model"), pooling=Pooling.mean, heads=[HeadConfig(out=24)], query_prompt="alpha "
         ),
     )
-    result = export_model(tmp_path / "out", made, check=False, truncate_dim=16)
+    result = export_model(tmp_path / "out", built, check=False, truncate_dim=16)
     (heads,) = (note for note in result.notes if "leaves out dense heads" in note)
     assert heads.startswith("other numbers with transformers")
     assert "infinity" not in heads
@@ -223,9 +223,9 @@ def test_commands_of_engines(architecture, changes, engine, parts):
 
 def test_vllm_accepts_requests_for_the_trained_dimensions(tmp_path):
     save_small(small_model("bert"), tmp_path / "model")
-    made = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
+    built = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
     create_model_directory(
-        tmp_path / "out", made.directory, WeightPlan({}, {}), torch.float32, matryoshka_dims={32, 8, 16}
+        tmp_path / "out", built.directory, WeightPlan({}, {}), torch.float32, matryoshka_dims={32, 8, 16}
     )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["is_matryoshka"] is True
@@ -252,16 +252,16 @@ def test_the_configuration_of_triton_has_the_names_and_shapes_of_a_graph(tmp_pat
     exported(tmp_path, Case("xlm-roberta", "mean"), formats=["onnx"])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "onnx" / "model.onnx"))
     page = (ROOT / "docs" / "serving" / "triton.md").read_text(encoding="utf-8")
-    found = re.findall(r'{ name: "(\w+)" data_type: TYPE_(\w+) dims: \[ (-?\d+) \] }', page)
+    actual = re.findall(r'{ name: "(\w+)" data_type: TYPE_(\w+) dims: \[ (-?\d+) \] }', page)
     types = {"tensor(int64)": "INT64", "tensor(float)": "FP32"}
     sizes = {"sentence_embedding": ["768"]}  # of the page; 32 here
     nodes = {node.name: node for node in [*session.get_inputs(), *session.get_outputs()]}
     assert {node.name for node in session.get_inputs()} == {"input_ids", "attention_mask"}
-    for name, type_name, size in found:
+    for name, type_name, size in actual:
         node = nodes[name]
         assert types[node.type] == type_name
         assert isinstance(node.shape[0], str), "the batch is dynamic"
         shown = ["-1" if isinstance(dim, str) else str(dim) for dim in node.shape[1:]]
         assert [size] == (sizes.get(name) or shown)
         assert name not in sizes or shown == ["32"]
-    assert [name for name, _, _ in found] == ["input_ids", "attention_mask", "sentence_embedding"]
+    assert [name for name, _, _ in actual] == ["input_ids", "attention_mask", "sentence_embedding"]

@@ -223,12 +223,12 @@ def test_a_rejected_option_is_named_with_its_value(loss, pattern):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_defaults_pass(name):
-    wanted = {
+    expected = {
         "combined": {"losses": [InfoNCEConfig()]},
         "custom": {"path": "my_losses:MyLoss"},
         "sentence_transformers": {"class_name": "CoSENTLoss"},
     }
-    check_loss(LOSSES[name](**wanted.get(name, {})))
+    check_loss(LOSSES[name](**expected.get(name, {})))
 
 
 def test_a_combination_requires_what_its_parts_require():

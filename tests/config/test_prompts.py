@@ -32,6 +32,6 @@ def test_as_bash_passes_it_with_a_dollar():
 
 def test_options_of_commands():
     evaluate = compose_evaluate(["model=m", "sets=[x]", r'query_prompt="a\nb"'])
-    mine = compose_mine(["model=m", "data=[x]", "output_dir=o", r'document_prompt="a\nb"'])
+    rank_batch = compose_mine(["model=m", "data=[x]", "output_dir=o", r'document_prompt="a\nb"'])
     assert prompt_warnings(evaluate)[0].startswith("query_prompt ")
-    assert prompt_warnings(mine)[0].startswith("document_prompt ")
+    assert prompt_warnings(rank_batch)[0].startswith("document_prompt ")

@@ -72,7 +72,7 @@ def test_cached_tokens_equal_those_computed_on_the_fly(tmp_path: Path, include_p
     cache = Cache(directory=tmp_path / "cache")
     (store,) = read_sources([TrainSource(path=str(path))], OnError.stop, cache=cache)
     tokenizer = TextTokenizer(small_tokenizer(), 16, include_prompt=include_prompt)
-    wanted = [
+    prompted_texts = [
         ("eta theta kappa ", "eta theta kappa gamma mu"),
         ("eta theta kappa ", "eta theta kappa delta mu mu"),
         ("alpha ", "alpha gamma nu"),
@@ -81,7 +81,7 @@ def test_cached_tokens_equal_those_computed_on_the_fly(tmp_path: Path, include_p
         ("", "gamma nu"),
         ("beta beta ", "beta beta mu"),
     ]
-    expected = [tokenizer.ids([text], prompts=prompt)[0] for prompt, text in wanted]
+    expected = [tokenizer.ids([text], prompts=prompt)[0] for prompt, text in prompted_texts]
     assert any(token < 0 for ids in expected for token in ids) is not include_prompt
     text_format = TextFormat(query_prompt="alpha ", document_prompt="beta beta ", instruction_format=INSTRUCT)
     request = TokenRequest(store, text_format)

@@ -1,4 +1,4 @@
-"""Memory of a rank's device, errors when it is exhausted, and threads that use a GPU; figures of a GPU are stubbed."""
+"""Memory of a rank's device, errors when it is exhausted, and threads that use a GPU, whose memory is stubbed."""
 
 import os
 import threading
@@ -30,14 +30,14 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU of 80 GiB: the driver has 10, and of the 65 that torch has reserved it uses 25."""
-    figures: dict[str, Callable[..., object]] = {
+    metrics: dict[str, Callable[..., object]] = {
         "mem_get_info": lambda device: (10 * GIB, 80 * GIB),
         "memory_reserved": lambda device: 65 * GIB,
         "memory_allocated": lambda device: 25 * GIB,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * GIB),
     }
-    for name, figure in figures.items():
-        monkeypatch.setattr(torch.cuda, name, figure)
+    for name, measure in metrics.items():
+        monkeypatch.setattr(torch.cuda, name, measure)
 
 
 def test_memory_that_is_reserved_but_not_used_is_free(gpu):
@@ -64,14 +64,14 @@ def test_the_message_names_what_is_used_and_what_to_lower(gpu, error, allocation
     advise_when_exhausted("", "lower this")
     advise_when_exhausted("evaluating", "lower that")
     set_activity("training", 7)
-    figures = "this process uses 25.0 GiB of 80.0 GiB, 50.0 GiB are free"
+    metrics = "this process uses 25.0 GiB of 80.0 GiB, 50.0 GiB are free"
     with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(GPU):
         raise error
-    assert str(caught.value) == f"out of memory while training, step 7: {allocation} failed, {figures}; lower this"
+    assert str(caught.value) == f"out of memory while training, step 7: {allocation} failed, {metrics}; lower this"
     with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(GPU), activity("evaluating dev"):
         raise error
     assert (
-        str(caught.value) == f"out of memory while evaluating dev, step 7: {allocation} failed, {figures}; lower that"
+        str(caught.value) == f"out of memory while evaluating dev, step 7: {allocation} failed, {metrics}; lower that"
     )
 
 

@@ -24,7 +24,7 @@ def test_hadolint(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_stages(file):
-    """A pinned base, dependencies before the code, no root, and an environment that is looked at."""
+    """A pinned base, dependencies before the code, no root, and an environment that is checked."""
     text = (ROOT / file).read_text()
     assert re.search(r"^ARG BASE=\S+:\S*\d+\.\d+\S*$", text, re.MULTILINE), "a base without its version moves"
     assert text.index("pip install -c constraints.txt -r requirements.txt") < text.index("COPY . .")

@@ -61,7 +61,7 @@ def rows(folder: Path) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_sets_and_mteb_together(workshop, monkeypatch):
-    """Two ranks, then one that finds the documents' vectors: the same figures, in mteb's own files too."""
+    """Two ranks, then one that finds the documents' vectors: the same metrics, in mteb's own files too."""
     monkeypatch.setitem(ENVIRONMENT, "HF_DATASETS_CACHE", str(workshop / "cache"))
     common = [MODULE, "model=guide", "sets=[dev]", "mteb=[STSBenchmark,NFCorpus,SciFact]", "vectors_dir=vectors"]
     printed = call(*common, "output_dir=two", "save_runs=true", ranks=2, cwd=workshop, code=1)
@@ -70,22 +70,22 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     assert printed.count("error: 1 of mteb's tasks could not be run: ") == 1
     assert "embedtrain/" not in printed and "it/s" not in printed, printed
     assert re.search(r"^ +STSBenchmark +sts +[-.\d]+$", printed, re.MULTILINE), printed
-    found = rows(workshop / "two")
-    assert found["dev"]["dataset"] == {"kind": "retrieval", "queries": 40, "documents": 40, "subset": False}
-    assert found["NFCorpus"]["dataset"] == {"kind": "retrieval", "subset": False}
-    assert set(found) == {"dev", "STSBenchmark", "NFCorpus"}
-    assert set(found["NFCorpus"]) == {"step", "set", "dataset", "model", "ndcg_at_10"}
+    actual = rows(workshop / "two")
+    assert actual["dev"]["dataset"] == {"kind": "retrieval", "queries": 40, "documents": 40, "subset": False}
+    assert actual["NFCorpus"]["dataset"] == {"kind": "retrieval", "subset": False}
+    assert set(actual) == {"dev", "STSBenchmark", "NFCorpus"}
+    assert set(actual["NFCorpus"]) == {"step", "set", "dataset", "model", "ndcg_at_10"}
     assert {path.name for path in (workshop / "two" / "runs").iterdir()} == {"dev.run", "dev.qrels"}
     (kept,) = (workshop / "two" / "mteb" / "results").glob("*guide/*/NFCorpus.json")
     scores = json.loads(kept.read_text())["scores"]["test"][0]
-    assert scores["ndcg_at_10"] == pytest.approx(found["NFCorpus"]["ndcg_at_10"], abs=1e-6)
+    assert scores["ndcg_at_10"] == pytest.approx(actual["NFCorpus"]["ndcg_at_10"], abs=1e-6)
     stored = sorted((workshop / "vectors").rglob("*.safetensors"))
     assert len(list((workshop / "vectors").iterdir())) == 2, "of both corpora"
     call(*common, "output_dir=one", "unshard=model", "index.place=host", cwd=workshop, code=1)
     assert sorted((workshop / "vectors").rglob("*.safetensors")) == stored, "vectors were found, and none made again"
     for name, row in rows(workshop / "one").items():
-        assert row.pop("dataset") == found[name].pop("dataset")
-        assert row == pytest.approx(found[name], abs=1e-6), name
+        assert row.pop("dataset") == actual[name].pop("dataset")
+        assert row == pytest.approx(actual[name], abs=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The whole evaluation on real ranks: the same figures to the bit, and trec_eval's own."""
+"""The whole evaluation on real ranks: the same metrics to the bit, and trec_eval's own."""
 
 from pathlib import Path
 
@@ -36,11 +36,11 @@ def evaluate(world, sets, save_runs=None, depth=100, **prompts):
     encoder = sentence_encoder(world, **prompts)
     encoder.encoder.train()  # dropout must not show
     evaluator = Evaluator(sets, encoder, world, run_depth=depth)
-    assert {name: tuple(figures) for name, figures in evaluator.evaluate().items()} == metric_names(sets)
+    assert {name: tuple(metrics) for name, metrics in evaluator.evaluate().items()} == metric_names(sets)
     return evaluator.evaluate(save_runs=save_runs)
 
 
-def test_the_same_figures_on_any_number_of_ranks_and_those_of_trec_eval(ranks, tmp_path):
+def test_the_same_metrics_on_any_number_of_ranks_and_those_of_trec_eval(ranks, tmp_path):
     data = small_set()
     sets = [LoadedSet(data), LoadedSet(pairs())]
     results, runs = [], []
@@ -54,16 +54,16 @@ def test_the_same_figures_on_any_number_of_ranks_and_those_of_trec_eval(ranks, t
     with (tmp_path / "1" / "small.run").open() as file:
         run = pytrec_eval.parse_run(file)
     assert set(run) == {"q0", "q2", "q3", "q4", "q5", "q6"}
-    assert {len(found) for found in run.values()} == {11}
-    figures = results[0]["small"]
-    assert figures == pytest.approx(retrieval_metrics(data.judgements, run), abs=1e-6)
+    assert {len(actual) for actual in run.values()} == {11}
+    metrics = results[0]["small"]
+    assert metrics == pytest.approx(retrieval_metrics(data.judgements, run), abs=1e-6)
     each = pytrec_eval.RelevanceEvaluator(data.judgements, {"ndcg_cut.10", "map_cut.100", "recall.10"}).evaluate(run)
     for name, trec_name in [("ndcg@10", "ndcg_cut_10"), ("map@100", "map_cut_100"), ("recall@10", "recall_10")]:
-        assert figures[name] == pytest.approx(sum(q[trec_name] for q in each.values()) / 6, abs=1e-6)
+        assert metrics[name] == pytest.approx(sum(q[trec_name] for q in each.values()) / 6, abs=1e-6)
     # Equal texts have equal scores in the file as well, in trec_eval's order.
-    for found in run.values():
-        assert found["d5"] == found["d10"] == found["d2"]
-        assert list(found).index("d5") < list(found).index("d2") < list(found).index("d10")
+    for actual in run.values():
+        assert actual["d5"] == actual["d10"] == actual["d2"]
+        assert list(actual).index("d5") < list(actual).index("d2") < list(actual).index("d10")
     assert -1 < results[0]["pairs"]["spearman"] < 1
 
 
@@ -129,7 +129,7 @@ def test_a_run_file_that_cannot_be_written_stops_all_ranks(ranks, tmp_path):
 
 
 def scaled(world, factor):
-    """The figures of a model whose vectors have another length each."""
+    """The metrics of a model whose vectors have another length each."""
     encoder = sentence_encoder(world)
     generator = torch.Generator().manual_seed(1)
     inner = encoder.encoder

@@ -1,4 +1,4 @@
-"""Figures against trec_eval itself, and against definitions worked out by hand."""
+"""Metrics against trec_eval itself, and against definitions worked out by hand."""
 
 import math
 
@@ -13,8 +13,8 @@ from embedtrain.evaluation.tasks.rankings import run_path, write_run
 
 def test_a_judged_query_without_a_run_counts_as_zero():
     judgements = {"q1": {"a": 1}, "q2": {"b": 2}, "q3": {"c": 0}}
-    figures = retrieval_metrics(judgements, {"q1": {"a": 0.5, "b": 0.4}, "q3": {}, "not judged": {"a": 1.0}})
-    assert figures == dict.fromkeys(RETRIEVAL_METRICS, 1 / 3)
+    metrics = retrieval_metrics(judgements, {"q1": {"a": 0.5, "b": 0.4}, "q3": {}, "not judged": {"a": 1.0}})
+    assert metrics == dict.fromkeys(RETRIEVAL_METRICS, 1 / 3)
 
 
 def test_a_query_without_a_relevant_document_scores_zero_after_other_queries():
@@ -57,7 +57,7 @@ def test_ties_are_broken_by_id_downwards():
     assert retrieval_metrics({"q": {"a": 1}}, {"q": {"a": 0.5, "b": 0.5}})["mrr@10"] == 0.5
 
 
-def test_a_run_file_has_six_columns_and_the_same_figures(tmp_path):
+def test_a_run_file_has_six_columns_and_the_same_metrics(tmp_path):
     judgements = {"q 1": {"d 1": 1, "d3": 1}, "q2": {"d0": 1}}
     run = {"q 1": {"d 1": 0.12345678806304932, "d2": 0.12345678061246872, "d3": -1e-20}, "q2": {}}
     path = run_path(tmp_path / "new folder", "owner/set one")

@@ -1,4 +1,4 @@
-"""Known figures of a real model on real sets, on one and two ranks."""
+"""Known metrics of a real model on real sets, on one and two ranks."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_minilm_has_its_known_correlation(ranks, minilm_dir, shared_data):
 
 
 @pytest.mark.slow
-def test_minilm_has_its_known_retrieval_figures(ranks, minilm_dir, shared_data):
+def test_minilm_has_its_known_retrieval_metrics(ranks, minilm_dir, shared_data):
     path = shared_data / "cranfield"
     results = ranks(1, evaluate, minilm_dir, [path], timeout=900) + ranks(2, evaluate, minilm_dir, [path], timeout=900)
     assert results[0] == results[1] == results[2]

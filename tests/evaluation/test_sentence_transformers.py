@@ -47,12 +47,12 @@ def test_evaluators_run_sharded_and_agree_with_ours(ranks, tmp_path):
     alone = ranks(1, run_evaluators, tmp_path)[0]
     both = ranks(2, run_evaluators, tmp_path)
     assert repr(both[0]) == repr(both[1])
-    (similarity, retrieval, triplets, together, trained), own, again = both[0]
-    # Rank 0's and all ranks' figures; before the first step the weights are the same for any number of ranks.
+    (similarity, retrieval, triplets, combined, trained), own, again = both[0]
+    # Rank 0's and all ranks' metrics; before the first step the weights are the same for any number of ranks.
     assert similarity == pytest.approx(alone[0][0], abs=1e-6)
     assert retrieval == pytest.approx(alone[0][1], abs=1e-6)
     assert set(triplets) == {"cosine_accuracy"}
-    assert together["pairs_spearman_cosine"] == similarity["pairs_spearman_cosine"]
+    assert combined["pairs_spearman_cosine"] == similarity["pairs_spearman_cosine"]
     assert trained["pairs_pearson_cosine"] != similarity["pairs_pearson_cosine"]
     # Theirs are means over queries with judgements too; nDCG differs in gains, recall and reciprocal rank do not.
     assert own["pairs"]["spearman"] == pytest.approx(trained["pairs_spearman_cosine"], abs=1e-6)

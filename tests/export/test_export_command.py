@@ -154,14 +154,14 @@ def test_invalid_options_are_rejected(argument, sentence):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A local Hub, used by huggingface_hub in this process."""
-    with running_hub() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.address)
+    with running_hub() as actual:
+        monkeypatch.setattr(constants, "ENDPOINT", actual.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         close_session()  # one that was made offline stays so
-        yield found
+        yield actual
     close_session()
 
 

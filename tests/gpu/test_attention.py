@@ -90,8 +90,8 @@ def alone(
 def test_packed_texts_equal_single_texts(device_ranks, shape):
     for (causal, window), dtype in itertools.product(MASKS, TOLERANCE):
         expected = alone(shape, causal, window, dtype)
-        (found,) = device_ranks(1, packed, shape, causal, window, dtype)
-        for name, a, b in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        (actual,) = device_ranks(1, packed, shape, causal, window, dtype)
+        for name, a, b in zip(("output", "query", "key", "value"), actual, expected, strict=True):
             error = float((a - b).norm() / b.norm())
             assert error <= TOLERANCE[dtype], (name, causal, window, dtype, error)
 

@@ -24,9 +24,9 @@ def value_and_gradients(world: World, name: str, dtype: torch.dtype, device: tor
     output = loss(vectors[: batch.num_queries], vectors[batch.num_queries :], batch.batch_info)
     output.local_loss.backward()
     assert vectors.grad is not None
-    found = {"loss": output.local_loss, "vectors": vectors.grad, **output.metrics}
-    found |= {f"gradient of {name}": p.grad for name, p in loss.named_parameters() if p.grad is not None}
-    return {name: value.detach().double().cpu() for name, value in found.items()}
+    actual = {"loss": output.local_loss, "vectors": vectors.grad, **output.metrics}
+    actual |= {f"gradient of {name}": p.grad for name, p in loss.named_parameters() if p.grad is not None}
+    return {name: value.detach().double().cpu() for name, value in actual.items()}
 
 
 def on_device(world: World, name: str) -> dict[str, torch.Tensor]:
@@ -40,9 +40,9 @@ def on_cpu(world: World, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_equal_those_on_the_cpu(ranks, device_ranks, name):
     (expected,) = ranks(1, on_cpu, name)
-    (found,) = device_ranks(1, on_device, name)
-    assert found.keys() == expected.keys()
+    (actual,) = device_ranks(1, on_device, name)
+    assert actual.keys() == expected.keys()
     assert expected["vectors"].norm() > 0
     for key, value in expected.items():
-        error = (found[key] - value).norm() / max(value.norm().item(), 1e-2)
+        error = (actual[key] - value).norm() / max(value.norm().item(), 1e-2)
         assert error <= TOLERANCE, (key, float(error))

@@ -45,8 +45,8 @@ def tensors(live: Live) -> list[Tensor]:
     """This rank's parts of parameters and optimizer state, of the moment: copies are queued like all work."""
     init_optimizer_state(live.optimizer)
     state = [value for values in live.optimizer.state.values() for value in values.values()]
-    found = [*live.parameters, *(value for value in state if isinstance(value, Tensor))]
-    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
+    actual = [*live.parameters, *(value for value in state if isinstance(value, Tensor))]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in actual]
 
 
 def save_under_load(world: World, root: Path, offload: bool) -> None:

@@ -11,13 +11,13 @@ from tests.inference.test_index import exact_ranking, rows_of, sizes_of, vectors
 
 
 def search(
-    world: World, place: VectorPlacement, k: int, dtype: VectorDtype = VectorDtype.fp32
+    world: World, placement: VectorPlacement, k: int, dtype: VectorDtype = VectorDtype.fp32
 ) -> list[list[tuple[float, int]]]:
     """Rankings of 12 queries over 100 documents, of which every seventh is a copy of another; tiles of 16 documents."""
     queries, documents, ids = texts()
     rows = torch.arange(world.rank, len(ids), world.size)
     with sizes_of(TILE=16, QUERY_BATCH_SIZE=5):
-        index = ShardedIndex(trec_order(ids), world, IndexConfig(place=place, dtype=dtype))
+        index = ShardedIndex(trec_order(ids), world, IndexConfig(place=placement, dtype=dtype))
         for part in rows.split(13):
             index.add(EncodedShard(documents[part].to(world.device), part))
         ranking = index.search(queries.to(world.device), k)
@@ -34,9 +34,9 @@ def texts() -> tuple[torch.Tensor, torch.Tensor, list[str]]:
 def test_search_is_exact(device_ranks, size):
     queries, documents, ids = texts()
     expected = exact_ranking(queries, documents, ids, 40)
-    for place in VectorPlacement:
+    for placement in VectorPlacement:
         for k in (1, 40):
-            for ranking in device_ranks(size, search, place, k):
+            for ranking in device_ranks(size, search, placement, k):
                 assert ranking == [row[:k] for row in expected]
 
 
@@ -44,6 +44,6 @@ def test_vectors_in_bf16(device_ranks):
     """Scores are those of the rounded vectors."""
     queries, documents, ids = texts()
     expected = exact_ranking(queries, documents.bfloat16().float(), ids, 10)
-    for place in VectorPlacement:
-        (ranking,) = device_ranks(1, search, place, 10, VectorDtype.bf16)
+    for placement in VectorPlacement:
+        (ranking,) = device_ranks(1, search, placement, 10, VectorDtype.bf16)
         assert ranking == expected

@@ -71,12 +71,12 @@ def whole(parameter: Tensor) -> Tensor:
     return tensor.detach().double().cpu()
 
 
-def assert_equal_training(found: Trained, expected: Trained, precision: Precision) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE[precision])
-    assert found[1] == pytest.approx(expected[1], rel=TOLERANCE[precision])
-    assert found[2].keys() == expected[2].keys()
+def assert_equal_training(actual: Trained, expected: Trained, precision: Precision) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=TOLERANCE[precision])
+    assert actual[1] == pytest.approx(expected[1], rel=TOLERANCE[precision])
+    assert actual[2].keys() == expected[2].keys()
     for name, weight in expected[2].items():
-        error = (found[2][name] - weight).norm() / max(1.0, float(weight.norm()))
+        error = (actual[2][name] - weight).norm() / max(1.0, float(weight.norm()))
         assert error <= WEIGHTS_TOLERANCE[precision], (name, float(error))
 
 
@@ -101,8 +101,8 @@ def test_layouts(ranks, device_ranks, layout):
         model = model_of(architecture, lora=lora)
         expected = reference(ranks, architecture, lora)
         for precision in (Precision.bf16, Precision.fp32):
-            found = device_ranks(size, train, model, precision, options)
-            assert_equal_training(found[0], expected, precision)
+            actual = device_ranks(size, train, model, precision, options)
+            assert_equal_training(actual[0], expected, precision)
 
 
 _references: dict[tuple[str, bool], Trained] = {}
@@ -121,8 +121,8 @@ def reference(ranks: Any, architecture: str, lora: bool) -> Trained:
 
 @pytest.mark.slow
 def test_compiled_blocks(ranks, device_ranks):
-    (found,) = device_ranks(1, train, model_of("qwen3"), Precision.bf16, {"compile": True}, timeout=500)
-    assert_equal_training(found, reference(ranks, "qwen3", False), Precision.bf16)
+    (actual,) = device_ranks(1, train, model_of("qwen3"), Precision.bf16, {"compile": True}, timeout=500)
+    assert_equal_training(actual, reference(ranks, "qwen3", False), Precision.bf16)
 
 
 def dropout_gradients(

@@ -138,10 +138,10 @@ def encode_with_nan(world):
     tokenizer = small_tokenizer()
     with torch.no_grad():
         weight = encoder.encoder.backbone.embeddings.word_embeddings.weight
-        mine = torch.zeros(64, 1)
-        mine[tokenizer.convert_tokens_to_ids("nu")] = torch.nan
+        rank_batch = torch.zeros(64, 1)
+        rank_batch[tokenizer.convert_tokens_to_ids("nu")] = torch.nan
         rows = weight.to_local().shape[0]
-        weight.to_local().add_(mine[world.rank * rows : (world.rank + 1) * rows])
+        weight.to_local().add_(rank_batch[world.rank * rows : (world.rank + 1) * rows])
     try:
         encoder.encode_all(["alpha", "beta", "gamma nu", "delta"])
     except EmbedtrainError as error:

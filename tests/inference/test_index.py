@@ -165,15 +165,15 @@ def test_vectors_on_the_host_as_fp32_or_bf16(ranks, size, dtype):
     kept = documents if dtype is VectorDtype.fp32 else documents.bfloat16().float()
     expected = exact_ranking(queries, kept, ids, 6)
     config = IndexConfig(dtype=dtype, place=VectorPlacement.host)
-    for scores, found, rescored in ranks(size, search_and_rescore, queries, documents, ids, 6, config, 4):
-        assert rows_of(scores, found) == expected
+    for scores, actual, rescored in ranks(size, search_and_rescore, queries, documents, ids, 6, config, 4):
+        assert rows_of(scores, actual) == expected
         assert rescored[:, :-1].equal(scores)
         assert rescored[:, -1].eq(-torch.inf).all()
 
 
 def test_rescoring_with_fewer_documents_than_ranks(ranks):
     results = ranks(3, search_and_rescore, vectors(1, 2), vectors(2, 1), ["d"], 6, IndexConfig(), 2)
-    assert all(found.tolist() == [[0], [0]] for _, found, _ in results)
+    assert all(actual.tolist() == [[0], [0]] for _, actual, _ in results)
     assert all(rescored[:, :-1].equal(scores) for scores, _, rescored in results)
 
 

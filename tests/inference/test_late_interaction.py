@@ -57,7 +57,15 @@ def exact_rankings(queries, documents, ids, k, mean=False):
 
 
 def search(
-    world, queries, documents, ids, k, mean=False, tile_rows=None, dtype=VectorDtype.fp32, place=VectorPlacement.auto
+    world,
+    queries,
+    documents,
+    ids,
+    k,
+    mean=False,
+    tile_rows=None,
+    dtype=VectorDtype.fp32,
+    placement=VectorPlacement.auto,
 ):
     """Rankings of documents that are distributed over the ranks, and the scores of all documents one by one."""
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +73,9 @@ def search(
             patch.setattr(late_interaction, "TILE_ROWS", tile_rows)
             patch.setattr(index_module, "MAX_QUERY_ROWS", 6)
             patch.setattr(late_interaction, "_BLOCK_NUMEL_CPU", 64)
-        index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype, place=place), MaxSimComparison(mean=mean))
+        index = ShardedIndex(
+            trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSimComparison(mean=mean)
+        )
         for batch in np.array_split(np.arange(world.rank, len(ids), world.size), 3):
             part = documents.take(torch.from_numpy(batch), batch)
             index.add(EncodedShard(part.values, torch.from_numpy(batch), part.sizes))
@@ -84,15 +94,15 @@ def test_search_equals_the_double_loop_on_any_number_of_ranks(ranks, mean, tile_
             assert result == (rankings, scores)
 
 
-@pytest.mark.parametrize("place", [VectorPlacement.auto, VectorPlacement.host])
-def test_search_on_a_device_gives_what_it_gives_on_the_cpu(cuda_ranks, place):
+@pytest.mark.parametrize("placement", [VectorPlacement.auto, VectorPlacement.host])
+def test_search_on_a_device_gives_what_it_gives_on_the_cpu(cuda_ranks, placement):
     expected = exact_rankings(QUERIES, DOCUMENTS, numbered(11), 4), exact_scores(QUERIES, DOCUMENTS)
-    arguments = (QUERIES, DOCUMENTS, numbered(11), 4, False, 7, VectorDtype.fp32, place)
+    arguments = (QUERIES, DOCUMENTS, numbered(11), 4, False, 7, VectorDtype.fp32, placement)
     assert cuda_ranks(2, search, *arguments) == [expected] * 2
 
 
 def test_ties_and_documents_that_are_closer_than_rounding_errors(ranks):
-    """More equal documents than extra candidates, and as many that differ in their last bits."""
+    """More equal documents than extra candidates, and the same number that differ in their last bits."""
     copies = DOCUMENTS.take(torch.tensor([0, 5] * 60), np.array([0, 5] * 60))
     close = copies.with_values(unit_vectors(copies.values + 3e-8 * torch.randn(copies.values.shape)))
     documents, ids = concatenate([copies, close]), [f"{i * 37 % 241}" for i in range(240)]

@@ -56,10 +56,10 @@ def test_the_host_waits_once_per_block(cuda_ranks, size):
         assert sum(reads.values()) == count, reads
 
 
-def search(world: World, place: VectorPlacement) -> tuple[torch.Tensor, ...]:
+def search(world: World, placement: VectorPlacement) -> tuple[torch.Tensor, ...]:
     with pytest.MonkeyPatch.context() as patch:
         encoder = small_blocks(world, patch)
-        documents = ShardedIndex(first_added_order(len(TEXTS) + 3), world, IndexConfig(place=place))
+        documents = ShardedIndex(first_added_order(len(TEXTS) + 3), world, IndexConfig(place=placement))
         documents.add_texts(encoder, [*TEXTS, *TEXTS[:3]])  # with duplicates
         vectors = encoder.encode_all(TEXTS)
         queries = unit_vectors(vectors[:QUERIES])
@@ -69,10 +69,10 @@ def search(world: World, place: VectorPlacement) -> tuple[torch.Tensor, ...]:
     return tuple(values.cpu() for values in (vectors, ranking.scores, ranking.documents, scores))
 
 
-@pytest.mark.parametrize("place", [VectorPlacement.device, VectorPlacement.host])
-def test_search_on_a_device_gives_what_it_gives_on_the_cpu(ranks, cuda_ranks, place):
-    expected: Any = ranks(2, search, place)
-    results: Any = cuda_ranks(2, search, place)
+@pytest.mark.parametrize("placement", [VectorPlacement.device, VectorPlacement.host])
+def test_search_on_a_device_gives_what_it_gives_on_the_cpu(ranks, cuda_ranks, placement):
+    expected: Any = ranks(2, search, placement)
+    results: Any = cuda_ranks(2, search, placement)
     for on_cpu, on_device in zip(expected, results, strict=True):
         torch.testing.assert_close(on_device, on_cpu, atol=1e-5, rtol=0)
         assert on_device[1].equal(on_device[3]), "scores_of gives the scores of the search"

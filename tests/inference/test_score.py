@@ -43,11 +43,11 @@ def test_long_documents_are_scored_in_windows(ranks, theirs):
     assert all(result == results[0] for result in results)
     expected, num_windows = [], []
     for query, document in zip(QUERIES, DOCUMENTS, strict=True):
-        words, room = document.split(), 24 - 3 - len(query.split())
+        words, num_tokens = document.split(), 24 - 3 - len(query.split())
         starts = [0]
-        while starts[-1] + room < len(words):
-            starts.append(starts[-1] + room - min(80, room // 4))
-        windows = [(query, " ".join(words[start : start + room])) for start in starts]
+        while starts[-1] + num_tokens < len(words):
+            starts.append(starts[-1] + num_tokens - min(80, num_tokens // 4))
+        windows = [(query, " ".join(words[start : start + num_tokens])) for start in starts]
         expected.append(float(theirs.predict(windows, show_progress_bar=False).max()))
         num_windows.append(len(windows))
     assert max(num_windows) == 3

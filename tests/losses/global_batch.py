@@ -131,7 +131,7 @@ def run(
     queries.requires_grad_(), documents.requires_grad_()
     output = loss(queries, documents, batch_info)
     output.local_loss.backward()
-    if output.row_losses is not None:  # of as many rows as this distribution gives to the rank, down to one
+    if output.row_losses is not None:  # of the rows that this distribution gives to the rank, down to one
         assert output.row_losses.shape == (len(rows),)
         assert not output.row_losses.requires_grad
         torch.testing.assert_close(output.row_losses.sum(), output.local_loss.detach())

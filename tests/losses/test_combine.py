@@ -49,8 +49,8 @@ def test_a_batch_is_trained_on_the_largest_and_drawn_dimensions(ranks):
         matryoshka_dims=[2, 4, 8, 6], matryoshka_weights=[0.1, 0.2, 1.0, 0.5], matryoshka_per_step=2
     )
     batch = vectors(SIZES, scores=True)
-    (found, *_) = ranks(1, run, config, batch, [[0, 1, 2, 3]], torch.float64, 8)
-    assert found["metrics"].keys() == {"loss@8", "loss@6"}  # of batch 5, with the seed 0
+    (actual, *_) = ranks(1, run, config, batch, [[0, 1, 2, 3]], torch.float64, 8)
+    assert actual["metrics"].keys() == {"loss@8", "loss@6"}  # of batch 5, with the seed 0
     check(ranks, config, batch, truncated_sum({8: 1.0, 6: 0.5}))
 
 
@@ -58,7 +58,7 @@ def of_layers(world: World, configs: list[LossConfig]) -> list[dict[str, float]]
     """Loss and metrics of each, for an encoder whose further parts are the vectors after 2 and 5 layers."""
     batch = vectors(SIZES, scores=True)
     _, _, batch_info = batch.of_rank([0, 1, 2, 3], torch.float64)
-    found = []
+    actual = []
     for config in configs:
         loss = build_losses([config, OTHER], dimension=8, guide_dimensions=[{}, {}], seed=0).for_source(0)
         queries, documents = (
@@ -66,8 +66,8 @@ def of_layers(world: World, configs: list[LossConfig]) -> list[dict[str, float]]
         )
         output = loss(queries, documents, batch_info)
         torch.testing.assert_close(output.row_losses.sum(), output.local_loss)
-        found.append({"loss": float(output.local_loss), **{name: float(v) for name, v in output.metrics.items()}})
-    return found
+        actual.append({"loss": float(output.local_loss), **{name: float(v) for name, v in output.metrics.items()}})
+    return actual
 
 
 OTHER = CosineMSEConfig(matryoshka_layers=[5, 2])
@@ -89,10 +89,10 @@ def test_layers_of_sources_and_of_parts(ranks):
         4 * last + 4 * fifth: CombinedConfig(losses=[parts[0], CosineMSEConfig()], matryoshka_layers=[5]),
     }
     drawn = replace(OTHER, layers_per_step=1)
-    *found, of_drawn = ranks(1, of_layers, [*cases.values(), drawn])[0]
-    assert [each["loss"] for each in found] == pytest.approx(list(cases))
-    assert found[1]["loss@layer5"] == pytest.approx(fifth)
-    assert found[1]["loss@last"] == pytest.approx(last)
+    *actual, of_drawn = ranks(1, of_layers, [*cases.values(), drawn])[0]
+    assert [each["loss"] for each in actual] == pytest.approx(list(cases))
+    assert actual[1]["loss@layer5"] == pytest.approx(fifth)
+    assert actual[1]["loss@last"] == pytest.approx(last)
     (layer,) = [name for name in of_drawn if name.startswith("loss@layer")]
     assert of_drawn["loss"] == pytest.approx(last + {"loss@layer2": second, "loss@layer5": fifth}[layer])
 

@@ -37,11 +37,11 @@ def of_rows(batch: GlobalVectors, similarity: Similarity) -> list[tuple[Tensor, 
     """The scores of each row, by the student and by the teacher."""
     return [
         (
-            torch.stack([similar(batch.queries[row], batch.documents[p], similarity) for p in places]),
-            batch.scores[places],
+            torch.stack([similar(batch.queries[row], batch.documents[p], similarity) for p in indices]),
+            batch.scores[indices],
         )
         for row in range(len(batch.sizes))
-        if (places := batch.documents_of(row))
+        if (indices := batch.documents_of(row))
     ]
 
 

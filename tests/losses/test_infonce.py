@@ -335,14 +335,16 @@ def equal_queries_on_two_rows(world: World) -> float:
     torch.manual_seed(0)
     queries, documents = torch.randn(2, 8)[[0, 0]], torch.randn(3, 8)
     rows = [[0, 1], [2]]  # documents of the rows
-    mine = list(range(world.rank, 2, world.size))
+    rank_batch = list(range(world.rank, 2, world.size))
     batch_info = BatchInfo(
-        owners=torch.tensor([at for at, row in enumerate(mine) for _ in rows[row]], dtype=torch.int64),
-        query_keys=torch.tensor([7 for _ in mine], dtype=torch.int64),
-        document_keys=torch.tensor([[10, 11, 11][k] for row in mine for k in rows[row]], dtype=torch.int64),
+        owners=torch.tensor([at for at, row in enumerate(rank_batch) for _ in rows[row]], dtype=torch.int64),
+        query_keys=torch.tensor([7 for _ in rank_batch], dtype=torch.int64),
+        document_keys=torch.tensor([[10, 11, 11][k] for row in rank_batch for k in rows[row]], dtype=torch.int64),
     )
-    places = [k for row in mine for k in rows[row]]
-    return InfoNCE(config(in_batch_negatives=False))(queries[mine], documents[places], batch_info).local_loss.item()
+    indices = [k for row in rank_batch for k in rows[row]]
+    return InfoNCE(config(in_batch_negatives=False))(
+        queries[rank_batch], documents[indices], batch_info
+    ).local_loss.item()
 
 
 def test_own_negatives_exclude_positives_of_equal_queries(ranks):

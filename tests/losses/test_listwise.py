@@ -127,7 +127,7 @@ def adr_mse(config: ADRMSEConfig, batch: GlobalVectors) -> Tensor:
 def pair_terms(config: RankNetConfig | LambdaLossConfig, scores: list[Tensor], labels: list[float]) -> list[Tensor]:
     n = len(scores)
     by_score = sorted(range(n), key=lambda i: -scores[i].item())
-    rank = {document: place for place, document in enumerate(by_score, 1)}
+    rank = {document: index for index, document in enumerate(by_score, 1)}
     top_k = getattr(config, "top_k", None) or n
     ideal = sum((2**y - 1) / math.log2(1 + k) for k, y in enumerate(sorted(labels, reverse=True)[:top_k], 1))
     terms = []
@@ -245,10 +245,10 @@ def test_a_list_alone_equals_the_list_in_a_batch(ranks, name):
     """The length of other lists changes neither its loss nor its gradient."""
     sizes = (2, 9, 3)
     batch, config = scored_pairs(sizes, seed=3), CONFIGS[name]
-    (together,) = ranks(1, run, config, batch, [[0, 1, 2]], torch.float64, 1)
+    (combined,) = ranks(1, run, config, batch, [[0, 1, 2]], torch.float64, 1)
     alone = [ranks(1, run, config, batch, [[row]], torch.float64, 1)[0] for row in range(3)]
-    assert together["local_loss"] == pytest.approx(sum(answer["local_loss"] for answer in alone) / 3)
-    torch.testing.assert_close(together["documents"], torch.cat([answer["documents"] for answer in alone]) / 3)
+    assert combined["local_loss"] == pytest.approx(sum(answer["local_loss"] for answer in alone) / 3)
+    torch.testing.assert_close(combined["documents"], torch.cat([answer["documents"] for answer in alone]) / 3)
 
 
 def test_position_weights_of_three_documents(ranks):

@@ -19,24 +19,24 @@ SIZES = (1, 2, 1, 4, 2, 1, 3, 1, 1)
 def terms(batch: GlobalVectors) -> list[tuple[Tensor, Tensor]]:
     """Both terms of each column with at least two rows, from single cosines."""
     columns = [list(batch.queries)]
-    for place in range(max(batch.sizes, default=0)):
+    for index in range(max(batch.sizes, default=0)):
         rows = [batch.documents_of(row) for row in range(len(batch.sizes))]
-        columns.append([batch.documents[places[place]] for places in rows if len(places) > place])
-    found = []
+        columns.append([batch.documents[indices[index]] for indices in rows if len(indices) > index])
+    actual = []
     for column in columns:
         if len(column) > 1:
             every = torch.cosine_similarity(torch.stack(column)[:, None], torch.stack(column)[None], dim=2)
             cosines = every[~torch.eye(len(column), dtype=torch.bool)]
             first, second = cosines.mean(), cosines.square().mean()
-            found.append((first**2, (second - 1 / batch.queries.shape[1]).clamp(min=0)))
-    return found
+            actual.append((first**2, (second - 1 / batch.queries.shape[1]).clamp(min=0)))
+    return actual
 
 
 def regularised(config: OrthogonalConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
-        found = [config.mean_weight * first + config.second_moment_weight * second for first, second in terms(batch)]
-        total = sum(found, 0.0 * batch.queries.sum())
-        return total / max(1, len(found)) if config.aggregation is Reduction.mean else total
+        actual = [config.mean_weight * first + config.second_moment_weight * second for first, second in terms(batch)]
+        total = sum(actual, 0.0 * batch.queries.sum())
+        return total / max(1, len(actual)) if config.aggregation is Reduction.mean else total
 
     return textbook
 

@@ -61,17 +61,17 @@ def distance_of(a: Tensor, b: Tensor, distance: Distance) -> Tensor:
 
 def pairs(batch: GlobalVectors) -> list[tuple[Tensor, Tensor, float]]:
     return [
-        (batch.queries[row], batch.documents[place], batch.scores[place].item())
+        (batch.queries[row], batch.documents[index], batch.scores[index].item())
         for row in range(len(batch.sizes))
-        for place in batch.documents_of(row)
+        for index in batch.documents_of(row)
     ]
 
 
 def ordered(config: CoSENTConfig | AnglEConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
         similar = cosine if isinstance(config, CoSENTConfig) else angle
-        found = [(similar(a, b) / config.temperature, score) for a, b, score in pairs(batch)]
-        gaps = [lower - higher for lower, small in found for higher, large in found if small < large]
+        actual = [(similar(a, b) / config.temperature, score) for a, b, score in pairs(batch)]
+        gaps = [lower - higher for lower, small in actual for higher, large in actual if small < large]
         return torch.log(1 + sum((gap.exp() for gap in gaps), batch.queries.sum() * 0))
 
     return textbook
@@ -105,8 +105,8 @@ def test_ordered_pairs_equals_sentence_transformers(ranks, config, theirs, level
 def test_many_ordered_pairs(ranks):
     """Cosines in the reverse order of the scores at a temperature of 0.01: terms up to exp(200) do not overflow."""
     batch = scored((1,) * 40)
-    found = torch.stack([cosine(a, b) for a, b, _ in pairs(batch)])
-    batch = replace(batch, scores=-found.float().double())
+    actual = torch.stack([cosine(a, b) for a, b, _ in pairs(batch)])
+    batch = replace(batch, scores=-actual.float().double())
     config = CoSENTConfig(temperature=0.01)
     # A float32 cosine is off by 6e-8, and by 6e-6 over the temperature; so are the terms.
     check(ranks, config, batch, ordered(config), fp32=5e-5, only=[0, 2, 7])
@@ -170,14 +170,14 @@ def test_contrastive(ranks, distance, levels):
 
 def hard_pairs(config: OnlineContrastiveConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
-        found = [(distance_of(a, b, config.distance), score) for a, b, score in pairs(batch)]
-        good, bad = [d for d, score in found if score == 1], [d for d, score in found if score == 0]
+        actual = [(distance_of(a, b, config.distance), score) for a, b, score in pairs(batch)]
+        good, bad = [d for d, score in actual if score == 1], [d for d, score in actual if score == 0]
         zero = batch.queries.sum() * 0
         farthest = max(good) if good else sum(bad) / max(1, len(bad))
         nearest = min(bad) if bad else sum(good) / max(1, len(good))
         total = sum((d**2 for d in good if d > nearest), zero)
         total = total + sum(((config.margin - d).clamp(min=0) ** 2 for d in bad if d < farthest), zero)
-        return total if config.reduction is Reduction.sum else total / len(found)
+        return total if config.reduction is Reduction.sum else total / len(actual)
 
     return textbook
 

@@ -111,14 +111,14 @@ def textbook(sides: PrecisionSides) -> list[dict[str, Any]]:
 def test_losses_gradients_and_ranges_are_those_of_one_process(ranks, counts, sides):
     answers = ranks(len(counts), of_rank, counts, sides)
     for number, expected in enumerate(textbook(sides)):
-        found = [answer[number] for answer in answers]
-        assert sum(one["loss"] for one in found) == pytest.approx(expected["loss"], rel=1e-5)
+        actual = [answer[number] for answer in answers]
+        assert sum(one["loss"] for one in actual) == pytest.approx(expected["loss"], rel=1e-5)
         for name, value in expected["metrics"].items():
-            assert sum(one["metrics"][name] for one in found) == pytest.approx(value, rel=1e-5), name
+            assert sum(one["metrics"][name] for one in actual) == pytest.approx(value, rel=1e-5), name
         for index in (0, 1):
-            gradient = torch.cat([one["grads"][index] for one in found]).double()
+            gradient = torch.cat([one["grads"][index] for one in actual]).double()
             torch.testing.assert_close(gradient, expected["grads"][index], rtol=1e-4, atol=1e-6)
-        for one in found:
+        for one in actual:
             for dim, values in expected["ranges"].items():
                 torch.testing.assert_close(one["ranges"][f"inner.ranges.{dim}"], values, rtol=0, atol=1e-7)
     for answer in answers:  # the same bits on every rank, with rows and without
@@ -148,14 +148,14 @@ def of_layers(world: World) -> tuple[list[float], list[float], list[set[str]]]:
     """The losses of three layers, together and each of its own; metrics of batches with drawn precisions."""
     options: dict[str, Any] = {"temperature": 0.1, "precisions": [VectorPrecision.float, VectorPrecision.int8]}
     layers = InfoNCEConfig(matryoshka_layers=[2, 1], layer_weights=[0.25, 0.5], **options)
-    together = build_loss(layers, dimension=8, seed=0)
+    combined = build_loss(layers, dimension=8, seed=0)
     alone = [build_loss(InfoNCEConfig(**options), dimension=8, seed=0) for _ in range(3)]
-    found, expected = [], []
+    actual, expected = [], []
     for batch in batches()[:2]:
         queries, documents, info = batch.of_rank(range(5), torch.float32)
         of_layer = [(queries.roll(shift, 1) + shift, documents.roll(shift, 1) + shift) for shift in range(3)]
         encoded = (Encoded(tuple(map(Part, parts))) for parts in zip(*of_layer, strict=True))
-        found.append(together(*encoded, info).local_loss.item())
+        actual.append(combined(*encoded, info).local_loss.item())
         last, first, second = (loss(*pair, info).local_loss.item() for loss, pair in zip(alone, of_layer, strict=True))
         expected.append(last + (0.5 * first + 0.25 * second) / 2)
     drawing = build_loss(config(precisions_per_step=2), dimension=8, seed=0)
@@ -163,12 +163,12 @@ def of_layers(world: World) -> tuple[list[float], list[float], list[set[str]]]:
     for number in range(8):
         object.__setattr__(info, "seed", number)
         metrics.append({name for name in drawing(queries, documents, info).metrics if name.startswith("loss@8-")})
-    return found, expected, metrics
+    return actual, expected, metrics
 
 
 def test_layers_have_ranges_of_their_own_and_precisions_are_drawn(ranks):
-    ((found, expected, metrics),) = ranks(1, of_layers)
-    assert found == pytest.approx(expected, rel=1e-6)
+    ((actual, expected, metrics),) = ranks(1, of_layers)
+    assert actual == pytest.approx(expected, rel=1e-6)
     assert set(map(frozenset, metrics)) == {
         frozenset({"loss@8-float", f"loss@8-{drawn}"}) for drawn in ("int8", "binary")
     }
@@ -192,13 +192,13 @@ def of_sources(world: World) -> list[float]:
 
 
 def test_sources_with_losses_of_their_own_share_ranges(ranks):
-    (found,) = ranks(1, of_sources)
+    (actual,) = ranks(1, of_sources)
     expected: Tensor | None = None
     for batch in batches()[:2]:
         values = torch.cat([batch.queries, batch.documents]).float()
         extremes = torch.stack([values.amin(dim=0), values.amax(dim=0)])
         expected = extremes if expected is None else 0.99 * expected + 0.01 * extremes
-    torch.testing.assert_close(torch.tensor(found), expected)
+    torch.testing.assert_close(torch.tensor(actual), expected)
 
 
 def test_ranges_without_a_batch_are_not_exported(tmp_path):

@@ -43,14 +43,14 @@ def distance_of(a: Tensor, b: Tensor, distance: Distance) -> Tensor:
 
 def triplets(batch: GlobalVectors, config: TripletConfig) -> list[tuple[Tensor, Tensor]]:
     """Distances of the positive and the negative of every triplet of a row."""
-    found = []
+    actual = []
     for row in range(len(batch.sizes)):
         positive, *negatives = [
-            distance_of(batch.queries[row], batch.documents[place], config.distance)
-            for place in batch.documents_of(row)
+            distance_of(batch.queries[row], batch.documents[index], config.distance)
+            for index in batch.documents_of(row)
         ]
-        found += [(positive, negative) for negative in negatives]
-    return found
+        actual += [(positive, negative) for negative in negatives]
+    return actual
 
 
 @pytest.mark.parametrize("distance", slow_but([Distance.cosine, Distance.euclidean], Distance))
@@ -64,10 +64,10 @@ def test_triplet(ranks, distance, sizes):
 
     batch = vectors(sizes, normalised=False)
     check(ranks, config, batch, textbook, only=[0, 2, 4, 7])
-    found = triplets(batch, config)
+    actual = triplets(batch, config)
     answers = ranks(2, run, config, batch, [[0], list(range(1, len(sizes)))], torch.float64, 8)
     accuracy = sum(answer["metrics"]["accuracy"] for answer in answers)
-    assert accuracy == pytest.approx(sum(bool(far > near) for near, far in found) / max(1, len(found)))
+    assert accuracy == pytest.approx(sum(bool(far > near) for near, far in actual) / max(1, len(actual)))
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,10 @@ def xtr_scores(batch: TokenBatch, top_k: int) -> Tensor:
         retrieved = torch.zeros_like(products, dtype=torch.bool)
         retrieved.scatter_(1, products.topk(min(top_k, products.shape[1]), dim=1).indices, True)
         scores = []
-        for product, found in zip(
+        for product, actual in zip(
             products.split(batch.candidate_rows, 1), retrieved.split(batch.candidate_rows, 1), strict=True
         ):
-            best = product.masked_fill(~found, -torch.inf).amax(dim=1)[found.any(dim=1)]
+            best = product.masked_fill(~actual, -torch.inf).amax(dim=1)[actual.any(dim=1)]
             scores.append(best.sum() / max(1, len(best)))
         rows.append(torch.stack(scores))
     return torch.stack(rows)

@@ -103,9 +103,9 @@ def ties(tensors: list[Tensor], base: Tensor, weights: list[float], density: flo
 
 def require_equal(path: Path, expected: State, tolerance: float = 0.0) -> None:
     """Compare the weights of a directory with others in float64; a difference of the last digit is `tolerance` 1e-7."""
-    found = state_of(path)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual = state_of(path)
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         if not tolerance:
             assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
         else:

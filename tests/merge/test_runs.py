@@ -88,8 +88,8 @@ def test_adapters(ranks, inputs, tmp_path):
     adapter, base = tmp_path / "run" / "model" / "adapter", inputs / "model"
     merge(f"models=[{adapter},{base}]", "weights=[1,0]", "pooling=mean", f"output_dir={tmp_path / 'alone'}")
     expected = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter).merge_and_unload().state_dict()
-    found = AutoModel.from_pretrained(tmp_path / "alone").state_dict()
-    assert all((found[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items() if "pooler" not in name)
+    actual = AutoModel.from_pretrained(tmp_path / "alone").state_dict()
+    assert all((actual[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items() if "pooler" not in name)
 
 
 @pytest.mark.slow
@@ -108,13 +108,13 @@ def test_averages_and_factors_of_adapters(ranks, inputs, tmp_path):
         parts = [load_file(run_dir / f"checkpoints/step-{step:08d}/{kind}.safetensors") for step in (1, 2)]
         to = tmp_path / option.replace(" ", "-").replace("=", "-")
         merge(f"run={run_dir}", "steps=[1,2]", "weights=[1,3]", *option.split(), f"output_dir={to}")
-        found, number = state_of(to), 0
+        actual, number = state_of(to), 0
         for name in (name for name in parts[0] if name.endswith(".lora_A.default.weight")):
             a, b = ([part[other].double() for part in parts] for other in (name, name.replace("lora_A", "lora_B")))
             mean = (a[0] + 3 * a[1]) / 4, (b[0] + 3 * b[1]) / 4
             product = mean[1] @ mean[0] if "factors" in option else (b[0] @ a[0] + 3 * b[1] @ a[1]) / 4
             key = name.removeprefix("encoder.backbone.").replace(".lora_A.default", "")
-            assert (found[key] - (base[key] + 2 * product)).abs().max() < 1e-6, name  # alpha / rank = 2
+            assert (actual[key] - (base[key] + 2 * product)).abs().max() < 1e-6, name  # alpha / rank = 2
             number += 1
         assert number == 12
     searched = (
@@ -229,7 +229,7 @@ def test_other_searches(inputs, candidates, tmp_path):
         record = json.loads((tmp_path / method / "merge.json").read_text())
         weights[method] = [model["weight"] for model in record["models"]]
         values[method] = record["search"]
-    of_models = {m: [v["dev"] for v in found["members"].values()] for m, found in values.items()}
+    of_models = {m: [v["dev"] for v in actual["members"].values()] for m, actual in values.items()}
     assert values["grid"]["merged"]["dev"] >= max(of_models["grid"])
     tried = [candidate["value"] for candidate in values["coordinate"]["candidates"]]
     assert values["coordinate"]["merged"]["dev"] == max(tried)

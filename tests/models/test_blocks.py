@@ -89,14 +89,14 @@ def test_declared_classes_that_do_not_occur():
 
 
 @pytest.mark.parametrize("declared", [None, [""], [], ["BertLayre"], "BertLayer", {"BertEmbeddings"}])
-@pytest.mark.parametrize("asked", [None, "", "  ", ", ,"])
-def test_useless_declarations(declared, asked):
+@pytest.mark.parametrize("options", [None, "", "  ", ", ,"])
+def test_useless_declarations(declared, options):
     """An absent, empty or stale `_no_split_modules` must not lead to sharding only the root."""
     encoder = encoder_of("bert")
     for part in encoder.modules():
         if hasattr(type(part), "_no_split_modules"):
             part._no_split_modules = declared
-    assert names(find_blocks(encoder, asked)) == ["BertLayer"] * 3
+    assert names(find_blocks(encoder, options)) == ["BertLayer"] * 3
 
 
 class Block(nn.Module):
@@ -135,9 +135,9 @@ def test_no_layers():
 
 def test_wrong_class_lists_the_existing_ones():
     encoder = encoder_of("xlm-roberta")
-    for asked in ("BertLayer", "XLMRobertaLayer,BertLayer", " BertLayer ,"):
+    for options in ("BertLayer", "XLMRobertaLayer,BertLayer", " BertLayer ,"):
         with pytest.raises(ConfigError) as caught:
-            find_blocks(encoder.backbone, asked)
+            find_blocks(encoder.backbone, options)
         for words in (
             "parallel.block_class=BertLayer",
             "XLMRobertaModel",
@@ -152,8 +152,8 @@ def test_wrong_class_lists_the_existing_ones():
 def test_parts_of_a_layer_are_no_blocks():
     """accelerate's "A,B" is read with blanks; a class that is not a repeated layer is rejected."""
     encoder = encoder_of("llama")
-    for asked in ("LlamaDecoderLayer", " LlamaDecoderLayer , ", ",LlamaDecoderLayer"):
-        assert names(find_blocks(encoder, asked)) == ["LlamaDecoderLayer"] * 3
+    for options in ("LlamaDecoderLayer", " LlamaDecoderLayer , ", ",LlamaDecoderLayer"):
+        assert names(find_blocks(encoder, options)) == ["LlamaDecoderLayer"] * 3
     with pytest.raises(ConfigError, match=r"=LlamaMLP: .* LlamaDecoderLayer x3"):
         find_blocks(encoder, "LlamaDecoderLayer, LlamaMLP")
 

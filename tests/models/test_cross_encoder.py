@@ -178,12 +178,12 @@ def test_peft_reads_adapters_with_the_head_and_ours_read_those_of_peft(case, mod
     torch.testing.assert_close(encoder(*chunk.inputs), scores, rtol=1e-4, atol=1e-5)
     layers = [n for n, part in base.named_modules() if isinstance(part, torch.nn.Linear) and n.startswith("backbone.")]
     targets = [base.stored_name(name) for name in layers]
-    made = get_peft_model(whole_class(base), PeftLoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
+    built = get_peft_model(whole_class(base), PeftLoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
     with torch.no_grad():
-        for weight in (w for w in made.parameters() if w.requires_grad):
+        for weight in (w for w in built.parameters() if w.requires_grad):
             weight.normal_(std=0.2)
-    made.save_pretrained(str(tmp_path / "theirs"))
-    for directory, model in ((tmp_path / "ours", opened), (tmp_path / "theirs", made)):
+    built.save_pretrained(str(tmp_path / "theirs"))
+    for directory, model in ((tmp_path / "ours", opened), (tmp_path / "theirs", built)):
         again = build(case)
         files = open_adapter(LoraConfig(path=str(directory)))
         assert files is not None

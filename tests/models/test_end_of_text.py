@@ -115,8 +115,10 @@ def ids(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 def test_token_is_appended_once_and_exported(name, llama, tmp_path):
     prefix, make = WITHOUT_END[name]
     bare = make()(TEXTS, add_special_tokens=False)["input_ids"]
-    room = MAX_LENGTH - len(prefix) - 1
-    expected = [[*prefix, *(row[-room:] if name == "truncated on the left" else row[:room]), 1] for row in bare]
+    num_tokens = MAX_LENGTH - len(prefix) - 1
+    expected = [
+        [*prefix, *(row[-num_tokens:] if name == "truncated on the left" else row[:num_tokens]), 1] for row in bare
+    ]
     model, source = source_with(llama, make())
     loaded = load_tokenizer(source)
     assert ids(loaded) == expected

@@ -118,10 +118,10 @@ def test_options_of_commands():
     assert recipe.model.revision == OLD
     (pinned,) = compose_recipes(["name=t", "model.path=m", "data.train=[{path: o/n, revision: v1}]", "train.steps=1"])
     assert pinned.data.train[0].revision == "v1"
-    mine = compose_mine(
+    rank_batch = compose_mine(
         ["model=m", "data=[{path: o/n, revision: v1}]", "output_dir=out", "teacher=t", "teacher_revision=v2"]
     )
-    assert (mine.data[0].revision, mine.teacher_revision) == ("v1", "v2")
+    assert (rank_batch.data[0].revision, rank_batch.teacher_revision) == ("v1", "v2")
 
 
 def test_revision_after_an_id(tmp_path, monkeypatch):

@@ -18,9 +18,9 @@ def padded(left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.full((len(LENGTHS), 7), 1)
     mask = torch.zeros_like(ids)
     for i, n in enumerate(LENGTHS):
-        place = slice(7 - n, 7) if left else slice(0, n)
-        ids[i, place] = torch.arange(n) * 5 % 40 + 4 + i
-        mask[i, place] = 1
+        positions = slice(7 - n, 7) if left else slice(0, n)
+        ids[i, positions] = torch.arange(n) * 5 % 40 + 4 + i
+        mask[i, positions] = 1
     return ids, mask
 
 
@@ -60,10 +60,10 @@ def test_single_texts_equal_batches(architecture):
         for left in sides:
             ids, mask = padded(left)
             with torch.no_grad():
-                together = encoder(ids, mask)
+                combined = encoder(ids, mask)
                 for i, n in enumerate(LENGTHS):
                     alone = encoder(ids[i][mask[i].bool()][None], torch.ones(1, n, dtype=torch.int64))[0]
-                    torch.testing.assert_close(together[i], alone, atol=1e-5, rtol=0)
+                    torch.testing.assert_close(combined[i], alone, atol=1e-5, rtol=0)
 
 
 def test_tokens_outside_the_pooling_mask_are_attended_to():
@@ -73,9 +73,9 @@ def test_tokens_outside_the_pooling_mask_are_attended_to():
     pooled = mask * (torch.arange(7) > 1)
     pooled[1, 0] = 1  # the text of one token
     with torch.no_grad():
-        found, hidden = encoder(ids, mask, pooled), encoder.backbone(ids, attention_mask=mask).last_hidden_state
+        actual, hidden = encoder(ids, mask, pooled), encoder.backbone(ids, attention_mask=mask).last_hidden_state
         expected = torch.stack([hidden[0, 2:3].mean(0), hidden[1, 0], hidden[2, 2:7].mean(0), hidden[3, 2:5].mean(0)])
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(encoder(ids, mask, mask), encoder(ids, mask))
         # As sentence-transformers does: the first that counts, and the last.
         torch.testing.assert_close(pool(hidden, pooled, Pooling.cls)[2], hidden[2, 2])

@@ -35,28 +35,28 @@ def test_text_beyond_the_models_positions(scaling, tmp_path):
     directory = save_small(small_model("llama"), tmp_path / "llama")
     plain = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200)
     options = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200, rope_scaling=scaling)
-    made = architecture_of(tmp_path / "made", options)
-    assert (made.max_length, made.source.config.max_position_embeddings) == (200, 256)
-    export_model(tmp_path / "out", made)  # reopened by both libraries, and compared on a text of 200 tokens
-    encoder = assemble_encoder(made.source).eval()
-    encoder.load_state_dict(made.state)
+    built = architecture_of(tmp_path / "made", options)
+    assert (built.max_length, built.source.config.max_position_embeddings) == (200, 256)
+    export_model(tmp_path / "out", built)  # reopened by both libraries, and compared on a text of 200 tokens
+    encoder = assemble_encoder(built.source).eval()
+    encoder.load_state_dict(built.state)
     backbone, tokenizer = AutoModel.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
     batch = tokenizer(text(3, 300), truncation=True, return_tensors="pt")
     assert batch["input_ids"].shape == (1, 200)
     with torch.no_grad():
-        found = encoder.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        actual = encoder.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         theirs = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        torch.testing.assert_close(found.last_hidden_state, theirs.last_hidden_state)
+        torch.testing.assert_close(actual.last_hidden_state, theirs.last_hidden_state)
         unscaled = assemble_encoder(open_model_source(plain)).eval()
-        unscaled.load_state_dict(made.state)
+        unscaled.load_state_dict(built.state)
         before = unscaled.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    assert (before.last_hidden_state - found.last_hidden_state).abs().max() > 1e-2
+    assert (before.last_hidden_state - actual.last_hidden_state).abs().max() > 1e-2
     # Opened again it is what it is, and nothing is scaled twice.
     again = open_model_source(ModelConfig(path=str(tmp_path / "out")))
-    assert again.config.rope_parameters == made.source.config.rope_parameters
+    assert again.config.rope_parameters == built.source.config.rope_parameters
     assert resolve_max_length(again, tokenizer) == 200
     twice = open_model_source(ModelConfig(path=str(tmp_path / "out"), rope_scaling=scaling | {"factor": 8}))
-    expected = 256 * 8 if scaling["rope_type"] == "linear" else 64 * 8  # a linear one does not tell what was before
+    expected = 256 * 8 if scaling["rope_type"] == "linear" else 64 * 8  # a linear one does not store what was before
     assert twice.config.max_position_embeddings == expected
 
 
@@ -67,8 +67,8 @@ def test_layers_with_a_window_are_not_scaled():
         small.config |= {"layer_types": ["sliding_attention", "full_attention"]}
         config = open_model_source(small).config
         assert config.rope_parameters["sliding_attention"] == before["sliding_attention"]
-        found = config.rope_parameters["full_attention"]
-        assert found == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
+        actual = config.rope_parameters["full_attention"]
+        assert actual == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
         ids = torch.arange(200)[None] % 60 + 4
         with torch.no_grad():
             assemble_encoder(open_model_source(small)).eval()(ids, torch.ones_like(ids))
@@ -133,14 +133,14 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     layers = "full_attention" in own
     small.config |= {"layer_types": ["sliding_attention", "full_attention"]} if layers else {}
     directory = save_small(small, tmp_path / "model")
-    made = architecture_of(tmp_path / "made", ModelConfig(path=str(directory), pooling=Pooling.mean, rope_theta=500))
-    changed = made.source.config.rope_parameters
+    built = architecture_of(tmp_path / "made", ModelConfig(path=str(directory), pooling=Pooling.mean, rope_theta=500))
+    changed = built.source.config.rope_parameters
     if layers:
         assert changed["sliding_attention"] == own["sliding_attention"], "layers with a window keep theirs"
         changed = changed["full_attention"]
     assert changed["rope_theta"] == 500
-    encoder = assemble_encoder(made.source).eval()
-    encoder.load_state_dict(made.state)
+    encoder = assemble_encoder(built.source).eval()
+    encoder.load_state_dict(built.state)
     served, tokens = RopeTheta(encoder, 9000.0, "export.rope_theta"), torch.tensor([[0, 5, 9, 4, 7, 8, 6, 2]])
     with torch.no_grad():
         trained = encoder(tokens, torch.ones_like(tokens))
@@ -148,11 +148,11 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
             vectors = encoder(tokens, torch.ones_like(tokens))
         assert encoder(tokens, torch.ones_like(tokens)).equal(trained)
     assert (vectors - trained).abs().max() > 1e-4
-    export_model(tmp_path / "out", made, rope_theta=9000.0, check=False)
+    export_model(tmp_path / "out", built, rope_theta=9000.0, check=False)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stored["global_rope_theta" if architecture == "modernbert" else "rope_theta"] == 9000
     again = assemble_encoder(open_model_source(ModelConfig(path=str(tmp_path / "out")))).eval()
-    again.load_state_dict(made.state)
+    again.load_state_dict(built.state)
     with torch.no_grad():
         torch.testing.assert_close(again(tokens, torch.ones_like(tokens)), vectors)
 
@@ -185,8 +185,8 @@ def test_a_run_serves_another_base_than_it_trains(ranks, tmp_path):
     np.testing.assert_allclose(again, served.encode(texts), atol=1e-5)
     assert np.abs(trained - again).max() > 1e-3
     call("embedtrain.evaluate", f"model={out / 'model'}", f"sets=[{dev}]", f"output_dir={tmp_path / 'figures'}")
-    found = json.loads((tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()[-1])
+    actual = json.loads((tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()[-1])
     expected = evaluation_metrics(out)[3]
-    assert {name: found[name] for name in ("ndcg@10", "mrr@10")} == pytest.approx(
+    assert {name: actual[name] for name in ("ndcg@10", "mrr@10")} == pytest.approx(
         {name: expected[name] for name in ("ndcg@10", "mrr@10")}
     )

@@ -102,9 +102,9 @@ def test_sentence_transformers_directory(st_dir):
     assert (source.pooling, source.normalize, source.tokenization.max_length) == (Pooling.mean, True, 24)
     assert (source.prompts["query"], source.prompts["document"]) == ("q: ", "d: ")
     assert [(head.num_in, head.num_out, head.bias) for head in source.dense] == [(32, 24, True), (24, 16, False)]
-    asked = opened(st_dir, pooling=Pooling.cls, normalize=False, max_length=12, query_prompt="")
-    assert (asked.pooling, asked.normalize, asked.tokenization.max_length) == (Pooling.cls, False, 12)
-    assert asked.prompts == source.prompts | {"query": ""}
+    options = opened(st_dir, pooling=Pooling.cls, normalize=False, max_length=12, query_prompt="")
+    assert (options.pooling, options.normalize, options.tokenization.max_length) == (Pooling.cls, False, 12)
+    assert options.prompts == source.prompts | {"query": ""}
 
 
 def test_vectors_equal_sentence_transformers(st_dir):
@@ -114,9 +114,9 @@ def test_vectors_equal_sentence_transformers(st_dir):
     tokens = load_tokenizer(source)(["alpha beta", "gamma a b c d e"], padding=True, return_tensors="pt")
     reference = SentenceTransformer(str(st_dir), device="cpu")
     with torch.no_grad():
-        found = encoder.eval()(tokens["input_ids"], tokens["attention_mask"])
+        actual = encoder.eval()(tokens["input_ids"], tokens["attention_mask"])
     expected = reference.encode(["alpha beta", "gamma a b c d e"], convert_to_tensor=True)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("mode", POOLINGS)

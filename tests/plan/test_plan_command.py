@@ -120,15 +120,15 @@ def test_a_directory_without_weights_is_enough(tmp_path):
 
 def test_only_the_configuration_of_a_hub_repository_is_downloaded(tmp_path, monkeypatch):
     directory = save_small(small_model("bert"), tmp_path / "snapshot")
-    asked = []
+    options = []
 
     def fetched(path, revision, option, revision_option, only):
-        asked.append((path, revision, only))
+        options.append((path, revision, only))
         return directory
 
     monkeypatch.setattr("embedtrain.models.hub.resolve_directory", fetched)
     planned("model.path=someone/model", "model.revision=v1", "model.pooling=mean", "gpus=1")
-    ((path, revision, only),) = asked
+    ((path, revision, only),) = options
     assert (path, revision) == ("someone/model", "v1")
     assert "config.json" in only
     assert not any(name.endswith(("safetensors", ".bin", "tokenizer.json", "index.json")) for name in only)

@@ -108,9 +108,9 @@ class CudaTensor(torch.Tensor):
     def __new__(cls, values: Tensor) -> "CudaTensor":
         assert type(values) is not CudaTensor
         like = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
-        made = torch.Tensor._make_subclass(cls, like, False, dispatch_device=True, device_for_backend_keys=CUDA)
-        made.values = values
-        return made
+        built = torch.Tensor._make_subclass(cls, like, False, dispatch_device=True, device_for_backend_keys=CUDA)
+        built.values = values
+        return built
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

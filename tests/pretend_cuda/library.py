@@ -40,16 +40,16 @@ def build_library() -> Path:
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-            made = Path(folder) / "device.so"
+            built = Path(folder) / "device.so"
             command = [
-                compiler, "-std=c++20", "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(made),
+                compiler, "-std=c++20", "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(built),
                 f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}",
                 "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10",
             ]  # fmt: skip
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise CannotBuild(f"g++ cannot compile {SOURCE.name} for torch {version}: {done.stderr.strip()[:300]}")
-            os.replace(made, library)
+            os.replace(built, library)
     return library
 
 

@@ -101,9 +101,9 @@ def rank_batch(world: World, model: LoadedModel, rows: GlobalBatch, loss: Loss) 
     """This rank's part as the training loop prepares it: several chunks, of which some keep their graph."""
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
     options = ChunkOptions(60, 60, pass_overhead_tokens=8)
-    made = make_rank_batch(rows, world.rank, world.size, model.tokenizer, options, teacher_dimension=width)
-    made = made.prepared_for(loss, model.encoder.dimension)
-    return made.pinned() if world.device.type == "cuda" else made
+    built = make_rank_batch(rows, world.rank, world.size, model.tokenizer, options, teacher_dimension=width)
+    built = built.prepared_for(loss, model.encoder.dimension)
+    return built.pinned() if world.device.type == "cuda" else built
 
 
 def take_steps(
@@ -130,5 +130,7 @@ def trained_weights(module: EncoderWithLoss) -> torch.Tensor:
 
 def run_case(world: World, case: Case, steps: int = 1) -> tuple[Result, Result]:
     """Steps on the device, and the same on the CPU."""
-    device, cpu = (take_steps(place, case.load(place), case.loss, steps=steps) for place in (world, on_cpu(world)))
+    device, cpu = (
+        take_steps(each_world, case.load(each_world), case.loss, steps=steps) for each_world in (world, on_cpu(world))
+    )
     return device, cpu

@@ -35,12 +35,12 @@ def save_and_resume(world: World, root: Path, strategy: Strategy, offload: bool,
     """Save after one step, take another, then resume on the device and on the CPU and take that step again."""
     case = Case(**{**vars(CASE), "strategy": strategy, "parallel": {"cpu_offload": offload}})
 
-    def start(place: World) -> tuple[StepContext, Any]:
-        model = case.load(place)
-        context = step_context(place, model, case.loss)
+    def start(each_world: World) -> tuple[StepContext, Any]:
+        model = case.load(each_world)
+        context = step_context(each_world, model, case.loss)
 
         def take_step(step: int) -> float:
-            local = rank_batch(place, model, rows_for(case.loss, 6, step), context.backward.loss)
+            local = rank_batch(each_world, model, rows_for(case.loss, 6, step), context.backward.loss)
             return train_step(context, local).loss
 
         return context, take_step
@@ -58,14 +58,14 @@ def save_and_resume(world: World, root: Path, strategy: Strategy, offload: bool,
         written.set()
         checkpoints.wait()
     result: dict[str, Any] = {"loss": loss, "reads": reads, "resumed": {}}
-    for place in (world, on_cpu(world)):
-        context, take_step = start(place)
-        with open_checkpoints(root, place) as checkpoints:
+    for each_world in (world, on_cpu(world)):
+        context, take_step = start(each_world)
+        with open_checkpoints(root, each_world) as checkpoints:
             checkpoint = checkpoints.newest()
             assert checkpoint is not None
             state = checkpoints.resume(checkpoint, context.module, context.optimizer)
             equal = all(torch.equal(a, b) for a, b in zip(tensors(context), saved, strict=True))
-        result["resumed"][place.device.type] = (equal, state == state_of(1), take_step(1))
+        result["resumed"][each_world.device.type] = (equal, state == state_of(1), take_step(1))
     return result
 
 

@@ -159,9 +159,9 @@ def refused(world: World) -> list[str]:
 
 def test_the_kernel_of_packed_attention_checks_its_arguments(cuda_ranks):
     (messages,) = cuda_ranks(1, refused)
-    for message, said in zip(
+    for message, text in zip(
         messages,
         ("float32", "size 12", "strides", "int64", "3 tokens, but max 2", "[0, 3]", "on the device"),
         strict=True,
     ):
-        assert said in message
+        assert text in message

@@ -16,9 +16,9 @@ def encode(world: World, attention: Attention, unshard: Unshard) -> tuple[Tensor
     """The vectors of the same texts on the device and on the CPU."""
     texts = [text(seed, 1 + seed % 7) for seed in range(12)]
     results = []
-    for place in (world, on_cpu(world)):
-        model = Case(attention=attention).load(place)
-        encoder = SentenceEncoder.from_model(model, place, chunk_tokens=40, unshard=unshard)
+    for each_world in (world, on_cpu(world)):
+        model = Case(attention=attention).load(each_world)
+        encoder = SentenceEncoder.from_model(model, each_world, chunk_tokens=40, unshard=unshard)
         results.append(encoder.encode_all(texts).cpu())
     return results[0], results[1]
 

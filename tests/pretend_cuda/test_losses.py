@@ -27,9 +27,9 @@ CASE = Case(architecture="bert", precision=Precision.fp32, attention=Attention.p
 def step_with_each(world: World) -> list[dict[str, Result]]:
     """A step with each loss, on the device and on the CPU."""
     results = []
-    for place in (world, on_cpu(world)):
-        model = CASE.load(place)
-        results.append({name: take_steps(place, model, config, measured=True) for name, config in LOSSES.items()})
+    for each_world in (world, on_cpu(world)):
+        model = CASE.load(each_world)
+        results.append({name: take_steps(each_world, model, config, measured=True) for name, config in LOSSES.items()})
     return results
 
 
@@ -68,7 +68,7 @@ def encode_with_guide(world: World) -> tuple[dict[str, int], list[torch.Tensor]]
 
 def guide_on_both(world: World) -> list[tuple[dict[str, int], list[torch.Tensor]]]:
     """On the device and on the CPU."""
-    return [encode_with_guide(place) for place in (world, on_cpu(world))]
+    return [encode_with_guide(each_world) for each_world in (world, on_cpu(world))]
 
 
 def test_a_guide_encodes_without_waiting(cuda_ranks):
@@ -92,12 +92,12 @@ TOKEN_LOSSES = (
 def token_losses(world: World) -> list[tuple[dict[str, int], list[torch.Tensor]]]:
     """What makes the host wait in each loss of late interaction, and its value and gradients."""
     batch, rows_of_rank, results = token_batch(), [[0, 1], [2, 3, 4]], []
-    for place in (world, on_cpu(world)):
+    for each_world in (world, on_cpu(world)):
         for config in TOKEN_LOSSES:
-            loss = build_loss(config, dimension=6, seed=0, score=MaxSim(mean=True)).to(place.device)
-            *parts, info = batch.of_rank(place.rank, rows_of_rank, torch.float32)
-            parts = [part.with_values(part.values.detach().to(place.device).requires_grad_()) for part in parts]
-            info = replace(info.to(place.device), prepared=_prepared(loss, info, place.device))
+            loss = build_loss(config, dimension=6, seed=0, score=MaxSim(mean=True)).to(each_world.device)
+            *parts, info = batch.of_rank(each_world.rank, rows_of_rank, torch.float32)
+            parts = [part.with_values(part.values.detach().to(each_world.device).requires_grad_()) for part in parts]
+            info = replace(info.to(each_world.device), prepared=_prepared(loss, info, each_world.device))
             with host_reads() as reads:
                 local_loss = loss(*(Encoded((part,)) for part in parts), info).local_loss
                 local_loss.backward()

@@ -167,6 +167,6 @@ def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypat
     ]:
         with pytest.raises(EmbedtrainError, match=message):
             composed(arguments)
-    mine = ["mine", "model=/in/image", "data=[/in/x.jsonl]", "output_dir=m"]
+    rank_batch = ["mine", "model=/in/image", "data=[/in/x.jsonl]", "output_dir=m"]
     for option in ("slurm.container_image=x.sqsh", "slurm.extra=--dependency=afterok:12"):
-        assert composed([*mine, option]).command == "mine", "paths that do not exist here, or not yet"
+        assert composed([*rank_batch, option]).command == "mine", "paths that do not exist here, or not yet"

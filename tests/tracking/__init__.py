@@ -1,1 +1,1 @@
-"""Tests of what a run tells and records."""
+"""Tests of what a run reports and records."""

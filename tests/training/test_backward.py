@@ -53,13 +53,13 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
     documents = torch.stack([encode(text) for text in texts])
     answers = {(row.query, row.documents[0]) for row in rows.rows}
     total = torch.zeros((), dtype=torch.float64)
-    place = 0
+    offset = 0
     for i, row in enumerate(rows.rows):
         right = {other.documents[0] for other in rows.rows if (row.query, other.documents[0]) in answers}
-        kept = [j for j, text in enumerate(texts) if j == place or text not in right]
+        kept = [j for j, text in enumerate(texts) if j == offset or text not in right]
         logits = documents[kept] @ queries[i] / TEMPERATURE
-        total = total - F.log_softmax(logits, dim=0)[kept.index(place)]
-        place += len(row.documents)
+        total = total - F.log_softmax(logits, dim=0)[kept.index(offset)]
+        offset += len(row.documents)
     loss = total / len(rows.rows)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
@@ -91,8 +91,8 @@ def sharded_gradient(
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=TEMPERATURE)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = make_rank_batch(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting)
-    output, finite = backward(mine)
+    rank_batch = make_rank_batch(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting)
+    output, finite = backward(rank_batch)
     assert finite
     assert loaded.tokenizer.packed is (model.attention is Attention.auto)
     assert all(isinstance(p, DTensor) for p in loaded.encoder.parameters())
@@ -104,20 +104,20 @@ def sharded_gradient(
         output.local_loss.item(),
         gradients if world.is_main else {},
         norm,
-        len(mine.chunks),
-        mine.num_cached_graphs == len(mine.chunks),
+        len(rank_batch.chunks),
+        rank_batch.num_cached_graphs == len(rank_batch.chunks),
     )
 
 
-def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative error of any parameter's gradient.
 
     Gradients that vanish (a key's bias shifts all scores alike) are measured against the whole gradient.
     """
     whole = torch.stack([g.norm() for g in expected.values()]).norm() or torch.tensor(1.0)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     errors = {
-        name: ((found[name].double() - expected[name]).norm() / max(expected[name].norm(), 1e-3 * whole)).item()
+        name: ((actual[name].double() - expected[name]).norm() / max(expected[name].norm(), 1e-3 * whole)).item()
         for name in expected
     }
     return max(errors.values())
@@ -196,11 +196,11 @@ def test_compiled_blocks_change_nothing(ranks, models):
 def check(ranks, model, world_size, options, way, num_rows, timeout=180):
     loss, expected = reference(model.path, model.pooling, num_rows, bool(model.heads))
     answers = ranks(world_size, sharded_gradient, model, options, way, num_rows, timeout=timeout)
-    _, found, norm, num_chunks, fits = answers[0]
+    _, actual, norm, num_chunks, fits = answers[0]
     if num_rows == 10:
         assert (num_chunks > 1, fits) == (way != WAYS[0], way != WAYS[2])
     assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6, abs=1e-6)
-    assert compare(found, expected) < TOLERANCE
+    assert compare(actual, expected) < TOLERANCE
     assert {answer[2] for answer in answers} == {norm}
     assert norm == pytest.approx(torch.stack([g.norm() for g in expected.values()]).norm().item(), rel=1e-5)
 

@@ -67,14 +67,14 @@ def lists(path: str, cache: str, name: str, batch_size: int) -> list[tuple[str, 
     texts = [document for row in rows for document in (*row["pos"], *row.get("neg", []))]
     by_key = dict(zip(text_keys(texts).tolist(), texts, strict=True))
     documents = [by_key[key] for key in batch.tokens.keys[len(batch.rows) :].tolist()]
-    found = []
+    actual = []
     for row, number in zip(batch.rows, batch.tokens.num_documents.tolist(), strict=True):
         own, documents = documents[:number], documents[number:]
         assert own[: len(row.documents)] == list(row.documents)
         labels = [*(row.scores or [1.0, *[0.0] * (len(row.documents) - 1)])]
-        found.append((row.query, own, [*labels, *[0.0] * (number - len(labels))]))
-    assert any(len(own) > 1 for _, own, _ in found)
-    return found
+        actual.append((row.query, own, [*labels, *[0.0] * (number - len(labels))]))
+    assert any(len(own) > 1 for _, own, _ in actual)
+    return actual
 
 
 @lru_cache

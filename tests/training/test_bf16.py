@@ -28,19 +28,19 @@ class Narrow(TorchDispatchMode):
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
+        built = func(*args, **(kwargs or {}))
+        for tensor in built if isinstance(built, tuple | list) else [built]:
             if isinstance(tensor, Tensor) and tensor.dtype in (torch.bfloat16, torch.float16):
                 self.found.add(str(func))
-        return made
+        return built
 
 
 def narrow_in_losses(world: World, model: ModelConfig) -> tuple[dict[str, set[str]], set[str]]:
     """Of each loss in a bf16 run what it computes in less than fp32, its backward pass too; and of the model."""
     loaded = load_model(model, parallel(precision=Precision.bf16), world, seed=0, tokenizer=small_tokenizer())
-    found, of_model = {}, set()
+    actual, of_model = {}, set()
     for name, config in LOSSES.items():
-        mine = cut_for(rows_for(config, 8), world, loaded.tokenizer, 10_000, 10_000)
+        rank_batch = cut_for(rows_for(config, 8), world, loaded.tokenizer, 10_000, 10_000)
         backward = Backward(loaded.encoder, loss_of(config), world, seed=0, dummy=loaded.tokenizer.dummy())
         real = backward._loss_backward
         within = Narrow()
@@ -51,38 +51,38 @@ def narrow_in_losses(world: World, model: ModelConfig) -> tuple[dict[str, set[st
 
         backward._loss_backward = watched
         with Narrow() as everything:
-            output, finite = backward(mine)
+            output, finite = backward(rank_batch)
         assert finite
         assert output.local_loss.dtype == torch.float32
-        found[name], of_model = within.found, of_model | everything.found
-    return found, of_model
+        actual[name], of_model = within.found, of_model | everything.found
+    return actual, of_model
 
 
 def test_no_loss_rounds_anything_in_a_bf16_run(ranks):
-    found, of_model = ranks(1, narrow_in_losses, small_model("bert"))[0]
+    actual, of_model = ranks(1, narrow_in_losses, small_model("bert"))[0]
     assert any("mm" in name for name in of_model), "the model computes in bf16"
-    assert found == {name: set() for name in LOSSES}
+    assert actual == {name: set() for name in LOSSES}
 
 
 def of_rounded_vectors(world: World) -> dict[str, list[float]]:
     """Each loss of vectors that are bf16 themselves, and of the same in fp32; under autocast, and without."""
     random = torch.Generator().manual_seed(3)
-    found = {}
+    actual = {}
     for name, config in LOSSES.items():
         if name in ("classifier", "cached"):
             continue  # classes of sentence-transformers, which compute as they do
-        mine = cut_for(
+        rank_batch = cut_for(
             rows_for(config, 8), world, tokenizer=_tokenizer(), chunk_tokens=10_000, activation_tokens=10_000
         )
-        count = mine.num_queries + len(mine.batch_info.owners)
+        count = rank_batch.num_queries + len(rank_batch.batch_info.owners)
         vectors = torch.nn.functional.normalize(torch.randn(count, 32, generator=random), dim=1).bfloat16()
         loss, values = loss_of(config), []
         for given, autocast in ((vectors.float(), False), (vectors, False), (vectors, True)):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                output = loss(given[: mine.num_queries], given[mine.num_queries :], mine.batch_info)
+                output = loss(given[: rank_batch.num_queries], given[rank_batch.num_queries :], rank_batch.batch_info)
             values.append(output.local_loss.item())
-        found[name] = values
-    return found
+        actual[name] = values
+    return actual
 
 
 def _tokenizer():

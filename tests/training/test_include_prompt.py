@@ -99,8 +99,8 @@ def gradient(world: World, folder: Path, model: ModelConfig, cutting: ChunkOptio
     loss = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE))
     backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
     output, _ = backward(make_rank_batch(data.batch(0), world.rank, world.size, loaded.tokenizer, cutting))
-    found = {n: p.grad.full_tensor() for n, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)}
-    return output.local_loss.item(), found if world.is_main else {}
+    actual = {n: p.grad.full_tensor() for n, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)}
+    return output.local_loss.item(), actual if world.is_main else {}
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
@@ -112,23 +112,23 @@ def test_gradient_equals_the_plain_one(ranks, folder, architecture):
         for cutting in (ChunkOptions(10_000, pass_overhead_tokens=10_000), ChunkOptions(24, pass_overhead_tokens=4)):
             answers = ranks(world_size, gradient, folder, model, cutting)
             assert sum(local_loss for local_loss, _ in answers) == pytest.approx(loss, rel=1e-6)
-            found = answers[0][1]
-            assert found.keys() == expected.keys()
+            actual = answers[0][1]
+            assert actual.keys() == expected.keys()
             for name, one in expected.items():
-                assert (found[name].double() - one).norm() < 1e-5 * max(one.norm(), 1e-3 * whole), name
+                assert (actual[name].double() - one).norm() < 1e-5 * max(one.norm(), 1e-3 * whole), name
 
 
 def vectors(world: World, directory: str, texts: list[str], prompt: str, max_length: int | None):
     model = load_model(ModelConfig(path=directory, max_length=max_length), parallel(), world, seed=0, work=None)
     encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=24, query_prompt=prompt)
-    found = encoder.encode_all(texts, prompt)
+    actual = encoder.encode_all(texts, prompt)
     each = encoder.encode_all([prompt + text for text in texts], existing_prompt=[prompt] * len(texts))
-    torch.testing.assert_close(each, found)
+    torch.testing.assert_close(each, actual)
     theirs = SentenceTransformersAdapter(encoder).encode(texts, prompt=prompt, convert_to_tensor=True)
-    torch.testing.assert_close(theirs, found)
+    torch.testing.assert_close(theirs, actual)
     guide = GuideModel(model.encoder, GuideTokenizer(model.tokenizer, prompt, "mu ", 24), world)
     seen = guide(guide.texts([Row(text, ("nu lambda",)) for text in texts]), len(texts))
-    torch.testing.assert_close(seen.queries.float(), found, atol=1e-5, rtol=0)
+    torch.testing.assert_close(seen.queries.float(), actual, atol=1e-5, rtol=0)
     torch.testing.assert_close(seen.documents.float()[:1], encoder.encode_all(["nu lambda"], "mu "), atol=1e-5, rtol=0)
     assert model_identity(model.source, Precision.fp32, world)["include_prompt"] is False
     vector_cache = VectorCache(Path("vectors"), {})
@@ -137,13 +137,13 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
         for prompt in ("", "a ", ["a "])
     }
     assert len(directories) == 3
-    return found, model.source.include_prompt
+    return actual, model.source.include_prompt
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("llama", marks=pytest.mark.slow)])
 def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, architecture):
-    made = architecture_of(tmp_path / "made", options(folder, architecture))
-    export_model(tmp_path / "out", made)
+    built = architecture_of(tmp_path / "made", options(folder, architecture))
+    export_model(tmp_path / "out", built)
     assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["include_prompt"] is False
     texts = [" ".join(WORDS[(i * j) % 13] for j in range(1, 2 + i)) for i in range(9)] + ["gamma", "gamma"]
     theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu")
@@ -152,11 +152,11 @@ def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, arc
             theirs.max_seq_length = max_length or 48
             expected = theirs.encode(texts, prompt=prompt, convert_to_tensor=True)
             for world_size in (1, 2):
-                for found, include_prompt in ranks(
+                for actual, include_prompt in ranks(
                     world_size, vectors, str(tmp_path / "out"), texts, prompt, max_length
                 ):
                     assert include_prompt is False
-                    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+                    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     theirs.set_pooling_include_prompt(True)
     theirs.max_seq_length = 48
     other = theirs.encode(texts, prompt="alpha beta ", convert_to_tensor=True)

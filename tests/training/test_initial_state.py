@@ -37,9 +37,9 @@ def tensors(output_dir, step, kind):
 
 def require_equal(output_dir, whole):
     for kind in ("weights", "optimizer"):
-        found, expected = tensors(output_dir, 2, kind), tensors(whole, 4, kind)
-        assert found.keys() == expected.keys()
-        assert all(found[name].equal(tensor) for name, tensor in expected.items()), kind
+        actual, expected = tensors(output_dir, 2, kind), tensors(whole, 4, kind)
+        assert actual.keys() == expected.keys()
+        assert all(actual[name].equal(tensor) for name, tensor in expected.items()), kind
 
 
 def test_two_runs_are_one_run_of_all_steps(train):

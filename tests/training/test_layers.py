@@ -111,7 +111,7 @@ def on_ranks(
     world: World, cases: list[tuple[ModelConfig, bool, ChunkOptions]], num_rows: int
 ) -> list[tuple[float, Gradients]]:
     """The same of each model, with or without recomputed activations, and with chunks."""
-    found = []
+    actual = []
     for model, checkpointing, cutting in cases:
         options = parallel(activation_checkpointing=checkpointing)
         loaded = load_model(model, options, world, seed=0)
@@ -127,8 +127,8 @@ def on_ranks(
         assert not loaded.encoder.exits._outputs
         value = sum(world.gather(output.local_loss.item()))
         named = loaded.encoder.named_parameters()
-        found.append((value, {name: _whole(p.grad) for name, p in named if p.grad is not None}))
-    return found if world.is_main else []
+        actual.append((value, {name: _whole(p.grad) for name, p in named if p.grad is not None}))
+    return actual if world.is_main else []
 
 
 def _whole(tensor: Tensor) -> Tensor:

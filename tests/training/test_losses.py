@@ -136,7 +136,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
     needs = row_requirements(config)
     classes = isinstance(config, SentenceTransformersConfig) and config.class_name == "SoftmaxLoss"
     wide = isinstance(config, DistillEmbeddingsConfig) and config.project
-    made = []
+    built = []
     for i, row in enumerate(batch(num_rows, first=7 * step).rows):
         documents = row.documents
         if needs.negatives or needs.same_num_documents:
@@ -150,7 +150,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
             scores = tuple(float(j == 0) for j in range(len(documents)))
         random = torch.Generator().manual_seed(i)
         width = WIDTH + 5 * wide
-        made.append(
+        built.append(
             Row(
                 row.query,
                 documents,
@@ -161,7 +161,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
                 else (),
             )
         )
-    return tokenised(GlobalBatch(step, tuple(made)), load_tokenizer())
+    return tokenised(GlobalBatch(step, tuple(built)), load_tokenizer())
 
 
 def loss_of(config: LossConfig) -> nn.Module:
@@ -169,20 +169,20 @@ def loss_of(config: LossConfig) -> nn.Module:
     return build_loss(config, dimension=WIDTH, guide_dimensions=widths, seed=1)
 
 
-Found = tuple[float, dict[str, float], dict[str, Tensor], float, dict[str, Tensor]]
+StepResult = tuple[float, dict[str, float], dict[str, Tensor], float, dict[str, Tensor]]
 
 
-def one_process(world: World, model: ModelConfig, config: LossConfig, batches: list[GlobalBatch]) -> Found:
+def one_process(world: World, model: ModelConfig, config: LossConfig, batches: list[GlobalBatch]) -> StepResult:
     """Loss, measures, gradients, norm and updated weights, all in float64."""
     encoder = plain_encoder(model)
     loss = loss_of(config).double()
     tokenizer = load_tokenizer()
     total, measures, num_rows = torch.zeros(()), dict[str, float](), sum(len(rows.rows) for rows in batches)
     for rows in batches:
-        mine = cut_for(rows, world, tokenizer, 10_000, 10_000)
+        rank_batch = cut_for(rows, world, tokenizer, 10_000, 10_000)
         texts = [row.query for row in rows.rows] + [t for row in rows.rows for t in row.documents]
         vectors = torch.cat([encode(encoder, tokenizer, one) for one in texts])
-        output = loss(vectors[: mine.num_queries], vectors[mine.num_queries :], mine.batch_info)
+        output = loss(vectors[: rank_batch.num_queries], vectors[rank_batch.num_queries :], rank_batch.batch_info)
         weight = len(rows.rows) / num_rows
         total = total + weight * output.local_loss
         for name, value in output.metrics.items():
@@ -246,7 +246,7 @@ def on_ranks(
     cases: list[tuple[LossConfig, list[GlobalBatch]]],
     ways: list[tuple[int, int, GradientReduction]],
     strategy: Strategy,
-) -> list[list[Found]]:
+) -> list[list[StepResult]]:
     """The same of each case by ranks, in each way: (tokens of a chunk, tokens kept, what is kept of gradients)."""
     loaded = {
         way: load_model(
@@ -260,7 +260,7 @@ def on_ranks(
     start = {way: [local(p).detach().clone() for p in one.encoder.eval().parameters()] for way, one in loaded.items()}
 
     def fresh(gradient_reduction: GradientReduction) -> LoadedModel:
-        """The model as it was loaded; loading it anew takes longer than all the rest."""
+        """The model as it was loaded; loading it again takes longer than all the rest."""
         encoder = loaded[gradient_reduction].encoder
         encoder.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -270,7 +270,7 @@ def on_ranks(
 
     answers = []
     for config, batches in cases:
-        found = []
+        actual = []
         for chunk_tokens, activation_tokens, gradient_reduction in ways:
             live = fresh(gradient_reduction)
             loss = loss_of(config)
@@ -283,8 +283,8 @@ def on_ranks(
                 dummy=live.tokenizer.dummy(),
                 reduce_per_step=live.reduce_per_step,
             )
-            mine = [cut_for(rows, world, live.tokenizer, chunk_tokens, activation_tokens) for rows in batches]
-            output, finite = backward(*mine)
+            rank_batch = [cut_for(rows, world, live.tokenizer, chunk_tokens, activation_tokens) for rows in batches]
+            output, finite = backward(*rank_batch)
             assert finite
             named = dict(parameters(live.encoder, loss))
             gradients = {name: whole(p.grad) for name, p in named.items() if p.grad is not None}
@@ -293,19 +293,22 @@ def on_ranks(
             value = sum(world.gather(output.local_loss.item()))
             measures = {name: sum(world.gather(local_loss.item())) for name, local_loss in output.metrics.items()}
             updated = {name: whole(p) for name, p in named.items()}
-            found.append((value, measures, gradients, norm, updated) if world.is_main else None)
-        answers.append(found)
+            actual.append((value, measures, gradients, norm, updated) if world.is_main else None)
+        answers.append(actual)
     return answers
 
 
-def agree(found: Found, expected: Found, told: str) -> None:
-    (value, measures, gradients, norm, updated), (loss, rest, expected_gradients, whole_norm, weights) = found, expected
-    assert value == pytest.approx(loss, rel=1e-5, abs=1e-6), told
-    assert measures.keys() == rest.keys(), told
+def agree(actual: StepResult, expected: StepResult, case: str) -> None:
+    (value, measures, gradients, norm, updated), (loss, rest, expected_gradients, whole_norm, weights) = (
+        actual,
+        expected,
+    )
+    assert value == pytest.approx(loss, rel=1e-5, abs=1e-6), case
+    assert measures.keys() == rest.keys(), case
     for name, measure in rest.items():
-        assert measures[name] == pytest.approx(measure, rel=2e-5, abs=2e-6), (told, name)
-    assert norm == pytest.approx(whole_norm, rel=2e-5), told
-    assert gradients.keys() == expected_gradients.keys(), told
+        assert measures[name] == pytest.approx(measure, rel=2e-5, abs=2e-6), (case, name)
+    assert norm == pytest.approx(whole_norm, rel=2e-5), case
+    assert gradients.keys() == expected_gradients.keys(), case
     for name, expected_gradient in expected_gradients.items():
         # Gradients that vanish (a key's bias shifts all scores alike; a temperature's is a difference of large sums)
         # are measured against the whole gradient.
@@ -313,9 +316,9 @@ def agree(found: Found, expected: Found, told: str) -> None:
         error = (gradients[name] - expected_gradient).norm() / max(
             expected_gradient.norm().item(), floor * whole_norm, 1e-9
         )
-        assert error < 2 * TOLERANCE, (told, name, float(error))
+        assert error < 2 * TOLERANCE, (case, name, float(error))
     for name, weight in weights.items():
-        assert (updated[name] - weight).norm() <= TOLERANCE * max(1.0, weight.norm()), (told, name)
+        assert (updated[name] - weight).norm() <= TOLERANCE * max(1.0, weight.norm()), (case, name)
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +330,7 @@ def model(tmp_path_factory) -> ModelConfig:
 @pytest.fixture(scope="module")
 def reference(ranks, model):
     @lru_cache
-    def make(name: str, num_rows: int, num_batches: int = 1) -> Found:
+    def make(name: str, num_rows: int, num_batches: int = 1) -> StepResult:
         batches = [rows_for(LOSSES[name], num_rows, step) for step in range(num_batches)]
         return ranks(1, one_process, model, LOSSES[name], batches)[0]
 
@@ -350,8 +353,8 @@ def test_every_loss(ranks, model, reference, world_size):
     """Gradient, clip norm and update; 10 rows, uneven on 3 and 4 ranks; all kept, none, and the longest."""
     cases = [(config, [rows_for(config, 10)]) for config in LOSSES.values()]
     answers = ranks(world_size, on_ranks, model, cases, [KEPT, CACHED, PARTLY], Strategy.fsdp, timeout=580)[0]
-    for name, found in zip(LOSSES, answers, strict=True):
-        for way, one in zip(("kept", "cached", "partly"), found, strict=True):
+    for name, actual in zip(LOSSES, answers, strict=True):
+        for way, one in zip(("kept", "cached", "partly"), actual, strict=True):
             agree(one, reference(name, 10), f"{name}, {way}, {world_size} ranks")
 
 
@@ -360,8 +363,8 @@ def test_ranks_without_rows(ranks, model, reference):
     """Three rows on four ranks."""
     cases = [(config, [rows_for(config, 3)]) for config in LOSSES.values()]
     answers = ranks(4, on_ranks, model, cases, [KEPT, CACHED], Strategy.fsdp, timeout=580)[0]
-    for name, found in zip(LOSSES, answers, strict=True):
-        for one in found:
+    for name, actual in zip(LOSSES, answers, strict=True):
+        for one in actual:
             agree(one, reference(name, 3), f"{name}, 3 rows on 4 ranks")
 
 
@@ -373,8 +376,8 @@ def test_gradients_reduced_after_every_chunk(ranks, model, reference, world_size
     cases = [(LOSSES[name], [rows_for(LOSSES[name], 10)]) for name in SOME]
     ways = [CACHED_SHARDED, CACHED]
     answers = ranks(world_size, on_ranks, model, cases, ways, Strategy(strategy), timeout=300)[0]
-    for name, found in zip(SOME, answers, strict=True):
-        for one in found:
+    for name, actual in zip(SOME, answers, strict=True):
+        for one in actual:
             agree(one, reference(name, 10), f"{name}, {strategy}")
 
 
@@ -384,8 +387,8 @@ def test_accumulation(ranks, model, reference, world_size):
     cases = [(LOSSES[name], [rows_for(LOSSES[name], 10, step) for step in range(3)]) for name in SOME]
     ways = [KEPT, PARTLY, CACHED_SHARDED]
     answers = ranks(world_size, on_ranks, model, cases, ways, Strategy.fsdp, timeout=300)[0]
-    for name, found in zip(SOME, answers, strict=True):
-        for one in found:
+    for name, actual in zip(SOME, answers, strict=True):
+        for one in actual:
             agree(one, reference(name, 10, 3), f"{name}, accumulated, {world_size} ranks")
 
 
@@ -414,10 +417,10 @@ def test_adapters_on_a_frozen_model(ranks, model):
     (expected,) = ranks(1, adapters, model, 10_000, 10_000)
     assert sum("lora" in name for name in expected) == 8
     for world_size, way in ((1, (60, 0)), (2, (10_000, 10_000)), (2, (60, 130)), (3, (60, 0))):
-        found = ranks(world_size, adapters, model, *way)[0]
-        assert found.keys() == expected.keys()
+        actual = ranks(world_size, adapters, model, *way)[0]
+        assert actual.keys() == expected.keys()
         for name, gradient in expected.items():
-            assert (found[name] - gradient).norm() <= 2e-5 * gradient.norm(), (name, world_size, way)
+            assert (actual[name] - gradient).norm() <= 2e-5 * gradient.norm(), (name, world_size, way)
 
 
 def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
@@ -425,11 +428,11 @@ def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
     guide = guides[path]
     assert "guide" in notes[0]
     texts = {path: guide.texts}
-    mine = make_rank_batch(
+    rank_batch = make_rank_batch(
         batch(num_rows), world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), guides=texts
     )
     assert not any(p.requires_grad for p in guide.encoder.parameters())
-    seen = guide(mine.guides[path], mine.num_queries)
+    seen = guide(rank_batch.guides[path], rank_batch.num_queries)
     assert not seen.queries.requires_grad
     return [seen.queries.tolist(), seen.documents.tolist()]
 
@@ -443,8 +446,8 @@ def test_a_guide_sees_the_texts_without_the_models_prompt(ranks, tmp_path, world
     for rank, (queries, documents) in enumerate(answers):
         local_loss = rows[rank::world_size]
         texts = [row.query for row in local_loss], [t for row in local_loss for t in row.documents]
-        for found, expected in zip((queries, documents), texts, strict=True):
-            assert len(found) == len(expected)
-            for vector, one in zip(found, expected, strict=True):
+        for actual, expected in zip((queries, documents), texts, strict=True):
+            assert len(actual) == len(expected)
+            for vector, one in zip(actual, expected, strict=True):
                 right = encode(encoder, load_tokenizer(), one)[0]
                 torch.testing.assert_close(torch.tensor(vector).double(), right, rtol=1e-4, atol=1e-5)

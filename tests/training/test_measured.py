@@ -21,7 +21,7 @@ NAMES = ["positive_similarity", "hardest_negative_similarity", "false_negatives"
 def measure(
     world: World, way: Implementation, measured: bool, sizes: tuple[int, ...] = (9,)
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """This rank's parts of what is told, and the gradient."""
+    """This rank's parts of the metrics, and the gradient."""
     model = small_model("xlm-roberta", dropout=0.1 if world.size == 2 else 0.0)
     loaded = load_model(model, parallel(Strategy.fsdp), world, seed=0, tokenizer=small_tokenizer())
     loaded.encoder.train()
@@ -47,16 +47,16 @@ def whole(answers: list[tuple[dict[str, float], dict[str, torch.Tensor]]]) -> di
 @pytest.mark.parametrize("way", [Implementation.plain, Implementation.tiled, Implementation.ring])
 def test_the_gradient_stays_as_it_is_bit_for_bit(ranks, way):
     with_figures, without = (ranks(2, measure, way, measured) for measured in (True, False))
-    for (_, found), (_, expected) in zip(with_figures, without, strict=True):
-        assert len(found) > 10
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for (_, actual), (_, expected) in zip(with_figures, without, strict=True):
+        assert len(actual) > 10
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert list(whole(without)) == ["accuracy"]
     assert list(whole(with_figures)) == ["accuracy", *NAMES]
 
 
-def test_figures_do_not_depend_on_ranks(ranks):
+def test_metrics_do_not_depend_on_ranks(ranks):
     """Also for a step of two batches, whose means they are, and where ranks have no rows."""
     expected = whole(ranks(1, measure, Implementation.plain, True, (9, 3)))
     assert -1 < expected["hardest_negative_similarity"] <= 1
-    found = whole(ranks(4, measure, Implementation.plain, True, (9, 3)))
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    actual = whole(ranks(4, measure, Implementation.plain, True, (9, 3)))
+    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)

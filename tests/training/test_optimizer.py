@@ -120,14 +120,14 @@ def replay_dropout(world: World, model: ModelConfig) -> None:
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = make_rank_batch(batch(7), world.rank, world.size, loaded.tokenizer, ChunkOptions(24, 10_000))
-    assert mine.num_cached_graphs == len(mine.chunks)
-    mine = replace(mine, num_passes=mine.num_passes + 1)  # a dummy on every rank
+    rank_batch = make_rank_batch(batch(7), world.rank, world.size, loaded.tokenizer, ChunkOptions(24, 10_000))
+    assert rank_batch.num_cached_graphs == len(rank_batch.chunks)
+    rank_batch = replace(rank_batch, num_passes=rank_batch.num_passes + 1)  # a dummy on every rank
     results = []
     for kept in (9, 0, 9, 1):
         torch.manual_seed(world.rank * 100 + len(results))  # a different state of the generator
         loaded.encoder.zero_grad()
-        output, _ = backward(replace(mine, num_cached_graphs=kept))
+        output, _ = backward(replace(rank_batch, num_cached_graphs=kept))
         gradients = {n: unsharded(p.grad) for n, p in loaded.encoder.named_parameters() if p.grad is not None}
         results.append((output.local_loss.item(), gradients))
     (kept, first), (cached, second), (again, third), (partly, fourth) = results
@@ -138,7 +138,7 @@ def replay_dropout(world: World, model: ModelConfig) -> None:
         for other in (second, fourth):
             assert (other[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
     # Dropout is active: the masks of another step give another loss.
-    other, _ = backward(replace(mine, step=1, num_cached_graphs=0))
+    other, _ = backward(replace(rank_batch, step=1, num_cached_graphs=0))
     assert other.local_loss.item() != pytest.approx(cached, rel=1e-4)
 
 

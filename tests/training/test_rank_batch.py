@@ -35,11 +35,11 @@ def tokens_of(part: RankBatch) -> list[list[int]]:
     seen: dict[int, list[int]] = {}
     for chunk in part.chunks:
         assert chunk.ids.shape == chunk.mask.shape
-        for place, ids, mask in zip(chunk.rows, chunk.ids, chunk.mask, strict=True):
-            assert place not in seen
-            seen[place] = ids[mask.bool()].tolist()
+        for index, ids, mask in zip(chunk.rows, chunk.ids, chunk.mask, strict=True):
+            assert index not in seen
+            seen[index] = ids[mask.bool()].tolist()
             assert (ids[~mask.bool()] == TOKENIZER.tokenizer.pad_token_id).all()
-    return [seen[place] for place in range(len(seen))]
+    return [seen[index] for index in range(len(seen))]
 
 
 def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
@@ -49,11 +49,11 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
         ordered = [tokens_of(part)[i] for i in part.exchanges[0].send_order.tolist()]
         start = sum(part.exchanges[0].num_sent[:rank])
         sent.append(ordered[start : start + part.exchanges[0].num_sent[rank]])
-    mine = all_parts[rank].exchanges[0]
-    assert [len(block) for block in sent] == list(mine.num_received)
-    home: list[list[int]] = [[] for _ in mine.received_rows]
-    for place, ids in zip(mine.received_rows.tolist(), (ids for block in sent for ids in block), strict=True):
-        home[place] = ids
+    rank_batch = all_parts[rank].exchanges[0]
+    assert [len(block) for block in sent] == list(rank_batch.num_received)
+    home: list[list[int]] = [[] for _ in rank_batch.received_rows]
+    for index, ids in zip(rank_batch.received_rows.tolist(), (ids for block in sent for ids in block), strict=True):
+        home[index] = ids
     return home
 
 
@@ -64,19 +64,23 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
 def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
     rows = batch(10)
     dealt = parts(rows, size, cutting)
-    for rank, mine in enumerate(dealt):
+    for rank, rank_batch in enumerate(dealt):
         share = rows.rows[rank::size]
         texts = texts_of(share)
-        assert (mine.num_queries, mine.num_rows, mine.step) == (len(share), 10, 0)
-        assert all(chunk.ids.numel() <= cutting.chunk_tokens for chunk in mine.chunks)
+        assert (rank_batch.num_queries, rank_batch.num_rows, rank_batch.step) == (len(share), 10, 0)
+        assert all(chunk.ids.numel() <= cutting.chunk_tokens for chunk in rank_batch.chunks)
         assert at_home(dealt, rank) == TOKENIZER.ids(texts)
-        assert mine.real_tokens == sum(map(len, tokens_of(mine))) <= mine.computed_tokens
-        assert (mine.num_cached_graphs == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
+        assert rank_batch.real_tokens == sum(map(len, tokens_of(rank_batch))) <= rank_batch.computed_tokens
+        assert (rank_batch.num_cached_graphs == len(rank_batch.chunks)) == (cutting.chunk_tokens == 10_000)
         documents = [text for row in share for text in row.documents]
-        assert [documents[place] for place in mine.batch_info.positives.tolist()] == [row.documents[0] for row in share]
-        assert mine.batch_info.query_keys.equal(text_keys([row.query for row in share]))
-        assert mine.batch_info.document_keys.equal(text_keys(documents))
-    assert max(len(mine.chunks) for mine in dealt) - min(len(mine.chunks) for mine in dealt) <= 1
+        assert [documents[index] for index in rank_batch.batch_info.positives.tolist()] == [
+            row.documents[0] for row in share
+        ]
+        assert rank_batch.batch_info.query_keys.equal(text_keys([row.query for row in share]))
+        assert rank_batch.batch_info.document_keys.equal(text_keys(documents))
+    assert (
+        max(len(rank_batch.chunks) for rank_batch in dealt) - min(len(rank_batch.chunks) for rank_batch in dealt) <= 1
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -109,16 +113,16 @@ def test_what_does_not_fit_is_cut_by_the_budget():
 
 
 def test_a_rank_without_rows():
-    mine = parts(batch(2), 4, ChunkOptions(100))[3]
-    assert (mine.num_queries, mine.exchanges[0].num_received) == (0, [0, 0, 0, 0])
+    rank_batch = parts(batch(2), 4, ChunkOptions(100))[3]
+    assert (rank_batch.num_queries, rank_batch.exchanges[0].num_received) == (0, [0, 0, 0, 0])
     assert (
-        mine.batch_info.positives.dtype
-        == mine.batch_info.query_keys.dtype
-        == mine.batch_info.document_keys.dtype
+        rank_batch.batch_info.positives.dtype
+        == rank_batch.batch_info.query_keys.dtype
+        == rank_batch.batch_info.document_keys.dtype
         == torch.int64
     )
-    assert mine.num_rows == 2
-    assert mine.to(torch.device("cpu")).num_rows == 2
+    assert rank_batch.num_rows == 2
+    assert rank_batch.to(torch.device("cpu")).num_rows == 2
 
 
 def test_more_ranks_than_texts():
@@ -135,8 +139,8 @@ def test_ids_are_a_sources_own():
         Row("a", ("d", "e"), ids=("8", "7"), source=0),
         Row("a", ("f",), source=1),
     ]
-    (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
-    ids = mine.batch_info.document_ids
+    (rank_batch,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
+    ids = rank_batch.batch_info.document_ids
     assert ids[0] == ids[3] != ids[1]
     assert len(set(ids.tolist())) == 4
     assert ids[4] == text_keys(["f"])[0]
@@ -161,51 +165,51 @@ def empty(step: int) -> RankBatch:
 
 
 def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:
-    made: list[int] = []
+    built: list[int] = []
 
     def make(step: int) -> RankBatch:
         assert threading.current_thread().name.startswith("prefetch")
         time.sleep(slow)
         if step == breaks:
             raise ValueError(f"row of step {step}")
-        made.append(step)
+        built.append(step)
         return empty(step)
 
-    return make, made
+    return make, built
 
 
-def settle(made: list[int]) -> list[int]:
+def settle(built: list[int]) -> list[int]:
     time.sleep(0.2)
-    return list(made)
+    return list(built)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, 5), (4, 5), (5, 5), (6, 5)])
 def test_prefetched_in_order(start, stop):
-    make, made = making()
+    make, built = making()
     assert [made_ahead.step for made_ahead in Prefetcher(make, start, stop)] == list(range(start, stop))
-    assert made == list(range(start, stop))
+    assert built == list(range(start, stop))
 
 
 def test_made_ahead_but_not_further():
-    make, made = making()
+    make, built = making()
     batches = iter(Prefetcher(make, 0, 100, ahead=2))
     next(batches)
-    assert settle(made) == [0, 1, 2]
+    assert settle(built) == [0, 1, 2]
     next(batches)
-    assert settle(made) == [0, 1, 2, 3]
+    assert settle(built) == [0, 1, 2, 3]
     batches.close()
-    assert settle(made) == [0, 1, 2, 3]
+    assert settle(built) == [0, 1, 2, 3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_an_error_while_making_reaches_the_loop_at_its_step():
-    make, made = making(breaks=3)
+    make, built = making(breaks=3)
     seen = []
     with pytest.raises(ValueError, match="row of step 3"):
         seen.extend(made_ahead.step for made_ahead in Prefetcher(make, 0, 10))
     assert seen == [0, 1, 2]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-    assert len(settle(made)) <= 5
+    assert len(settle(built)) <= 5
 
 
 def test_waiting_is_measured():
@@ -226,7 +230,7 @@ def test_workers_do_not_change_the_order(workers):
         time.sleep(0.01 * (step % 3))  # whoever is quicker
         return empty(step)
 
-    assert [made.step for made in Prefetcher(make, 2, 30, workers=workers)] == list(range(2, 30))
+    assert [built.step for built in Prefetcher(make, 2, 30, workers=workers)] == list(range(2, 30))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 

@@ -24,7 +24,7 @@ from embedtrain.training.report_sample import TEXT_LENGTH, choose_sample
 def data(tmp_path):
     """Two sources: one of 900 rows, one of three with instructions of their own and a long text."""
 
-    def made(*more: str):
+    def load(*more: str):
         rows = [{"query": f"q{n}", "pos": [f"p{n}", "other"], "neg": [f"n{n}", f"m{n}", f"o{n}"]} for n in range(900)]
         (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         rows = [{"query": f"w{n}", "pos": ["x" * 9000], "neg": [], "prompt": f"task {n}"} for n in range(3)]
@@ -35,7 +35,7 @@ def data(tmp_path):
         )
         return load_recipe_data(recipe, {"query": "Q: ", "document": "D: "}, Cache(directory=tmp_path / "cache"))
 
-    return made
+    return load
 
 
 def retrieval(name: str, queries: int, documents: int) -> LoadedSet:
@@ -47,10 +47,10 @@ def retrieval(name: str, queries: int, documents: int) -> LoadedSet:
 
 
 def test_a_sample_is_bounded_and_from_all_over(data):
-    found, losses = data()
+    actual, losses = data()
     sets = [retrieval(f"set{n}", 500, 4000) for n in range(20)]
-    sample = choose_sample(sets, found, losses, {"query": "Q: ", "document": "D: "})
-    assert sample == choose_sample(sets, found, losses, {"query": "Q: ", "document": "D: "})
+    sample = choose_sample(sets, actual, losses, {"query": "Q: ", "document": "D: "})
+    assert sample == choose_sample(sets, actual, losses, {"query": "Q: ", "document": "D: "})
     assert len(sample.texts) < 500
     assert len(sample.pairs) == len(set(sample.pairs))
     origins = {text.origin for text in sample.texts}
@@ -71,8 +71,8 @@ def test_a_sample_is_bounded_and_from_all_over(data):
 
 
 def test_instructions_and_long_texts(data, tmp_path):
-    found, losses = data()
-    sample = choose_sample([], found, losses, {})
+    actual, losses = data()
+    sample = choose_sample([], actual, losses, {})
     few = [text for text in sample.texts if text.origin == "few"]
     queries = [text for text in few if text.role is Role.query]
     assert [text.before for text in queries] == [f"Instruct: task {n}\nQuery: " for n in range(3)]
@@ -82,7 +82,7 @@ def test_instructions_and_long_texts(data, tmp_path):
 
 
 def test_sets_of_other_kinds(data):
-    found, losses = data()
+    actual, losses = data()
     sets = [
         LoadedSet(
             ScoredPairs("sts", [f"a{n}" for n in range(90)], [f"b{n}" for n in range(90)], [n % 9 for n in range(90)])
@@ -91,7 +91,7 @@ def test_sets_of_other_kinds(data):
         LoadedSet(ClassificationSet("classes", ["x"], [0], [f"e{n}" for n in range(900)], [n % 3 for n in range(900)])),
         LoadedSet(ClusteringSet("clusters", [f"f{n}" for n in range(900)], [[n % 4, n] for n in range(900)])),
     ]
-    sample = choose_sample(sets, found, losses, {"query": "Q: "})
+    sample = choose_sample(sets, actual, losses, {"query": "Q: "})
     pairs = [(sample.texts[p.first], sample.texts[p.second], p.relation) for p in sample.pairs]
     relations = {first.origin: {r for f, _, r in pairs if f.origin == first.origin} for first, *_ in pairs}
     assert relations["sts"] == {PairRelation.high, PairRelation.middle, PairRelation.low}

@@ -32,10 +32,10 @@ def rows_of(source: int) -> GlobalBatch:
     return tokenised(GlobalBatch(source, tuple(rows), source=source), text_tokenizer())
 
 
-Found = tuple[float, dict[str, float], dict[str, Tensor], list[bool]]
+StepResult = tuple[float, dict[str, float], dict[str, Tensor], list[bool]]
 
 
-def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -> Found:
+def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -> StepResult:
     """A step on one batch of each source: by one loss that knows of all, or by each source's alone, one by one."""
     loaded = load_model(model, parallel(), world, seed=0)
     loaded.encoder.eval()
@@ -46,17 +46,19 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -
     if alone:
         for source in sources:
             loss = build_loss(CONFIGS[source], dimension=32, seed=1)
-            mine = make_rank_batch(rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000))
-            output, _ = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy)(mine)
+            rank_batch = make_rank_batch(
+                rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000)
+            )
+            output, _ = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy)(rank_batch)
             local_loss += output.local_loss.item() / len(sources)
         scale = 1 / len(sources)
     else:
         batches = [rows_of(source) for source in sources]
-        mine = [
+        rank_batch = [
             make_rank_batch(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
             for one in batches
         ]
-        output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*mine)
+        output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*rank_batch)
         assert finite
         local_loss, scale = output.local_loss.item(), 1.0
         measures = {name: value.item() for name, value in output.metrics.items()}
@@ -81,16 +83,16 @@ def test_each_batch_has_the_loss_of_its_source(ranks, model, world_size, sources
     answers = ranks(world_size, step_of, model, sources, False)
     assert sum(answer[0] for answer in answers) == pytest.approx(expected, rel=1e-5)
     for name, gradient in plain.items():
-        found = answers[0][2][name]
-        assert (found - gradient).norm() <= 1e-4 * max(gradient.norm(), 1e-3), name
-    # Each source's own loss is told, not its part of the step's.
-    told = {name: sum(answer[1][name] for answer in answers) for name in answers[0][1] if name.startswith("loss/")}
-    assert set(told) == {f"loss/{NAMES[source]}" for source in sources}
-    assert sum(told.values()) / len(told) == pytest.approx(expected, rel=1e-5)
+        actual = answers[0][2][name]
+        assert (actual - gradient).norm() <= 1e-4 * max(gradient.norm(), 1e-3), name
+    # Each source's own loss is reported, not its part of the step's.
+    output = {name: sum(answer[1][name] for answer in answers) for name in answers[0][1] if name.startswith("loss/")}
+    assert set(output) == {f"loss/{NAMES[source]}" for source in sources}
+    assert sum(output.values()) / len(output) == pytest.approx(expected, rel=1e-5)
     # A temperature that no batch of the step used must not move by the optimiser's momentum.
     used = {0: [True, False], 1: [False, True], 3: [False, False]}
-    wanted = [any(used.get(source, used[0])[i] for source in sources) for i in range(2)]
-    assert [answer[3] for answer in answers] == [wanted] * world_size
+    is_trained = [any(used.get(source, used[0])[i] for source in sources) for i in range(2)]
+    assert [answer[3] for answer in answers] == [is_trained] * world_size
 
 
 def test_losses_are_shared_by_sources_that_have_the_same():
@@ -110,6 +112,6 @@ def test_teachers_of_several_widths():
     config = DistillEmbeddingsConfig(project=True)
     with pytest.raises(ConfigError, match=r"loss=distill_embeddings.*\(11, 12\)"):
         build_losses([config, config], dimension=8, guide_dimensions=widths, seed=0)
-    apart = [config, DistillEmbeddingsConfig(project=True, weight=1.0, distance="mse")]
-    loss = build_losses(apart, dimension=8, guide_dimensions=widths, seed=0)
+    losses = [config, DistillEmbeddingsConfig(project=True, weight=1.0, distance="mse")]
+    loss = build_losses(losses, dimension=8, guide_dimensions=widths, seed=0)
     assert [tuple(p.shape) for p in loss.parameters()] == [(11, 8), (11,), (12, 8), (12,)]

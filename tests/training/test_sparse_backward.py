@@ -88,16 +88,16 @@ def sharded_gradient(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = {}
+    built = {}
 
     def make(architecture: str, tied: bool) -> tuple[ModelConfig, tuple[float, dict[str, torch.Tensor]]]:
-        if (architecture, tied) not in made:
+        if (architecture, tied) not in built:
             small = small_model(architecture, kind=ModelKind.sparse, pooling=None)
             small.config["tie_word_embeddings"] = tied
             directory = save_language_model(small, tmp_path_factory.mktemp(architecture))
             model = ModelConfig(path=str(directory), kind=ModelKind.sparse)
-            made[architecture, tied] = model, {rows: plain_gradient(model, batch(rows)) for rows in (10, 2)}
-        return made[architecture, tied]
+            built[architecture, tied] = model, {rows: plain_gradient(model, batch(rows)) for rows in (10, 2)}
+        return built[architecture, tied]
 
     return make
 

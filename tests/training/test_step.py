@@ -69,8 +69,8 @@ class Training:
 
     def batch(self) -> RankBatch:
         world, step = self.context.world, self.context.state.step
-        made = make_rank_batch(batch(9, step), world.rank, world.size, self.tokenizer, ChunkOptions(40, 80))
-        return made.pinned() if world.device.type == "cuda" else made
+        built = make_rank_batch(batch(9, step), world.rank, world.size, self.tokenizer, ChunkOptions(40, 80))
+        return built.pinned() if world.device.type == "cuda" else built
 
     def step(self) -> StepReport:
         return train_step(self.context, self.batch())

@@ -61,27 +61,27 @@ def reads(
     backward = Backward(
         loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy(), row_specs=[RowSpec()]
     )
-    made = make_rank_batch(batch(9), world.rank, world.size, loaded.tokenizer, ChunkOptions(40, activation_tokens))
+    built = make_rank_batch(batch(9), world.rank, world.size, loaded.tokenizer, ChunkOptions(40, activation_tokens))
     on_gpu = world.device.type == "cuda"
-    made = (made.pinned() if on_gpu else made).to(world.device)
+    built = (built.pinned() if on_gpu else built).to(world.device)
     with Reads() as seen:
         if on_gpu:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            output, finite = backward(made, measured=measured)
+            output, finite = backward(built, measured=measured)
         finally:
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("default")
     assert finite
     assert ("uniformity" in output.metrics) == measured
-    return dict(seen.counts), len(made.chunks)
+    return dict(seen.counts), len(built.chunks)
 
 
 @pytest.mark.parametrize(("activation_tokens", "measured"), [(0, False), (80, True), (10_000, False)])
 def test_nothing_is_read_while_chunks_are_encoded(ranks, activation_tokens, measured):
-    for found, chunks in ranks(2, reads, activation_tokens, Sum(), Precision.fp32, measured):
+    for actual, chunks in ranks(2, reads, activation_tokens, Sum(), Precision.fp32, measured):
         assert chunks > 2
-        assert not found
+        assert not actual
 
 
 def rows_with_duplicates(config: LossConfig) -> GlobalBatch:
@@ -98,14 +98,14 @@ def read_by_losses(world: World) -> dict[str, tuple[dict[str, int], dict[str, in
     for name, config in ALL_LOSSES.items():
         rows, loss = rows_with_duplicates(config), loss_of(config).to(world.device)
         width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
-        made = make_rank_batch(
+        built = make_rank_batch(
             rows, world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), teacher_dimension=width
         )
-        made = made.prepared_for(loss, WIDTH).pinned().to(world.device)
-        documents = len(made.batch_info.owners)
-        vectors = torch.randn(made.num_queries + documents, WIDTH, device=world.device, requires_grad=True)
+        built = built.prepared_for(loss, WIDTH).pinned().to(world.device)
+        documents = len(built.batch_info.owners)
+        vectors = torch.randn(built.num_queries + documents, WIDTH, device=world.device, requires_grad=True)
         with host_reads() as reads, collectives() as calls:
-            output = loss(vectors[: made.num_queries], vectors[made.num_queries :], made.batch_info)
+            output = loss(vectors[: built.num_queries], vectors[built.num_queries :], built.batch_info)
             output.local_loss.backward()
         counted[name] = dict(reads), dict(calls)
     return counted

@@ -96,9 +96,9 @@ def test_vectors_are_those_of_the_teacher_on_any_number_of_ranks(ranks, inputs, 
         ranks(1, write, options(inputs, tmp_path / dtype, f"dtype={dtype}", "dims=8"))
         narrow = StoredVectors.open(str(tmp_path / dtype))
         assert narrow.dimension == 8
-        found = narrow.vectors(narrow.rows(TextRole.query, queries))
+        actual = narrow.vectors(narrow.rows(TextRole.query, queries))
         exact = stored.vectors(stored.rows(TextRole.query, queries))[:, :8]
-        torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, exact, rtol=tolerance, atol=tolerance)
 
 
 class Killed(Exception):
@@ -195,14 +195,14 @@ def test_texts_that_a_directory_lacks_are_encoded_at_the_start(ranks, inputs, tm
     ranks(1, write, options(inputs, tmp_path / "whole", "dtype=fp32"))
     ranks(1, write, options(tmp_path, part, "dtype=fp32"))
     ranks(1, train, *training(inputs, tmp_path / "expected", tmp_path / "whole"))
-    found = training(inputs, tmp_path / "found", part, "loss.on_missing=encode")
-    output = ranks(2, train, *found)[0]
+    actual = training(inputs, tmp_path / "found", part, "loss.on_missing=encode")
+    output = ranks(2, train, *actual)[0]
     whole, stored = (StoredVectors.open(str(tmp_path / name)).index["count"] for name in ("whole", "part"))
     assert f"lacks {whole - stored} texts, which {guide} encodes" in output
     assert losses(tmp_path / "found") == pytest.approx(losses(tmp_path / "expected"), rel=1e-4)
     (more,) = (tmp_path / "found" / "teacher-vectors").iterdir()
     written = (more / "vectors.json").stat().st_mtime_ns
-    ranks(1, train, *found, "train.steps=4")
+    ranks(1, train, *actual, "train.steps=4")
     assert (more / "vectors.json").stat().st_mtime_ns == written
     with (guide / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -247,8 +247,8 @@ def test_teacher_map_of_principal_components(ranks, inputs, tmp_path):
     opened = StoredVectors.open(str(stored))
     vectors = opened.vectors(np.arange(len(opened.keys))).double()
     _, _, components = torch.linalg.svd(vectors, full_matrices=False)
-    best, found = vectors @ components[:8].T, vectors @ maps[0].double()
-    torch.testing.assert_close(found @ found.T, best @ best.T, atol=1e-5, rtol=0)
+    best, actual = vectors @ components[:8].T, vectors @ maps[0].double()
+    torch.testing.assert_close(actual @ actual.T, best @ best.T, atol=1e-5, rtol=0)
     largest = maps[0].T[torch.arange(8), maps[0].abs().argmax(dim=0)]
     assert (largest > 0).all()
 

@@ -95,6 +95,6 @@ def exported_with_tokenizer(folder: Path, architecture: str, *formats: str, **op
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     is_dense = options.get("kind", ModelKind.dense) is ModelKind.dense
     values = {"pooling": POOLINGS.get(architecture, Pooling.mean)} if is_dense else {}
-    made = architecture_of(folder / "architecture", ModelConfig(path=str(model), max_length=100, **values | options))
-    export_model(folder / "out", made, formats=list(formats), check=False, onnx_min_agreement=0.5)
+    built = architecture_of(folder / "architecture", ModelConfig(path=str(model), max_length=100, **values | options))
+    export_model(folder / "out", built, formats=list(formats), check=False, onnx_min_agreement=0.5)
     return folder / "out"

@@ -52,8 +52,8 @@ def with_tokenizer(folder: Path, architecture: str, family, **options: object) -
     model.config |= {"vocab_size": 1000, "max_position_embeddings": 256} | ROTARY
     save_small(model, folder / "model")
     family()[0].save_pretrained(folder / "model")
-    made = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), max_length=256, **options))
-    export_model(folder / "out", made, formats=["onnx"], check=False)
+    built = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), max_length=256, **options))
+    export_model(folder / "out", built, formats=["onnx"], check=False)
     return folder / "out"
 
 

@@ -45,8 +45,8 @@ def save(kind: str, folder: Path) -> ModelConfig:
 
 
 def exported(kind: str, folder: Path, *formats: str) -> Path:
-    made = architecture_of(folder / "architecture", save(kind, folder))
-    export_model(folder / "out", made, formats=["sentence_transformers", *formats], check=False)
+    built = architecture_of(folder / "architecture", save(kind, folder))
+    export_model(folder / "out", built, formats=["sentence_transformers", *formats], check=False)
     return folder / "out"
 
 

@@ -35,8 +35,8 @@ def exported(folder: Path, architecture: str, truncate_dim: int | None = None, *
     model = small_model(architecture)
     save_small(small_model(architecture, config=model.config | CHANGES[architecture]), folder / "model")
     values = {"pooling": POOLINGS.get(architecture, Pooling.mean), "query_prompt": "alpha "} | options
-    made = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), **values))
-    export_model(folder / "out", made, formats=["onnx"], truncate_dim=truncate_dim, check=False)
+    built = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), **values))
+    export_model(folder / "out", built, formats=["onnx"], truncate_dim=truncate_dim, check=False)
     return folder / "out"
 
 

@@ -40,10 +40,10 @@ def test_a_file_that_is_edited_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_time: bool, when: int
 ) -> None:
     monkeypatch.setattr(stored, "PIECE_BYTES", 1000)
-    path, heard = write(tmp_path / "a.jsonl", *rows("old")), list[int]()
+    path, reported = write(tmp_path / "a.jsonl", *rows("old")), list[int]()
 
     def progress(phase: str, done: int, total: int) -> None:
-        heard.append(done)
+        reported.append(done)
         if done == when % (total + 1):
             edit(path, new_time=new_time)
 
@@ -53,7 +53,7 @@ def test_a_file_that_is_edited_while_it_is_read(
         f"{path}: was changed after its rows were read: start again, and do not change it meanwhile"
     )
     if new_time and when >= 0:
-        assert max(heard) == when  # the next piece tells
+        assert max(reported) == when  # the next piece reports it
     assert queries(path, tmp_path / "cache") == [row["query"] for row in rows("new")]
     edit(path, new_time=True, word="old")
     assert queries(path, tmp_path / "cache") == [row["query"] for row in rows("old")]

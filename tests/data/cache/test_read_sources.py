@@ -55,14 +55,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_run_builds_nothing_and_reports_it(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *map(row, range(50)), b"{\n", row(50))
-    heard: list[tuple[str, int, int]] = []
-    cache = Cache(directory=tmp_path / "cache", progress=lambda *what: heard.append(what))
+    reported: list[tuple[str, int, int]] = []
+    cache = Cache(directory=tmp_path / "cache", progress=lambda *what: reported.append(what))
     first = store_of(path, cache, on_error=OnError.skip)
-    assert heard == [("reading a", 0, 1), ("reading a", 1, 1)]
+    assert reported == [("reading a", 0, 1), ("reading a", 1, 1)]
     before = cached_files(tmp_path / "cache")
     second = store_of(path, cache, on_error=OnError.skip)
     assert cached_files(tmp_path / "cache") == before
-    assert len(heard) == 2
+    assert len(reported) == 2
     assert list(second) == list(first)
     assert str(second.report) == f"{first.report}; cached"
     assert f"1 bad rows skipped ({path}:51: broken JSON" in str(second.report)

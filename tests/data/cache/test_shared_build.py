@@ -38,7 +38,7 @@ def join(directory: Path, names: list[str], path: Path) -> None:
     (path / "all").write_text(" ".join((directory / name / "a").read_text() for name in names))
 
 
-def wanted(directory: Path, log: Path, count: int = 8, seconds: float = 0.0, **options: Any) -> Build:
+def planned_build(directory: Path, log: Path, count: int = 8, seconds: float = 0.0, **options: Any) -> Build:
     names = [f"part-{i:03}" for i in range(count)]
     tasks: Mapping[str, Task] = {name: partial(write, log, seconds) for name in names}
     return Build(directory, lambda: tasks, partial(join, directory, names), **options)
@@ -48,7 +48,7 @@ def build_one(directory: Path, log: Path, count: int, seconds: float, keep: bool
     """Build a folder; with a barrier, only when all processes have started."""
     if barrier is not None:
         barrier.wait(60)
-    build([wanted(directory, log, count, seconds, keep=keep)])
+    build([planned_build(directory, log, count, seconds, keep=keep)])
 
 
 def files(directory: Path) -> dict[str, str]:
@@ -114,12 +114,14 @@ def test_finished_tasks_are_not_repeated_after_a_stop(tmp_path: Path) -> None:
 
 
 def test_progress_is_reported_and_nothing_is_built_twice(tmp_path: Path) -> None:
-    heard: list[tuple[int, int]] = []
-    one = wanted(tmp_path / "a", tmp_path / "log", 4, progress=lambda done, total: heard.append((done, total)))
-    build([one])
-    assert heard == [(done, 4) for done in range(5)]
-    build([one])
-    assert len(heard) == 5
+    reported: list[tuple[int, int]] = []
+    counted = planned_build(
+        tmp_path / "a", tmp_path / "log", 4, progress=lambda done, total: reported.append((done, total))
+    )
+    build([counted])
+    assert reported == [(done, 4) for done in range(5)]
+    build([counted])
+    assert len(reported) == 5
     assert sum(runs(tmp_path / "log").values()) == 4
 
 
@@ -161,13 +163,13 @@ def test_the_first_of_several_folders_fails_first(tmp_path: Path) -> None:
         return Build(tmp_path / name, lambda: {"part": task}, lambda path: None)
 
     with pytest.raises(DataError, match=r"^b is bad"):
-        build([wanted(tmp_path / "a", tmp_path / "log"), bad("b"), bad("c")])
+        build([planned_build(tmp_path / "a", tmp_path / "log"), bad("b"), bad("c")])
     assert is_complete(tmp_path / "a")
 
 
 def test_a_folder_is_built_while_other_processes_hold_the_last_tasks_of_another(tmp_path: Path) -> None:
     (tmp_path / "a" / "locks").mkdir(parents=True)
-    builds = [wanted(tmp_path / name, tmp_path / f"log-{name}", 2) for name in ("a", "b")]
+    builds = [planned_build(tmp_path / name, tmp_path / f"log-{name}", 2) for name in ("a", "b")]
     with FileLock(tmp_path / "a" / "locks" / "part-001.lock"):
         thread = threading.Thread(target=build, args=(builds,))
         thread.start()
@@ -232,14 +234,14 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("in the way")
     for directory in (tmp_path / "a", tmp_path / "a" / "b"):
         with pytest.raises(DataError, match="cannot be cached here") as caught:
-            build([wanted(directory, tmp_path / "log")])
+            build([planned_build(directory, tmp_path / "log")])
         assert str(caught.value).startswith(f"{directory}: ")
         assert "data.cache_dir or $EMBEDTRAIN_CACHE" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        build([wanted(Path("/proc/nope/rows"), tmp_path / "log")])
+        build([planned_build(Path("/proc/nope/rows"), tmp_path / "log")])
     assert str(caught.value) == (
         "/proc/nope: this folder cannot be made to cache the training data in (No such file or directory): "
         "set data.cache_dir or $EMBEDTRAIN_CACHE to a folder that can be written"

@@ -76,21 +76,21 @@ def check(rows: RowStore, tokens: TokenStore, tokenizer: PreTrainedTokenizerBase
 def test_every_text_has_the_tokens_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "PIECE_BYTES", 20_000)
     monkeypatch.setattr(token_files, "ROWS_PER_PART", 60)
-    heard: list[tuple[str, int, int]] = []
-    cache = Cache(directory=tmp_path / "cache", progress=lambda *what: heard.append(what))
+    reported: list[tuple[str, int, int]] = []
+    cache = Cache(directory=tmp_path / "cache", progress=lambda *what: reported.append(what))
     rows = rows_of(write(tmp_path / "a.jsonl", *map(row, range(300))), cache)
-    heard.clear()
+    reported.clear()
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     tokens = prepare_tokens(rows, tokenizer, **PROMPTS, **LENGTHS, cache=cache)
     check(rows, tokens, small_tokenizer(), (6, 16))
     assert tokens.values.dtype == np.uint16
     assert not tokens.cached
-    num_parts = heard[0][2]
+    num_parts = reported[0][2]
     assert num_parts > 3
-    assert heard == [("tokenising a", done, num_parts) for done in range(num_parts + 1)]
+    assert reported == [("tokenising a", done, num_parts) for done in range(num_parts + 1)]
     again = prepare_tokens(rows, tokenizer, **PROMPTS, **LENGTHS, cache=cache)
     assert again.cached
-    assert len(heard) == num_parts + 1
+    assert len(reported) == num_parts + 1
     (folder,) = (tmp_path / "cache").glob("tokens-*")
     assert sorted(path.name for path in folder.iterdir()) == ["checksums", "complete.json", "joined"]
     shutil.rmtree(tmp_path / "cache")
@@ -178,8 +178,8 @@ def test_lengths_beyond_the_models_are_reported(tmp_path: Path) -> None:
     rows, tokenizer = rows_of(write(tmp_path / "fe_plain.jsonl", row(1)), Cache(directory=tmp_path / "cache")), 48
 
     def notes(**lengths: int | None) -> list[str]:
-        wanted = TokenRequest(rows, TextFormat(**PROMPTS, **LENGTHS | lengths))
-        return wanted.notes(TextTokenizer(small_tokenizer(), tokenizer))
+        requests = TokenRequest(rows, TextFormat(**PROMPTS, **LENGTHS | lengths))
+        return requests.notes(TextTokenizer(small_tokenizer(), tokenizer))
 
     assert notes() == notes(query_max_length=48, document_max_length=48) == []
     assert notes(query_max_length=5000, document_max_length=49) == [
@@ -249,8 +249,8 @@ def tokenise_there(world: World, paths: list[str], directory: str) -> list[list[
     stored.PIECE_BYTES = 20_000
     cache = Cache(directory=Path(directory))
     stores = read_sources([TrainSource(path=path) for path in paths], OnError.stop, cache=cache)
-    wanted = [TokenRequest(rows, TextFormat(**PROMPTS, **LENGTHS)) for rows in stores]
-    token_stores = prepare_all(wanted, TextTokenizer(small_tokenizer(), 16), cache)
+    requests = [TokenRequest(rows, TextFormat(**PROMPTS, **LENGTHS)) for rows in stores]
+    token_stores = prepare_all(requests, TextTokenizer(small_tokenizer(), 16), cache)
     return [tokens.values.tolist() + tokens.offsets.tolist() + tokens.keys.tolist() for tokens in token_stores]
 
 

@@ -63,11 +63,11 @@ def test_a_batch_does_not_depend_on_those_before_it(by_source: bool) -> None:
         return BatchPlan([40, 25, 9], [40, 37, 4], 8, seed, by_source=by_source)
 
     forward = [plan().batch(k) for k in range(40)]
-    asked = plan()
+    options = plan()
     for k in (39, 0, 17, 16, 38, 1, 20):
-        assert same(asked.batch(k), forward[k])
-        asked.batch(k).rows[:] = -1  # a caller's change is its own
-        assert same(asked.batch(k), forward[k])
+        assert same(options.batch(k), forward[k])
+        options.batch(k).rows[:] = -1  # a caller's change is its own
+        assert same(options.batch(k), forward[k])
     assert pairs([plan(4).batch(0)]) != pairs([forward[0]])
 
 

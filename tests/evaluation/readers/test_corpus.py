@@ -122,7 +122,7 @@ def load(world, folder, cache, pieces):
         [loaded] = load_sets([options], world, cache=Cache(directory=cache))
     except EmbedtrainError as error:
         return str(error)
-    finally:  # the rank goes on to other tests
+    finally:  # the rank continues with other tests
         retrieval.MAPPED_BYTES, document_cache.PIECE_BYTES = before
     documents = loaded.data.documents
     return type(documents.texts).__name__, list(documents.ids), list(documents.texts)
@@ -133,9 +133,9 @@ def test_ranks_build_a_corpus_together(ranks, tmp_path):
     folder = beir(tmp_path / "set", texts, {"q": "?"}, "q\td0010\t1\n")
     one, other = ranks(2, load, str(folder), tmp_path / "cache", 40_000)
     assert one == other
-    name, ids, found = one
+    name, ids, actual = one
     assert name == "MappedTexts" and len(ids) == 101 and "d0010" in ids
-    assert found == [texts[key] for key in ids]
+    assert actual == [texts[key] for key in ids]
     with (folder / "corpus.jsonl").open("a") as file:
         file.write('{"_id": "d0000", "text": "other"}\n')
     path = f"{folder}/corpus.jsonl"
@@ -144,7 +144,7 @@ def test_ranks_build_a_corpus_together(ranks, tmp_path):
     assert answers == [message, f"rank 0 failed while reading evaluation sets: DataError: {message}"]
 
 
-def figures(world, folder, cache, mapped_from):
+def measured(world, folder, cache, mapped_from):
     before = retrieval.MAPPED_BYTES
     retrieval.MAPPED_BYTES = mapped_from
     try:
@@ -159,7 +159,7 @@ def test_metrics_of_mapped_and_held_corpora_are_equal(ranks, tmp_path):
     texts = {f"d{number}": " ".join(f"t{(number * step) % 40}" for step in (1, 3, 7)) for number in range(40)}
     queries = {f"q{number}": f"t{number}" for number in range(8)}
     folder = beir(tmp_path / "set", texts, queries, "".join(f"q{n}\td{n}\t1\nq{n}\td{n + 9}\t2\n" for n in range(8)))
-    held, mapped = (ranks(2, figures, str(folder), tmp_path / "cache", size)[0] for size in (1 << 30, 1))
+    held, mapped = (ranks(2, measured, str(folder), tmp_path / "cache", size)[0] for size in (1 << 30, 1))
     assert (held[0], mapped[0]) == ("list", "MappedTexts")
     assert held[1] == mapped[1]
     assert held[1]["ndcg@10"] > 0

@@ -51,7 +51,7 @@ def task_of(kind: type[AbsTask], of_type: str, main_score: str, dataset: Any, **
     return task
 
 
-def figures_of(task: AbsTask, vectors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def scores_of_task(task: AbsTask, vectors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     scores = task.evaluate(GivenVectors(vectors), "test", encode_kwargs={"batch_size": 64})
     return dict(scores["default"])
 

@@ -13,7 +13,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import Bitext, LoadedSet
 from embedtrain.inference.encode import SentenceEncoder
-from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of, unit
+from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, scores_of_task, splits, task_of, unit
 from tests.evaluation.test_real import MeanPooled
 from tests.small import text
 
@@ -42,7 +42,7 @@ def test_metrics_equal_other_libraries(ranks):
     task = task_of(
         AbsTaskBitextMining, "BitextMining", "f1", splits(test={"sentence1": data.first, "sentence2": data.second})
     )
-    mteb = figures_of(task, vectors)
+    mteb = scores_of_task(task, vectors)
     for name in ("f1", "precision", "recall", "accuracy"):
         assert metrics[name] == pytest.approx(mteb[name], abs=1e-6), name
 

@@ -14,7 +14,7 @@ from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import ClassificationSet, LoadedSet
-from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of
+from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, scores_of_task, splits, task_of
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import WORDS
 
@@ -46,7 +46,7 @@ def theirs_of(ranks, data, **attributes):
         train={"text": data.train_texts, "label": data.train_labels}, test={"text": data.texts, "label": data.labels}
     )
     attributes |= {"samples_per_label": data.samples_per_label, "n_experiments": data.experiments}
-    return figures_of(task_of(AbsTaskClassification, "Classification", "accuracy", dataset, **attributes), vectors)
+    return scores_of_task(task_of(AbsTaskClassification, "Classification", "accuracy", dataset, **attributes), vectors)
 
 
 @pytest.mark.parametrize(("num_classes", "samples"), [pytest.param(3, 8, marks=pytest.mark.slow), (2, 5), (3, 1000)])

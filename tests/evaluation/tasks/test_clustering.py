@@ -10,7 +10,7 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.metrics import adjusted_mutual_info_score
 
 from embedtrain.evaluation.types import ClusteringSet, LoadedSet
-from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of
+from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, scores_of_task, splits, task_of
 from tests.evaluation.tasks.test_classification import classes_of_texts
 
 
@@ -22,7 +22,7 @@ def theirs_of(ranks, data, labels):
         AbsTaskClustering, "Clustering", "v_measure", dataset,
         n_clusters=data.experiments, max_fraction_of_documents_to_embed=None,
     )  # fmt: skip
-    return figures_of(task, vectors)
+    return scores_of_task(task, vectors)
 
 
 def test_drawn_clusters_equal_mteb(ranks):
@@ -61,7 +61,7 @@ def test_grouped_clusters_equal_mteb(ranks):
             "labels": [[labels[i] for i in group] for group in groups],
         }
     )
-    theirs = figures_of(task_of(AbsTaskClusteringLegacy, "Clustering", "v_measure", dataset), vectors)
+    theirs = scores_of_task(task_of(AbsTaskClusteringLegacy, "Clustering", "v_measure", dataset), vectors)
     assert metrics["v_measure"] == pytest.approx(theirs["v_measure"], abs=1e-6)
     assert metrics["v_measure_std"] == pytest.approx(theirs["v_measure_std"], abs=1e-6)
     amis = []

@@ -199,8 +199,8 @@ def test_bm25_is_that_of_lucene_with_ties_by_id():
     for own in terms:
         score = 0.0
         for term in ("alpha", "beta"):
-            found = sum(term in each for each in terms)
-            idf, tf = np.log(1 + (6 - found + 0.5) / (found + 0.5)), own.count(term)
+            actual = sum(term in each for each in terms)
+            idf, tf = np.log(1 + (6 - actual + 0.5) / (actual + 0.5)), own.count(term)
             score += idf * tf / (tf + 1.5 * (1 - 0.75 + 0.75 * len(own) / np.mean(lengths)))
         expected.append(score)
     order = sorted((i for i in range(6) if expected[i] > 0), key=lambda i: (-expected[i], -i))

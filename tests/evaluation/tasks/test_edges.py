@@ -253,14 +253,14 @@ def truncated(world, sets):
     encoder = sentence_encoder(world)
     evaluator = Evaluator(sets, encoder, world, truncate_dims=[12, 4])
     assert {name: tuple(metrics) for name, metrics in evaluator.evaluate().items()} == metric_names(sets, [12, 4])
-    together, passes = evaluator.evaluate(), encoder.encoder.forwards
+    combined, passes = evaluator.evaluate(), encoder.encoder.forwards
     expected = Evaluator(sets, encoder, world).evaluate()
     passes = passes, encoder.encoder.forwards - passes
     for dimension in (12, 4):
         encoder.truncate_dim = dimension
         alone = Evaluator(sets, encoder, world).evaluate()
         expected |= {f"{name}@{dimension}": metrics for name, metrics in alone.items()}
-    return together, expected, passes, {name: info.as_row() for name, info in evaluator.datasets.items()}
+    return combined, expected, passes, {name: info.as_row() for name, info in evaluator.datasets.items()}
 
 
 @pytest.mark.slow
@@ -268,12 +268,12 @@ def test_truncated_vectors_are_measured_without_encoding_again(ranks):
     """Every kind of set: the metrics of an encoder that returns fewer dimensions."""
     sets = [LoadedSet(data) for data in one_of_each()]
     answers = [ranks(size, truncated, sets)[0] for size in (1, 2)]
-    together, expected, passes, datasets = answers[0]
-    assert together.keys() == expected.keys()
+    combined, expected, passes, datasets = answers[0]
+    assert combined.keys() == expected.keys()
     for name, metrics in expected.items():
-        assert together[name] == pytest.approx(metrics, abs=1e-6), name
-    assert together["sts"] != together["sts@4"]
-    assert together == answers[1][0], "on any number of ranks"
+        assert combined[name] == pytest.approx(metrics, abs=1e-6), name
+    assert combined["sts"] != combined["sts@4"]
+    assert combined == answers[1][0], "on any number of ranks"
     assert passes[0] == 2 * passes[1], "two evaluations"
     assert datasets["retrieval@4"] == {**datasets["retrieval"], "dimension": 4}
     assert datasets["mean@4"]["dimension"] == 4

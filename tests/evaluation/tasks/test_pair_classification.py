@@ -11,7 +11,7 @@ from sentence_transformers.sentence_transformer.evaluation import BinaryClassifi
 from sklearn.metrics import average_precision_score
 
 from embedtrain.evaluation.types import LabelledPairs, LoadedSet
-from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of, unit
+from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, scores_of_task, splits, task_of, unit
 from tests.small import text
 
 
@@ -46,7 +46,7 @@ def test_metrics_equal_other_libraries(ranks):
 
     columns = {"sentence1": data.first, "sentence2": data.second, "labels": data.labels}
     task = task_of(AbsTaskPairClassification, "PairClassification", "max_ap", splits(test=columns))
-    mteb = figures_of(task, vectors)
+    mteb = scores_of_task(task, vectors)
     for name in ("ap", "accuracy", "f1", "precision", "recall"):
         assert metrics[name] == pytest.approx(mteb[f"cosine_{name}"], abs=1e-6), name
 

@@ -10,7 +10,7 @@ from sentence_transformers.sentence_transformer.evaluation import RerankingEvalu
 
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
-from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, retrieval_data, task_of, unit
+from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, retrieval_data, scores_of_task, task_of, unit
 from tests.evaluation.tasks.test_retrieval import odd_set
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
@@ -31,7 +31,7 @@ def test_metrics_equal_mteb(ranks):
     data = candidate_set()
     metrics = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
     vectors = ranks(1, encoded, [*data.queries.values(), *data.documents.texts])[0]
-    scores = figures_of(task_of(AbsTaskRetrieval, "Reranking", "map_at_1000", retrieval_data(data)), vectors)
+    scores = scores_of_task(task_of(AbsTaskRetrieval, "Reranking", "map_at_1000", retrieval_data(data)), vectors)
     for metric, theirs in [
         ("map", "map_at_1000"), ("mrr@10", "mrr_at_10"), ("ndcg@10", "ndcg_at_10"), ("recall@3", "recall_at_3"),
         ("precision@1", "precision_at_1"),

@@ -9,7 +9,7 @@ from mteb.abstasks import AbsTaskRetrieval
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.tasks.rankings import run_path
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
-from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, retrieval_data, task_of
+from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, retrieval_data, scores_of_task, task_of
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
 
@@ -43,7 +43,7 @@ def theirs_of(ranks, data):
         AbsTaskRetrieval, "Retrieval", "ndcg_at_10", retrieval_data(data),
         k_values=CUTS, ignore_identical_ids=data.ignore_identical_ids,
     )  # fmt: skip
-    scores = figures_of(task, vectors)
+    scores = scores_of_task(task, vectors)
     return {f"{family}@{k}": scores[f"{theirs}_at_{k}"] for family, theirs in FAMILIES.items() for k in CUTS}
 
 

@@ -200,7 +200,7 @@ def test_an_exported_step_that_is_worse_than_step_0_is_named(tmp_path):
     assert describe_outcome(run, 40, **options)[0] == "dev-en: ndcg@10 0.3000 at step 0, 0.7000 at step 40"
     generator = np.random.default_rng(0)
     start, noise = generator.uniform(0.6, 0.8, 100), generator.normal(0, 0.2, 100)
-    for change, said in (
+    for change, text in (
         (noise - noise.mean() - 0.001, ": no clear change (95% interval of the difference -"),
         (noise - noise.mean() + 0.001, ": no clear change (95% interval of the difference -"),
         (
@@ -210,9 +210,9 @@ def test_an_exported_step_that_is_worse_than_step_0_is_named(tmp_path):
     ):
         add_query_metrics(run, dict.fromkeys((0, 10, 20, 30), start.tolist()) | {40: (start + change).tolist()})
         lines = describe_outcome(run, 40, **options)
-        assert f"at step 40{said}" in lines[0]
+        assert f"at step 40{text}" in lines[0]
         assert lines[1] == "other: ndcg@10 0.3100 at step 0, 0.7100 at step 40"
-        assert len(lines) == 2 + ("worse" in said)
+        assert len(lines) == 2 + ("worse" in text)
     assert lines[2].startswith("checkpoint.best_metric=dev-en/ndcg@10 exports the best evaluated step, with evaluation")
     assert "evaluation.every" not in describe_outcome(run, 40, selects_best=False, evaluates_between=True)[2]
     shutil.rmtree(run / "query_metrics")
@@ -232,8 +232,8 @@ def test_sources_are_lines_of_one_plot_and_epochs_are_marked(tmp_path):
     low, high, start, end = loss["x"]
     marks = [of["d"] or "" for tag, of in page.elements if tag == "path" and of.get("class") == "epoch"]
     expected = [start + (step - low) / (high - low) * (end - start) for step in (15.5, 31.0)]
-    found = [float(mark[1:].split()[0]) for mark in marks[-2:]]
-    assert found == pytest.approx(expected, abs=0.06)
+    actual = [float(mark[1:].split()[0]) for mark in marks[-2:]]
+    assert actual == pytest.approx(expected, abs=0.06)
     assert "epoch 1" in page.text
 
 

@@ -87,24 +87,7 @@ def _check(loss: LossConfig, option: str) -> None:
             _check_temperature_bounds(loss, check)
             _check_infonce(loss, check)
         case M3LossConfig():
-            check.require(
-                len(loss.loss_weights) == 4
-                and all(0 <= weight < math.inf for weight in loss.loss_weights)
-                and any(loss.loss_weights),
-                "loss_weights",
-                "must be 4 weights, not all 0: of the dense, lexical and multi-vector scores, and of their sum",
-            )
-            check.at_least(0, "self_distillation_start_step")
-            check.require(
-                loss.self_distillation or loss.self_distillation_start_step == 0,
-                "self_distillation_start_step",
-                "has no effect without self_distillation; leave it out",
-            )
-            check.require(
-                loss.kd_loss_type is not KDLossType.none or loss.teacher_temperature == 1.0,
-                "teacher_temperature",
-                "has no effect with kd_loss_type=none; leave it out, or write kd_loss_type=m3_kd_loss",
-            )
+            _check_m3(loss, check)
         case XTRConfig():
             _check_temperature_bounds(loss, check)
             check.at_least(1, "top_k")
@@ -131,20 +114,42 @@ def _check(loss: LossConfig, option: str) -> None:
             check.at_least(0, "mu")
             check.require(loss.top_k is None or loss.top_k >= 1, "top_k", "must be 1 or more, or null for all pairs")
         case CustomConfig():
-            check.require(is_code_path(loss.path), "path", "must be module:Class, such as my_losses:MyLoss")
-            check.require(
-                isinstance(loss.kwargs, dict) and all(isinstance(name, str) for name in loss.kwargs),
-                "kwargs",
-                "must be a mapping of the constructor's arguments, such as {margin: 0.2}",
-            )
-            check.require(
-                not (loss.label and loss.scores), "label", "rows have one column of scores or classes, not both"
-            )
+            _check_custom(loss, check)
         case SentenceTransformersConfig():
             check_sentence_transformers(loss, option)
         case CombinedConfig():
             _check_combined(loss, option)
     check_layer_kl(loss, check)
+
+
+def _check_m3(loss: M3LossConfig, check: OptionChecks) -> None:
+    weights = loss.loss_weights
+    check.require(
+        len(weights) == 4 and all(0 <= weight < math.inf for weight in weights) and any(weights),
+        "loss_weights",
+        "must be 4 weights, not all 0: of the dense, lexical and multi-vector scores, and of their sum",
+    )
+    check.at_least(0, "self_distillation_start_step")
+    check.require(
+        loss.self_distillation or loss.self_distillation_start_step == 0,
+        "self_distillation_start_step",
+        "has no effect without self_distillation; leave it out",
+    )
+    check.require(
+        loss.kd_loss_type is not KDLossType.none or loss.teacher_temperature == 1.0,
+        "teacher_temperature",
+        "has no effect with kd_loss_type=none; leave it out, or write kd_loss_type=m3_kd_loss",
+    )
+
+
+def _check_custom(loss: CustomConfig, check: OptionChecks) -> None:
+    check.require(is_code_path(loss.path), "path", "must be module:Class, such as my_losses:MyLoss")
+    check.require(
+        isinstance(loss.kwargs, dict) and all(isinstance(name, str) for name in loss.kwargs),
+        "kwargs",
+        "must be a mapping of the constructor's arguments, such as {margin: 0.2}",
+    )
+    check.require(not (loss.label and loss.scores), "label", "rows have one column of scores or classes, not both")
 
 
 def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:

@@ -70,14 +70,7 @@ def export_checkpoint(
     if run.kind == AVERAGE:
         console.note("exporting the moving average of the weights (optim.ema)")
     with export_lock(output_dir) as unfinished, checkpoint.tensors(run.kind) as reader:
-        adapters: AdapterCheckpoint | None = None
-        adapter: AdapterBase | None = None
-        if recipe.model.lora.on:
-            adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, reader)
-            require_same_base(checkpoint, adapters.base)
-            adapter = AdapterBase(
-                run_dir.adapter, adapters.base, recipe.seed, load_in_4bit=recipe.model.lora.load_in_4bit
-            )
+        adapters, adapter = _open_adapters(run, source, reader)
         if config.check:
             with console.phase("encoding probe texts with the checkpoint's weights"):
                 tolerance = export_tolerance(dtype, exact_encoder=True)
@@ -127,6 +120,18 @@ def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_c
         raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     return source
+
+
+def _open_adapters(
+    run: ExportedRun, source: ModelSource, reader: TensorReader
+) -> tuple[AdapterCheckpoint, AdapterBase] | tuple[None, None]:
+    """The trained adapters, and what an export of them alone depends on; None without adapters."""
+    recipe, directory = run.recipe, run.run_dir.adapter
+    if not recipe.model.lora.on:
+        return None, None
+    adapters = AdapterCheckpoint.open(directory, recipe.model, recipe.seed, source, reader)
+    require_same_base(run.checkpoint, adapters.base)
+    return adapters, AdapterBase(directory, adapters.base, recipe.seed, load_in_4bit=recipe.model.lora.load_in_4bit)
 
 
 def _reference(

@@ -26,14 +26,13 @@ from embedtrain.distributed.weights import (
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.loading.describe import describe_outputs
+from embedtrain.loading.describe import describe_model, describe_reduction_per_chunk
 from embedtrain.loading.verify import packing_notes, prepare_packing, verify_outputs, verify_packed_vectors
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
     add_adapters,
     base_name,
-    describe_adapters,
     frozen_dtype,
     initial_adapters,
 )
@@ -118,30 +117,14 @@ def load_model(
         packing = prepare_packing(encoder, model.attention, parallel, capability)
         packed = packing.padding_reason is None
         adapted = _add_adapters(encoder, model.lora, parallel, source)
-        gpu = world.device.type == "cuda"
-        costs = model_spec(
-            encoder,
-            blocks,
-            precision=parallel.precision,
-            tokens_per_text=bound.longest_text,
-            gpu=gpu,
-            packed=packed,
-            vectors=bound.vectors_per_text,
-        )
+        costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed)
         work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
-        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=gpu)
+        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=world.device.type == "cuda")
         choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
-    notes += [
-        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
-        f"{describe_outputs(source)}, {bound.longest_text} tokens",
-        *bound.notes,
-        _layout_note(layout, blocks),
-        *([source.head.note] if source.head is not None and source.head.note else []),
-        *([] if adapted is None else [describe_adapters(adapted, encoder)]),
-    ]
+    notes += describe_model(encoder, source, bound, costs, layout, blocks, adapted)
     shard_(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, locations, world, seed))
@@ -151,8 +134,7 @@ def load_model(
     if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
         _check_weights(encoder, model, source, world)
     if work is not None and not choice.reduce_per_step:
-        size = 4 * costs.weights.trained / 2**30
-        notes.append(f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank")
+        notes.append(describe_reduction_per_chunk(costs))
     notes += packing_notes(packing, model.attention, world, trains=work is not None)
     loaded = LoadedModel(
         encoder=encoder,
@@ -240,11 +222,23 @@ def _choose_layout(
     return choice, tokens
 
 
-def _layout_note(layout: ParallelLayout, blocks: list[nn.Module]) -> str:
-    memory = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
-    return (
-        f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
-        f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{memory}; {layout.reason}"
+def _model_spec(
+    encoder: Encoder,
+    blocks: list[nn.Module],
+    parallel: ParallelConfig,
+    tokenizer: TextTokenizer,
+    world: World,
+    *,
+    packed: bool,
+) -> ModelSpec:
+    return model_spec(
+        encoder,
+        blocks,
+        precision=parallel.precision,
+        tokens_per_text=tokenizer.longest_text,
+        gpu=world.device.type == "cuda",
+        packed=packed,
+        vectors=tokenizer.vectors_per_text,
     )
 
 

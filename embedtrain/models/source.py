@@ -17,6 +17,7 @@ from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.configuration import check_config, read_config, reject_typos
+from embedtrain.models.directory_modules import read_directory_modules
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json
 from embedtrain.models.heads import dense_heads
@@ -26,8 +27,6 @@ from embedtrain.models.m3_files import m3_settings, require_m3_directory
 from embedtrain.models.module_settings import (
     CROSS_ENCODER,
     SETTINGS,
-    read_dense,
-    read_pooling,
     read_prompts,
     read_transformer_settings,
     read_truncate_dim,
@@ -35,9 +34,7 @@ from embedtrain.models.module_settings import (
 )
 from embedtrain.models.projection import token_projection
 from embedtrain.models.rope import scale_rope, set_rope_theta
-from embedtrain.models.router import routed_modules
 from embedtrain.models.score_head import (
-    LOGIT_SCORE,
     SCORE_MODULES,
     HeadSource,
     RerankerFiles,
@@ -48,19 +45,13 @@ from embedtrain.models.score_head import (
 )
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
 from embedtrain.models.static_embedding import (
-    STATIC_EMBEDDING,
     is_static,
     read_static_config,
     read_static_max_length,
     require_static_options,
 )
-from embedtrain.models.static_queries import read_static_embedding
 from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.models.word_weights import (
-    SPLADE_POOLING,
-    WordWeights,
-    read_word_weights,
-    require_sparse_modules,
     word_weights_of,
 )
 
@@ -195,57 +186,20 @@ def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
 
 
 def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
-    """Read a sentence-transformers directory. Module types are matched against a list, never imported."""
-    transformer, pooling, include_prompt, normalize, dense = directory, None, True, False, []
-    kinds: list[str] = []
-    logit_score: dict[str, Any] = {}
-    words: WordWeights | None = None
-    for kind, part, full_name in routed_modules(directory):
-        kinds.append(kind)
-        match kind:
-            case "Transformer" | "MLMTransformer":
-                transformer = part
-            case "StaticEmbedding":
-                transformer, pooling = part, Pooling.mean
-            case "Pooling":
-                pooling, include_prompt = read_pooling(part / "config.json")
-            case "Normalize":
-                normalize = True
-            case "Dense":
-                dense.append(read_dense(part))
-            case "LogitScore":
-                logit_score = read_json(part / "config.json")
-            case "SpladePooling":
-                words = read_word_weights(part / "config.json")
-            case "SparseStaticEmbedding":
-                words = replace(words or WordWeights(), queries=read_static_embedding(part))
-            case _:
-                raise ModelError(
-                    f"{directory / 'modules.json'} has the unknown module type {full_name}; supported are Transformer, "
-                    f"{STATIC_EMBEDDING}, Pooling, Dense, Normalize, {LOGIT_SCORE} and {SPLADE_POOLING}, and no code "
-                    "of a model directory is run"
-                )
-    static = STATIC_EMBEDDING in kinds
-    first = [STATIC_EMBEDDING] if static else ["Transformer", *["Pooling"] * (pooling is not None)]
-    is_scorer = kinds == ["Transformer", LOGIT_SCORE]
-    if words is not None:
-        require_sparse_modules(directory, kinds, model)
-    elif not is_scorer and kinds != [*first, *["Dense"] * len(dense), *["Normalize"] * normalize]:
-        raise ModelError(
-            f"{directory / 'modules.json'} has the modules {', '.join(kinds) or 'none'}; supported are Transformer, "
-            f"Pooling (or {STATIC_EMBEDDING} alone), any number of Dense and an optional Normalize, in this order, or "
-            f"Transformer and {LOGIT_SCORE}"
-        )
+    """Read a sentence-transformers directory."""
+    modules = read_directory_modules(directory)
+    modules.require_supported(directory, model)
+    transformer, pooling, kinds, dense = modules.transformer, modules.pooling, modules.kinds, modules.dense
     if transformer != directory.resolve():
         _require_own_transformer(transformer, directory, model)
     settings = read_transformer_settings(transformer)
     config = (
         read_static_config(transformer)
-        if static
+        if modules.is_static
         else read_config(transformer, trust_remote_code=model.trust_remote_code)
     )
     stored = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
-    is_scorer |= kinds == SCORE_MODULES and stored.get("model_type") == CROSS_ENCODER
+    is_scorer = modules.is_scorer or (kinds == SCORE_MODULES and stored.get("model_type") == CROSS_ENCODER)
     if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
         raise _is_reranker_error(str(directory), f"with {', '.join(kinds)}")
     scorer = RerankerFiles(
@@ -253,7 +207,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         modules=kinds,
         pooling=pooling,
         dense=[part.directory for part in dense if part.directory is not None],
-        logit_score=logit_score,
+        logit_score=modules.logit_score,
         transformer=settings,
         settings=stored,
     )
@@ -264,12 +218,12 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         directory=transformer,
         config=config,
         head=head,
-        words=words,
+        words=modules.words,
         pooling=pooling or _required(model, config, f"{directory}, whose modules.json has no Pooling,"),
-        normalize=normalize,
-        include_prompt=include_prompt,
+        normalize=modules.normalize,
+        include_prompt=modules.include_prompt,
         tokenization=Tokenization(
-            max_length=read_static_max_length(transformer) if static else settings.get("max_seq_length"),
+            max_length=read_static_max_length(transformer) if modules.is_static else settings.get("max_seq_length"),
             lowercase=bool(settings.get("do_lower_case")),
             is_sentence_transformers=True,
         ),

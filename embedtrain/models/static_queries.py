@@ -22,9 +22,9 @@ from embedtrain.models.file_references import read_json
 from embedtrain.models.security import require_safe_files
 from embedtrain.models.tokenizer_files import read_tokenizer
 
-STATIC_EMBEDDING = "SparseStaticEmbedding"
+SPARSE_STATIC_EMBEDDING = "SparseStaticEmbedding"
 # Its folder in sentence-transformers' directories, and the weights in it.
-QUERY_FOLDER = f"query_0_{STATIC_EMBEDDING}"
+QUERY_FOLDER = f"query_0_{SPARSE_STATIC_EMBEDDING}"
 WEIGHTS = "model.safetensors"
 # The name of the weights in the encoder, and in the file.
 QUERY_WEIGHTS, STORED_WEIGHT = "query_weights.weight", "weight"

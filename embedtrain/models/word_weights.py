@@ -11,7 +11,7 @@ from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.config.sparse import SparseActivation, SparsePooling, SparseQueries
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.file_references import read_json
-from embedtrain.models.static_queries import STATIC_EMBEDDING, StaticQueries, static_queries_of
+from embedtrain.models.static_queries import SPARSE_STATIC_EMBEDDING, StaticQueries, static_queries_of
 
 SPLADE_POOLING = "SpladePooling"
 # The module before it: of sentence-transformers 6, and of version 5.
@@ -74,7 +74,10 @@ def word_weights_of(
 
 def require_sparse_modules(directory: Path, kinds: Sequence[str], model: ModelConfig) -> None:
     """A ModelError unless these are the modules of a sparse model, a ConfigError unless the recipe trains one."""
-    if list(kinds[1:]) not in ([SPLADE_POOLING], [SPLADE_POOLING, STATIC_EMBEDDING]) or kinds[0] not in TRANSFORMERS:
+    if (
+        list(kinds[1:]) not in ([SPLADE_POOLING], [SPLADE_POOLING, SPARSE_STATIC_EMBEDDING])
+        or kinds[0] not in TRANSFORMERS
+    ):
         raise ModelError(
             f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; supported with {SPLADE_POOLING} is a "
             "Transformer before it, and nothing else"

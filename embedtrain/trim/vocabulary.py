@@ -73,14 +73,7 @@ def trim_model(options: TrimOptions, output_dir: Path, console: Console) -> Expo
     tokenizer_json = _tokenizer_json(loaded, options.model)
     names = embedding_names(source)
     counter = TokenCounter(loaded, _num_rows(source, names))
-    for text in source.prompts.values():
-        counter.keep_text(text)
-    with console.progress() as progress:
-        for number, text in enumerate(_texts(options), start=1):
-            counter.add(text)
-            if number % _BATCH_SIZE == 0:
-                progress("counting tokens of texts", number, number)
-    counts = counter.finish()
+    counts = _count_tokens(counter, options, source, console)
     kept = kept_tokens(tokenizer_json, counts, counter.always, options, _min_id(source))
     new_id = {index: number for number, index in enumerate(kept)}
     covered = int(counts[kept].sum()) / max(1, int(counts.sum()))
@@ -114,6 +107,20 @@ def trim_model(options: TrimOptions, output_dir: Path, console: Console) -> Expo
         derived = DerivedModel(trimmed, trimmed_weights, tokenizer, options.model, what)
         settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=trimmed.truncate_dim)
         return write_derived(derived, output_dir, settings, console, trust_remote_code=options.trust_remote_code)
+
+
+def _count_tokens(
+    counter: "TokenCounter", options: TrimOptions, source: ModelSource, console: Console
+) -> NDArray[np.int64]:
+    """How often each token occurs in the texts; those of the model's prompts are kept."""
+    for text in source.prompts.values():
+        counter.keep_text(text)
+    with console.progress() as progress:
+        for number, text in enumerate(_texts(options), start=1):
+            counter.add(text)
+            if number % _BATCH_SIZE == 0:
+                progress("counting tokens of texts", number, number)
+    return counter.finish()
 
 
 def _tokenizer_json(tokenizer: PreTrainedTokenizerBase, model: str) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError
 from embedtrain.files import write_json
 from embedtrain.models.cross_encoder import classifier_name
+from embedtrain.models.directory_modules import ROUTER_CONFIG
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import SPARSE
-from embedtrain.models.router import ROUTER_CONFIG
 from embedtrain.models.sparse_encoder import is_masked, language_model, language_model_class
 from embedtrain.models.static_queries import IDF_FILE, QUERY_FOLDER, QUERY_WEIGHTS, STORED_WEIGHT, WEIGHTS, write_idf
 from embedtrain.models.tokenizer_files import read_tokenizer

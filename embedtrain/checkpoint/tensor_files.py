@@ -4,7 +4,7 @@
               of every tensor; tensors that are not sharded are in the first
     full      weights.safetensors: unsharded tensors; each rank writes its rows in place
 
-and likewise for `optimizer`. The layout follows from types, shapes and the number of shards, so that any number of
+and the same for `optimizer`. The layout follows from types, shapes and the number of shards, so that any number of
 ranks can locate any rows, and an export needs no ranks at all.
 """
 

@@ -231,7 +231,7 @@ def read_lines_between(
 
 
 def _require_text(name: str, first_line: bytes) -> None:
-    """Reject a file that is named as text and holds something else; its first line tells."""
+    """Reject a file that is named as text and holds something else, according to its first line."""
     if first_line.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{name}: this file is UTF-16: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 FILE > OTHER)")
     if first_line.count(b"\0") > len(first_line) // 4:

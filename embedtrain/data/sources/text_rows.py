@@ -206,7 +206,7 @@ class _JsonText:
             try:
                 value, end = decoder.raw_decode(self._text, self._offset)
             except BadRow as error:
-                # Only a second reading, without that check, tells where the value ends.
+                # Only a second reading, without that check, shows where the value ends.
                 decoder, bad = json.JSONDecoder(), error
                 continue
             except (ValueError, RecursionError) as error:

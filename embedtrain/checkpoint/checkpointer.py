@@ -86,7 +86,7 @@ class Checkpointer:
         Called between two steps, when no gradients are held. With `checkpoint.asynchronous` it returns as soon as the
         tensors are copied; a thread writes them. It first waits for the previous save.
 
-        Raises CheckpointError on every rank alike, naming the rank that could not write this or the previous save, and
+        Raises CheckpointError on every rank, naming the rank that could not write this or the previous save, and
         why.
         """
         self.wait()
@@ -133,7 +133,7 @@ class Checkpointer:
         self._staging.wait_for_staging()
 
     def wait(self) -> None:
-        """Wait for the pending save; raises CheckpointError on every rank alike if it failed."""
+        """Wait for the pending save; raises CheckpointError on every rank if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -211,13 +211,13 @@ class Checkpointer:
         return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
     def require_disk_space(self, trained: nn.Module, total_steps: int, state_bytes: int = 8) -> None:
-        """Raise ConfigError on every rank alike if the run would exceed `checkpoint.max_disk_gb`."""
+        """Raise ConfigError on every rank if the run would exceed `checkpoint.max_disk_gb`."""
         require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents, state_bytes), total_steps)
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint; partial and damaged ones are reported and skipped.
 
-        Raises CheckpointError on every rank alike if a checkpoint has another version's format.
+        Raises CheckpointError on every rank if a checkpoint has another version's format.
         """
         messages: list[str] = []
         newest: Checkpoint | None = None

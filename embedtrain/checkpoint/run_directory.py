@@ -145,7 +145,7 @@ _LOCK_TIMEOUT = 10.0
 def output_dir_lock(path: Path, world: World, timeout: float, output_dir: Path | None = None) -> Iterator[None]:
     """Hold the lock of an output directory, by default the one that `path` is in, while the block runs. A collective.
 
-    The operating system releases the lock if the run is killed. Raises ConfigError on every rank alike if another run
+    The operating system releases the lock if the run is killed. Raises ConfigError on every rank if another run
     holds the lock, or if a rank cannot see the directory within `timeout` seconds.
     """
     lock_timeout = min(_LOCK_TIMEOUT, timeout / 2)

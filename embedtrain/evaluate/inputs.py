@@ -29,7 +29,7 @@ class Inputs:
 
 
 def read_inputs(options: EvaluateOptions, world: World, console: Console) -> Inputs:
-    """Read them all. A collective; errors are raised on every rank alike."""
+    """Read them all. A collective; errors are raised on every rank."""
     function: EvaluationFunction | None = None
     with world.fail_together("importing code"):
         if options.function is not None:

@@ -96,7 +96,7 @@ def load_model(
 ) -> LoadedModel:
     """Build on the meta device, shard, then read each rank's rows of the weights. Every rank must call.
 
-    Errors are raised on every rank alike, if possible before any weight is read.
+    Errors are raised on every rank, if possible before any weight is read.
 
     Args:
         seed: random weights are a function of it.

@@ -150,7 +150,7 @@ def test_a_model_with_matryoshka_dims_is_evaluated_and_exported_at_them(ranks, r
     ranks(2, run, *options(run_inputs, tmp_path / "none", *common[:2], "evaluation.truncate_dims=[]"))
     assert [row["set"] for row in metric_rows(tmp_path / "none") if "set" in row] == ["dev"]
     for option, value in (("evaluation.truncate_dims", "[4000]"), ("export.truncate_dim", "4000")):
-        with pytest.raises(AssertionError, match=rf"ConfigError: {re.escape(option)}: 4000 is more than the"):
+        with pytest.raises(AssertionError, match=rf"ConfigError: {re.escape(option)}: 4000 "):
             ranks(1, run, *options(run_inputs, tmp_path / "no", "train.steps=1", f"{option}={value}"))
 
 

@@ -201,7 +201,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     rank, size = rank_from_environment(), _integer("WORLD_SIZE", 1)
     local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
     is_launched = _is_launched(rank, size)
-    device, backend = _device(local_rank, local_size)
+    device, backend = rank_device(local_rank, local_size)
     if _joined:  # by an outer block
         yield _joined[-1]
         return
@@ -327,7 +327,8 @@ def _integer(variable: str, default: int) -> int:
         raise ConfigError(f"{variable}={text} in the environment is not a number") from None
 
 
-def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
+def rank_device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
+    """The device of a rank, which becomes the current one, and its backend. ConfigError for more ranks than GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     by_srun = "TORCHELASTIC_RUN_ID" not in os.environ and _integer("SLURM_GPUS_ON_NODE", 0) >= local_size

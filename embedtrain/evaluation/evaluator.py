@@ -144,7 +144,7 @@ class Evaluator:
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
                 for dimension in (row for row in (None, *self.rows) if has_row(loaded, row)):
                     row = _named_at(loaded, dimension)
-                    measured[row.data.name] = self._measure(row, dimension, encoded, save_runs, on_queries)
+                    measured[row.data.name] = self.measure(row, dimension, encoded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
             if encoded.ranking is not None:
                 self.rankings[name] = encoded.ranking
@@ -214,7 +214,7 @@ class Evaluator:
             return contextlib.nullcontext()
         return self.encoder.report_progress(lambda text, done, total: progress(f"{name}: {text}", done, total))
 
-    def _measure(
+    def measure(
         self,
         loaded: LoadedSet,
         dimension: Row,
@@ -222,6 +222,7 @@ class Evaluator:
         save_runs: Path | None,
         on_queries: QueryCallback | None,
     ) -> dict[str, float]:
+        """The metrics of one row of a set. A collective; `encoded` keeps vectors for further rows."""
         common: dict[str, Any] = {
             "world": self.world,
             "loaded": loaded,

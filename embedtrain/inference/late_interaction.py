@@ -28,7 +28,7 @@ from embedtrain.losses.encoded import Part, concatenate, row_indices
 # Rows of a tile: as many are on the device at a time if vectors are kept on the host.
 TILE_ROWS = 1 << 17
 # Inner products, or numbers of gathered rows, in one block: on a CPU what fits its caches.
-_BLOCK_NUMEL_CPU, _BLOCK_NUMEL_GPU = 1 << 19, 1 << 26
+BLOCK_NUMEL_CPU, BLOCK_NUMEL_GPU = 1 << 19, 1 << 26
 
 Indices = NDArray[np.int64]
 
@@ -310,4 +310,4 @@ def _sizes(part: Part) -> Indices:
 
 
 def _block_numel(device: torch.device) -> int:
-    return _BLOCK_NUMEL_CPU if device.type == "cpu" else _BLOCK_NUMEL_GPU
+    return BLOCK_NUMEL_CPU if device.type == "cpu" else BLOCK_NUMEL_GPU

@@ -21,9 +21,9 @@ from embedtrain.inference.exact import norms, pairwise_dot
 from embedtrain.losses.encoded import Part
 
 # Numbers of a block of documents, or of pairs, with all words: 64 MiB of float32.
-_BLOCK_NUMEL = 1 << 24
+BLOCK_NUMEL = 1 << 24
 # Documents of a tile.
-_TILE_DOCUMENTS = 1 << 14
+TILE_DOCUMENTS = 1 << 14
 
 
 class WordComparison(Comparison):
@@ -138,7 +138,7 @@ class WordStore(DocumentStore):
 
     def add(self, documents: Part) -> None:
         """Add the weights of documents [n, V]."""
-        height = max(1, _BLOCK_NUMEL // max(1, documents.values.shape[1]))
+        height = max(1, BLOCK_NUMEL // max(1, documents.values.shape[1]))
         for values in documents.values.split(height):
             if len(values):
                 rows = _Rows.of(values)
@@ -154,16 +154,16 @@ class WordStore(DocumentStore):
     def tiles(self) -> Iterator[tuple[int, Tile]]:
         """All documents, in the order in which they were added."""
         rows = self._all()
-        for first in range(0, len(self), _TILE_DOCUMENTS):
+        for first in range(0, len(self), TILE_DOCUMENTS):
             assert rows is not None
-            yield first, _WordTile(rows.slice(first, min(first + _TILE_DOCUMENTS, len(self))), self._device)
+            yield first, _WordTile(rows.slice(first, min(first + TILE_DOCUMENTS, len(self))), self._device)
 
     def parts(self) -> Iterator[tuple[Tensor, Part]]:
         """The same as weights of all words, a block at a time."""
         rows = self._all()
         if rows is None:
             return
-        height = max(1, _BLOCK_NUMEL // rows.num_words)
+        height = max(1, BLOCK_NUMEL // rows.num_words)
         for first in range(0, len(rows), height):
             end = min(first + height, len(rows))
             yield torch.arange(first, end), Part(rows.slice(first, end).dense(self._device))
@@ -175,7 +175,7 @@ class WordStore(DocumentStore):
         if stored is None:
             return scores
         texts, numbers = rows.cpu(), documents.cpu().numpy()
-        height = max(1, _BLOCK_NUMEL // max(1, self._max_words))
+        height = max(1, BLOCK_NUMEL // max(1, self._max_words))
         for first in range(0, len(numbers), height):
             pairs = stored.take(numbers[first : first + height])
             of_pair = pairs.texts()

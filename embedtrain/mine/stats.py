@@ -140,14 +140,14 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: MineOptions) 
     false_negatives = summary["suspected_false_negatives"]
     limit = "above what the margin allows" if _has_margin(options) else "above the positive"
     for written, outcome in (False, "are not among the negatives"), (True, "are written as negatives"):
-        _print_suspects(
+        print_suspects(
             page,
             f"candidates that score {limit} and {outcome}: perhaps they answer the query",
             [suspect for suspect in false_negatives if suspect["written"] is written],
         )
     texts = operator.itemgetter("query", "positive", "document")
     printed = [texts(suspect) for suspect in false_negatives]
-    _print_suspects(
+    print_suspects(
         page,
         f"positives that are not among the {summary['rank_max']} best: perhaps they do not answer the query",
         [suspect for suspect in summary["suspected_wrong_labels"] if texts(suspect) not in printed],
@@ -208,7 +208,8 @@ def _print_quantiles(page: Page, stats: Mapping[str, Any], rank_max: int) -> Non
         page.table(["", *available[0][1]], rows)
 
 
-def _print_suspects(page: Page, title: str, suspects: Sequence[Mapping[str, Any]]) -> None:
+def print_suspects(page: Page, title: str, suspects: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of `SuspectedLabel`, the most suspicious first; nothing without any."""
     if not suspects:
         return
     page.subheading(title)

@@ -26,22 +26,22 @@ _IGNORED = (
 _COUNTS = ("data.", "train.init_from", "export.dtype", "export.formats", "export.truncate_dim", "export.rope_theta")
 _INDEX = re.compile(r"\[\d+\]")
 _DATA_IGNORED = ("data.cache_dir", "data.workers")
-_SETS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
-_LOSSES = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
+SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
+LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
 # Options of all kinds of stages that name files, directories or ids of the Hub, without the numbers of elements. Others
 # are texts, whatever they look like.
-_INPUTS = frozenset(
+INPUT_OPTIONS = frozenset(
     (
         *("model", "models", "adapter", "base", "teacher", "run", "corpus", "reranker", "reranker.path"),
         *("reranker.adapter", "model.path", "model.config", "model.tokenizer", "model.lora.path"),
         *("model.sparse.query_weights", "parallel.accelerate_config", "train.init_from"),
         *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents")),
-        *(f"{sets}{option}" for sets in _SETS for option in ("", ".path", ".candidates", ".train")),
-        *(f"{loss}.{option}" for loss in _LOSSES for option in ("guide", "teacher", "teachers")),
+        *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train")),
+        *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),
     )
 )
 
-_ADAPTERS = "adapters."  # a mapping from the user's names of tasks to runs
+ADAPTER_OPTIONS = "adapters."  # a mapping from the user's names of tasks to runs
 
 
 def options_of(stage: Stage) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def input_paths(stage: Stage) -> dict[str, str]:
     """The options, by dotted name, that count and name local files or directories, and their values."""
     paths = {}
     for name, value in options_of(stage).items():
-        is_input = _INDEX.sub("", name) in _INPUTS or name.startswith(_ADAPTERS)
+        is_input = _INDEX.sub("", name) in INPUT_OPTIONS or name.startswith(ADAPTER_OPTIONS)
         if not isinstance(value, str) or not value or not is_input:
             continue
         path = os.path.expanduser(value)

@@ -226,7 +226,7 @@ class _PipelineRun:
             if stage.kind.has_ranks:
                 return stage.kind.main(options)
             result: Any = None
-            with _unlimited(world) as waiting, waiting.fail_together(f"running the stage {stage.name}"):
+            with without_timeout(world) as waiting, waiting.fail_together(f"running the stage {stage.name}"):
                 if world.is_main:
                     result = stage.kind.main(options)
             return result
@@ -270,7 +270,7 @@ class _PipelineRun:
 
 
 @contextlib.contextmanager
-def _unlimited(world: World) -> Iterator[World]:
+def without_timeout(world: World) -> Iterator[World]:
     """The same ranks, which wait for each other for any time: rank 0 may work for hours on a large corpus.
 
     The watchdog still ends the others if it is lost, and gloo if its process ends.

@@ -147,7 +147,7 @@ class Backward:
             exchange.to_row_owner(part).requires_grad_()
             for exchange, part in zip(batch.exchanges, encoded, strict=True)
         ]
-        output = self._loss_backward(rows, batch, weight)
+        output = self.loss_backward(rows, batch, weight)
         if sample is not None and self.row_specs is not None:
             vectors, row_spec = rows[0].detach(), self.row_specs[batch.batch_info.source]
             queries, documents = vectors[: batch.num_queries], vectors[batch.num_queries :]
@@ -158,7 +158,8 @@ class Backward:
         ]
         return output, grads, torch.stack([part.isfinite().all() for part in encoded]).all()
 
-    def _loss_backward(self, rows: Sequence[Tensor], batch: RankBatch, weight: float) -> LossOutput:
+    def loss_backward(self, rows: Sequence[Tensor], batch: RankBatch, weight: float) -> LossOutput:
+        """The loss of the vectors in `rows`, whose gradients it computes; the local loss counts `weight` times."""
         guides = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
         batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **guides})
         queries, documents = split_queries(rows, batch.sizes, batch.num_queries)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
 from embedtrain.config.similarity_losses import TeacherMap
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Row, TextRole, Tokens
 from embedtrain.distributed.collectives import max_over_ranks
@@ -198,7 +199,8 @@ def load_guides(
                 f"the loss's guide or teacher {path}: {reason} (it has to be a sentence-transformers model)"
             ) from None
         prompts = loaded.source.prompts
-        texts = GuideTokenizer(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)
+        text_format = TextFormat(query_prompt=prompts.get("query", ""), document_prompt=prompts.get("document", ""))
+        texts = GuideTokenizer(loaded.tokenizer, text_format, chunk_tokens)
         guides[path] = GuideModel(loaded.encoder, texts, world)
         notes.append(f"the loss's guide or teacher {path}: {loaded.notes[0]}")
     return guides, notes

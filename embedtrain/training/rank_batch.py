@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.data.chunks import ChunkPlan, plan_chunks
-from embedtrain.data.text_format import text_keys
+from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, EncoderInputs, GlobalBatch, Row, Tokens
 from embedtrain.distributed.collectives import exchange_rows
@@ -86,15 +86,15 @@ class GuideTokenizer:
     """Tokenises a rank's rows for a guide model, with the guide's vocabulary, maximal length and prompts."""
 
     tokenizer: TextTokenizer
-    query_prompt: str
-    document_prompt: str
+    text_format: TextFormat
     chunk_tokens: int
 
     def __call__(self, rows: Sequence[Row]) -> tuple[Tokens, ...]:
         """Chunks of all queries, then all documents, of these rows."""
-        queries = [self.query_prompt + row.query for row in rows]
-        documents = [self.document_prompt + text for row in rows for text in row.documents]
-        prompts = [self.query_prompt] * len(queries) + [self.document_prompt] * len(documents)
+        query_prompt, document_prompt = self.text_format.query_prompt, self.text_format.document_prompt
+        queries = [query_prompt + row.query for row in rows]
+        documents = [document_prompt + text for row in rows for text in row.documents]
+        prompts = [query_prompt] * len(queries) + [document_prompt] * len(documents)
         return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens, prompts))
 
 

@@ -86,7 +86,7 @@ def test_an_export_with_other_embeddings_fails_and_replaces_nothing(tmp_path, sm
     export_model(to, small)
     good = (to / "model.safetensors").read_bytes()
     broken = {name: tensor * 1.5 if "word_embeddings" in name else tensor for name, tensor in small.state.items()}
-    with pytest.raises(CheckpointError, match=r"transformers opens .* differ from the encoder's by"):
+    with pytest.raises(CheckpointError, match=r"transformers .* differ"):
         export_model(to, replace(small, state=broken))
     prompted = tmp_path / "prompted"
     shutil.copytree(small.directory, prompted)
@@ -100,7 +100,7 @@ def test_an_export_with_other_embeddings_fails_and_replaces_nothing(tmp_path, sm
         export_model(to, replace(small, directory=prompted))
     pooling = '{"word_embedding_dimension": 32, "pooling_mode_cls_token": true}'
     (small.directory / "1_Pooling" / "config.json").write_text(pooling)
-    with pytest.raises(CheckpointError, match=r"export to .*out failed, .* differ from the encoder's by"):
+    with pytest.raises(CheckpointError, match=r"export to .*out .* differ"):
         export_model(to, small)
     (small.directory / "modules.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"modules.json cannot be read"):
@@ -133,14 +133,14 @@ def test_large_models_are_split_into_files(tmp_path, small):
 def test_weights_beyond_the_range_of_the_type_are_rejected(tmp_path, small):
     name = "backbone.encoder.layer.0.output.LayerNorm.weight"
     state = small.state | {name: small.state[name] * 1e5}
-    with pytest.raises(CheckpointError, match=r"LayerNorm.weight has weights up to 1e\+05, and float16 ends at 65504"):
+    with pytest.raises(CheckpointError, match=r"LayerNorm\.weight .* 1e\+05.* float16 .* 65504"):
         export_model(tmp_path / "out", replace(small, state=state), dtype=torch.float16)
     assert not (tmp_path / "out").exists()
     export_model(tmp_path / "out", replace(small, state=state), dtype=torch.bfloat16, check=False)
 
 
 def test_exports_to_one_directory_exclude_each_other_until_killed(tmp_path, small, monkeypatch):
-    monkeypatch.setattr(replacement, "_LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(replacement, "LOCK_TIMEOUT", 0.1)
     to = tmp_path / "out"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""

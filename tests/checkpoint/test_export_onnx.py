@@ -122,7 +122,7 @@ def test_a_graph_with_other_embeddings_is_rejected(tmp_path):
     source = require_shapes(tmp_path / "out", trust_remote_code=False)
     expected = {key: list(small.vectors.split(1)) for key in ("last_hidden_state", "sentence_embedding")}
     assert check_graph(tmp_path / "out", source, expected) < 1e-4
-    with pytest.raises(CheckpointError, match=r"onnxruntime opens .*model.onnx .*differ from the encoder's by"):
+    with pytest.raises(CheckpointError, match=r"onnxruntime .*model\.onnx .*differ"):
         check_graph(tmp_path / "out", source, expected | {"sentence_embedding": list(small.vectors.flip(0).split(1))})
     graph = tmp_path / "out" / GRAPH
     graph.write_bytes(graph.read_bytes()[:-1000])
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
 
     monkeypatch.setattr(XLMRobertaModel, "forward", flip_long_texts)
     changed = architecture_of(tmp_path / "again", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
-    with pytest.raises(CheckpointError, match=r"export to .*onnxruntime opens .*differ from the encoder's by"):
+    with pytest.raises(CheckpointError, match=r"export to .*onnxruntime .*differ"):
         export_model(tmp_path / "out", changed, formats=["onnx"])
 
     def unsupported_operation(self, input_ids, attention_mask, **more):
@@ -168,7 +168,7 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
         return actual
 
     monkeypatch.setattr(XLMRobertaModel, "forward", unsupported_operation)
-    with pytest.raises(CheckpointError, match=r"xlm-roberta model cannot be written as an ONNX graph: .*matrix_exp"):
+    with pytest.raises(CheckpointError, match=r"xlm-roberta .*ONNX.*matrix_exp"):
         write_graph(tmp_path / "out", require_shapes(tmp_path / "out", trust_remote_code=False))
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
 

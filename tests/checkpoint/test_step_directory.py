@@ -96,7 +96,7 @@ def test_steps_of_any_number_and_odd_names(tmp_path):
     prune = prunable(tmp_path, newest=12_345_678_901, keep=2, every=0, protected=set())
     assert prune == [step_path(tmp_path, 99_999_999), step_path(tmp_path, 7)]
     for name in ("²", "9" * 5000, "step-00000012", ""):
-        with pytest.raises(CheckpointError, match=r"^step=.*: not in .* available are latest and 7, 99999999, "):
+        with pytest.raises(CheckpointError, match=r"^step=.* latest and 7, 99999999, "):
             find_checkpoint(tmp_path, name)
 
 
@@ -104,7 +104,7 @@ def test_many_checkpoints(tmp_path):
     """A message names some of them, and space is freed without measuring all of them again for each one deleted."""
     root = directories(tmp_path / "checkpoints", *range(1, 2001))
     assert len(list_steps(root)) == 2000
-    with pytest.raises(CheckpointError, match=r"available are latest and 1, 2, \.\.\., 1991, .* 2000$"):
+    with pytest.raises(CheckpointError, match=r"latest and 1, 2, \.\.\., 1991, .* 2000$"):
         find_checkpoint(root, "3000")
     deletable = prunable(root, newest=2000, keep=1, every=0, protected=set())
     started = time.process_time()

@@ -198,7 +198,7 @@ def test_a_rejected_key_is_named_with_its_value(write, values, pattern):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(ConfigError, match="there is no such file; `accelerate config` writes one"):
+    with pytest.raises(ConfigError, match="`accelerate config`"):
         translate_accelerate_config(str(tmp_path / "none.yaml"))
     for text in ("a: [", "a: !!python/object/apply:os.system ['true']"):
         (tmp_path / "bad.yaml").write_text(text)

@@ -111,10 +111,10 @@ def test_a_task_that_sees_one_gpu_uses_it(monkeypatch, variables, visible, devic
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     if device is None:
-        with pytest.raises(ConfigError, match=r"this node has 1 GPU\(s\) but 8 ranks"):
-            world._device(3, 8)
+        with pytest.raises(ConfigError, match=r"1 GPU\(s\) .* 8 ranks"):
+            world.rank_device(3, 8)
     else:
-        assert world._device(3, 8) == (torch.device("cuda", device), "cpu:gloo,cuda:nccl")
+        assert world.rank_device(3, 8) == (torch.device("cuda", device), "cpu:gloo,cuda:nccl")
         assert devices == [device]
 
 

@@ -125,16 +125,20 @@ def pair_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def pair_scorer(
-    world: World, *, max_length: int = 24, chunk_tokens: int = 60, windows: bool = False, **prompts: str
-) -> PairScorer:
+def pair_encoder(world: World, *, max_length: int = 24, chunk_tokens: int = 60, **prompts: str) -> SentenceEncoder:
+    """A sharded cross-encoder, whose vectors are scores."""
     encoder, own = TinyCrossEncoder(), pair_tokenizer()
     mesh = init_device_mesh("cpu", (world.size,))
     for layer in encoder.model.bert.encoder.layer:
         fully_shard(layer, mesh=mesh)
     fully_shard(encoder, mesh=mesh)
     tokenizer = PairTokenizer(own, max_length, PairFormat.of(own, token_types=True))
-    return PairScorer(SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, **prompts), windows=windows)
+    return SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, **prompts)
+
+
+def pair_scorer(world: World, *, windows: bool = False, **options: Any) -> PairScorer:
+    """The same as a scorer of pairs."""
+    return PairScorer(pair_encoder(world, **options), windows=windows)
 
 
 def save_tiny_cross_encoder(directory: Path) -> Path:

@@ -171,7 +171,7 @@ class SignalInEvaluation:
             return
         from embedtrain.evaluation.evaluator import Evaluator
 
-        real = Evaluator._measure
+        real = Evaluator.measure
 
         def measure(evaluator, loaded, *options):
             is_first = loaded.data.name == evaluator.sets[0].data.name
@@ -180,4 +180,4 @@ class SignalInEvaluation:
                 time.sleep(0.5)  # for the listening thread, on a busy machine
             return real(evaluator, loaded, *options)
 
-        Evaluator._measure = measure
+        Evaluator.measure = measure

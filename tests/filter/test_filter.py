@@ -198,7 +198,7 @@ def test_an_interrupted_filter_resumes(ranks, folder):
     assert len(list((folder / "stopped" / ".filtering" / "blocks").iterdir())) == 2
     ranks(3, run_filter, arguments(folder, "stopped", *options))
     assert outputs(folder / "stopped") == outputs(folder / "undisturbed")
-    with pytest.raises(DataError, match=r"filtered rows of another command: keep_rank was 3 and is now 4"):
+    with pytest.raises(DataError, match=r"keep_rank was 3 .* 4"):
         main(compose_filter(arguments(folder, "stopped", "keep_rank=4", "pool=40")))
 
 

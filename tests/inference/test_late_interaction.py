@@ -72,7 +72,7 @@ def search(
         if tile_rows is not None:
             patch.setattr(late_interaction, "TILE_ROWS", tile_rows)
             patch.setattr(index_module, "MAX_QUERY_ROWS", 6)
-            patch.setattr(late_interaction, "_BLOCK_NUMEL_CPU", 64)
+            patch.setattr(late_interaction, "BLOCK_NUMEL_CPU", 64)
         index = ShardedIndex(
             trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSimComparison(mean=mean)
         )

@@ -8,8 +8,8 @@ from sentence_transformers import CrossEncoder
 from embedtrain.data.pair_format import PairFormat, PairTruncation
 from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.errors import TrainingError
-from embedtrain.inference.score import Selected, best_first
-from tests.evaluation.tiny import pair_scorer, pair_tokenizer, save_tiny_cross_encoder
+from embedtrain.inference.score import PairScorer, Selected, best_first
+from tests.evaluation.tiny import pair_encoder, pair_scorer, pair_tokenizer, save_tiny_cross_encoder
 from tests.small import text
 
 QUERIES = [text(i % 7, 1 + i % 5) for i in range(40)]
@@ -93,8 +93,9 @@ def test_equal_pairs_are_scored_once(ranks):
 
 
 def not_finite(world):
-    scorer = pair_scorer(world)
-    scorer._encoder.encoder.model.classifier.bias.data.fill_(torch.nan)
+    encoder = pair_encoder(world)
+    encoder.encoder.model.classifier.bias.data.fill_(torch.nan)
+    scorer = PairScorer(encoder)
     with pytest.raises(TrainingError, match=r"not finite.*'alpha'"):
         scorer.score(["alpha"], ["beta"])
 

@@ -25,8 +25,8 @@ def weights(seed, rows, words=40):
 def search(world, k):
     documents, queries = weights(1, len(IDS)), weights(2, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "_TILE_DOCUMENTS", 4)
-        patch.setattr(sparse, "_BLOCK_NUMEL", 200)
+        patch.setattr(sparse, "TILE_DOCUMENTS", 4)
+        patch.setattr(sparse, "BLOCK_NUMEL", 200)
         index = ShardedIndex(trec_order(IDS), world, comparison=WordComparison())
         for rows in torch.arange(world.rank, len(IDS), world.size).split(3):
             index.add(EncodedShard(documents[rows], rows))

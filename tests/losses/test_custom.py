@@ -71,11 +71,11 @@ def test_example_has_the_gradient_of_one_process(ranks, folder):
 
 
 def test_check_detects_losses_that_are_not_exact(ranks, folder):
-    with pytest.raises(AssertionError, match=r"LocalMean on 2 ranks.* the sum over the ranks of the loss differs"):
+    with pytest.raises(AssertionError, match=r"LocalMean on 2 ranks.* differs"):
         check_in_pool(ranks, folder, "tests.losses.test_custom:LocalMean", {}, RandomBatch(), 2)
-    with pytest.raises(AssertionError, match="NoGraph: local_loss has no graph on a rank with 0 rows"):
+    with pytest.raises(AssertionError, match=r"NoGraph: local_loss .* 0 rows"):
         check_in_pool(ranks, folder, "tests.losses.test_custom:NoGraph", {}, RandomBatch(), 2)
-    with pytest.raises(ValueError, match="other processes cannot import it"):
+    with pytest.raises(ValueError, match="__main__:MyLoss"):
         check_loss("__main__:MyLoss")
 
 
@@ -109,7 +109,7 @@ def test_training_with_a_class_or_its_path(run_inputs, folder, tmp_path, monkeyp
     assert measured == {"support": pytest.approx({"accuracy": evaluated[-1]["accuracy"]})}
     with pytest.raises(ConfigError, match="function=support: "):
         evaluate(one, DEV | {"name": "support"}, function=support, quiet=True, output_dir=tmp_path / "evaluated")
-    with pytest.raises(ConfigError, match=r"best_metric=support/precision: support has the metrics accuracy"):
+    with pytest.raises(ConfigError, match=r"best_metric=support/precision: .*accuracy"):
         train(
             **arguments, output_dir=tmp_path / "best", evaluation={"function": support},
             checkpoint={"best_metric": "support/precision"},

@@ -15,7 +15,7 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.mine.stats import _print_suspects
+from embedtrain.mine.stats import print_suspects
 from embedtrain.mining.folder import MiningFolder
 from embedtrain.tracking.pages import Page
 from tests.commands import TORCHRUN, call, start
@@ -248,7 +248,7 @@ def test_suspects_have_a_field_whether_they_were_written(workshop, mined):
 
 def test_long_texts_of_suspects_are_shortened_to_a_line(capsys):
     suspect = {"query": "q " * 300, "positive": "p\n" * 300, "document": "d", "positive_score": 0.5, "score": 0.75}
-    _print_suspects(Page(), "suspects", [suspect])
+    print_suspects(Page(), "suspects", [suspect])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line] == ["suspects", "query", "positive", "candidate"]
     assert max(map(len, lines)) < 130

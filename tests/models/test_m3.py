@@ -139,7 +139,7 @@ def test_options_that_do_not_fit_the_files_are_rejected(tmp_path):
 def test_tokenizers_without_special_tokens_are_rejected():
     tokenizer = small_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
-    with pytest.raises(ConfigError, match=r"model\.kind=m3: needs at least two tokens"):
+    with pytest.raises(ConfigError, match=r"model\.kind=m3: .* two tokens"):
         M3Tokenizer(tokenizer, 16)
 
 

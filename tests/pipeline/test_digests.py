@@ -13,7 +13,14 @@ from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.merge.options import PartWeights
-from embedtrain.pipeline.digests import _ADAPTERS, _INPUTS, _LOSSES, _SETS, input_paths, options_of
+from embedtrain.pipeline.digests import (
+    ADAPTER_OPTIONS,
+    INPUT_OPTIONS,
+    LOSS_OPTIONS,
+    SET_OPTIONS,
+    input_paths,
+    options_of,
+)
 from embedtrain.pipeline.registry import KINDS
 from embedtrain.pipeline.types import Stage
 
@@ -69,12 +76,12 @@ _TEXTS = {
     # lists of options
     "parts", "vectors",
     # paths of code, and configurations of data sets
-    *(f"{loss}.path" for loss in _LOSSES), *(f"{sets}.config" for sets in _SETS),
+    *(f"{loss}.path" for loss in LOSS_OPTIONS), *(f"{sets}.config" for sets in SET_OPTIONS),
 }  # fmt: skip
 _ELEMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("data", "data.train"), (TrainSource,)),
-    **dict.fromkeys(_SETS, (EvaluationSet,)),
-    **dict.fromkeys(_LOSSES, tuple(LOSSES.values())),
+    **dict.fromkeys(SET_OPTIONS, (EvaluationSet,)),
+    **dict.fromkeys(LOSS_OPTIONS, tuple(LOSSES.values())),
     **dict.fromkeys(("vectors", "evaluation.vectors"), (VectorFormat,)),
     "reranker": (RerankerConfig,),
     "parts": (PartWeights,),
@@ -97,6 +104,6 @@ def names_of_texts(options: type, prefix: str = "") -> Iterator[str]:
 
 def test_every_option_that_holds_a_text_is_an_input_or_listed_as_none():
     names = {name for kind in KINDS.values() for name in names_of_texts(kind.option_class())}
-    unknown = {name for name in names - _INPUTS if not {name, name.rpartition(".")[2]} & _TEXTS}
-    assert unknown == {_ADAPTERS.rstrip(".")}
-    assert not _INPUTS - names
+    unknown = {name for name in names - INPUT_OPTIONS if not {name, name.rpartition(".")[2]} & _TEXTS}
+    assert unknown == {ADAPTER_OPTIONS.rstrip(".")}
+    assert not INPUT_OPTIONS - names

@@ -17,7 +17,7 @@ from embedtrain.errors import CheckpointError, ConfigError, FailedElsewhere
 from embedtrain.models.export_record import verify_settings
 from embedtrain.pipeline.disk import disk_of_training
 from embedtrain.pipeline.registry import KINDS
-from embedtrain.pipeline.run import _unlimited, run_pipeline
+from embedtrain.pipeline.run import run_pipeline, without_timeout
 from embedtrain.planning.meta_encoder import build_meta_encoder
 from tests.faults.hooks import SignalWhen
 from tests.faults.runs import start
@@ -220,11 +220,11 @@ def test_a_signal_stops_the_pipeline_and_the_same_command_resumes(run_inputs, tm
 def wait_for_rank_0(world: World) -> str:
     """Longer than the ranks otherwise wait for each other."""
     limited = world.new_cpu_group(1.0)
-    with _unlimited(limited) as waiting, waiting.fail_together("working"):
+    with without_timeout(limited) as waiting, waiting.fail_together("working"):
         if world.is_main:
             time.sleep(3)
     with (
-        _unlimited(limited) as waiting,
+        without_timeout(limited) as waiting,
         pytest.raises((ValueError, FailedElsewhere), match="of rank 0"),
         waiting.fail_together("working"),
     ):

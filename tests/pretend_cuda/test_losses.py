@@ -8,6 +8,7 @@ import torch
 from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, XTRConfig
 from embedtrain.config.recipe import Attention, Precision
+from embedtrain.data.text_format import TextFormat
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded
@@ -56,7 +57,7 @@ def test_host_reads(every_loss, name):
 def encode_with_guide(world: World) -> tuple[dict[str, int], list[torch.Tensor]]:
     """What makes the host wait, and the guide's vectors; rank 0 has more chunks than rank 1."""
     model = CASE.load(world)
-    guide = GuideModel(model.encoder, GuideTokenizer(model.tokenizer, "", "", chunk_tokens=24), world)
+    guide = GuideModel(model.encoder, GuideTokenizer(model.tokenizer, TextFormat(), chunk_tokens=24), world)
     rows = rows_for(InfoNCEConfig(), 9).rows[: 6 if world.is_main else 3]
     on_gpu = world.device.type == "cuda"
     chunks = [chunk.map_tensors(torch.Tensor.pin_memory) if on_gpu else chunk for chunk in guide.texts(rows)]

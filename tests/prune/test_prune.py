@@ -90,7 +90,7 @@ def test_layers_that_cannot_be_kept_are_named(tmp_path, options, message):
 
 def test_layers_of_another_kind_are_named(tmp_path):
     directory = save_deep(tmp_path / "whole", "modernbert")
-    with pytest.raises(ConfigError, match=r"layers=\[0,3\]: layer 3 of this modernbert"):
+    with pytest.raises(ConfigError, match=r"layers=\[0,3\]: layer 3 .* modernbert"):
         main(compose([f"model={directory}", f"output_dir={tmp_path}/small", "layers=[0,3]"]))
 
 

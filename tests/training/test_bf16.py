@@ -42,14 +42,14 @@ def narrow_in_losses(world: World, model: ModelConfig) -> tuple[dict[str, set[st
     for name, config in LOSSES.items():
         rank_batch = cut_for(rows_for(config, 8), world, loaded.tokenizer, 10_000, 10_000)
         backward = Backward(loaded.encoder, loss_of(config), world, seed=0, dummy=loaded.tokenizer.dummy())
-        real = backward._loss_backward
+        real = backward.loss_backward
         within = Narrow()
 
         def watched(*args, within=within, real=real):
             with within:
                 return real(*args)
 
-        backward._loss_backward = watched
+        backward.loss_backward = watched
         with Narrow() as everything:
             output, finite = backward(rank_batch)
         assert finite

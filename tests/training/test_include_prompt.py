@@ -126,7 +126,11 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
     torch.testing.assert_close(each, actual)
     theirs = SentenceTransformersAdapter(encoder).encode(texts, prompt=prompt, convert_to_tensor=True)
     torch.testing.assert_close(theirs, actual)
-    guide = GuideModel(model.encoder, GuideTokenizer(model.tokenizer, prompt, "mu ", 24), world)
+    guide = GuideModel(
+        model.encoder,
+        GuideTokenizer(model.tokenizer, TextFormat(query_prompt=prompt, document_prompt="mu "), 24),
+        world,
+    )
     seen = guide(guide.texts([Row(text, ("nu lambda",)) for text in texts]), len(texts))
     torch.testing.assert_close(seen.queries.float(), actual, atol=1e-5, rtol=0)
     torch.testing.assert_close(seen.documents.float()[:1], encoder.encode_all(["nu lambda"], "mu "), atol=1e-5, rtol=0)

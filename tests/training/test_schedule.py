@@ -74,7 +74,7 @@ def test_a_schedule_that_leaves_steps_without_learning_is_rejected():
     optim = OptimConfig(schedule_steps=10)
     require_rates(optim, 10)
     require_rates(replace(optim, min_lr_ratio=0.1), 12)
-    with pytest.raises(ConfigError, match=r"optim\.schedule_steps=10: the run has 12 steps"):
+    with pytest.raises(ConfigError, match=r"optim\.schedule_steps=10: .* 12 steps"):
         require_rates(optim, 12)
 
 

@@ -138,5 +138,5 @@ def test_wrong_options_are_named(options, message):
 def test_a_top_below_the_required_tokens_is_named(tmp_path):
     directory = save_model(tmp_path / "whole", "BPE")
     corpus = write_texts(tmp_path / "corpus.jsonl")
-    with pytest.raises(ConfigError, match=r"top=100: special tokens, bytes and the tokens of prompts are 2\d\d alone"):
+    with pytest.raises(ConfigError, match=r"top=100: .* 2\d\d "):
         main(compose([f"model={directory}", f"corpus=[{corpus}]", f"output_dir={tmp_path}/small", "top=100"]))

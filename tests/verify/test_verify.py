@@ -66,7 +66,7 @@ def test_an_engine_with_other_vectors_is_named(tmp_path, capsys):
     settings.write_text(
         settings.read_text().replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     )
-    with pytest.raises(CheckpointError, match="onnxruntime: not the output of the model"):
+    with pytest.raises(CheckpointError, match=r"^onnxruntime: "):
         verify(model, "engines=[onnxruntime]")
     assert "onnxruntime" in capsys.readouterr().out
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_compared(tmp_path):
         compose_verify(["model=x", "engines=[fastembedding]"])
     with pytest.raises(ConfigError, match="python"):
         compose_verify(["model=x", "python={ollama: y}"])
-    with pytest.raises(ModelError, match="is not a directory"):
+    with pytest.raises(ModelError, match=f"model={tmp_path / 'none'}"):
         main(compose_verify([f"model={tmp_path / 'none'}"]))
     options = compose_verify(["model=x", "engines=[fastembed]", "python={fastembed: y}"])
     assert interpreters(options) == {"fastembed": "y"}

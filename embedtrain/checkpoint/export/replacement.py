@@ -19,7 +19,7 @@ from embedtrain.files import remove_tree, require_own_file
 from embedtrain.models.export_record import RECORD
 
 _SCRATCH, _REPLACED = ".tmp", ".old.tmp"
-_LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
+LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def export_lock(output_dir: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     require_own_file(path)
     try:
-        with FileLock(path, timeout=_LOCK_TIMEOUT):
+        with FileLock(path, timeout=LOCK_TIMEOUT):
             try:
                 _remove_leftovers(output_dir)
                 yield output_dir.with_name(f"{output_dir.name}.{secrets.token_hex(8)}{_SCRATCH}")

@@ -239,7 +239,7 @@ def test_each_source_has_its_own_needs(tmp_path: Path) -> None:
     assert [e.source for store in stores for e in store] == [0, 0, 1]
     assert stores[1][0].label == 1
     same_num_documents = replace(RowRequirements(), same_num_documents=True)
-    with pytest.raises(ConfigError, match="rows with 1 to 2 negatives"):
+    with pytest.raises(ConfigError, match="1 to 2 negatives"):
         read_sources(sources, OnError.stop, [same_num_documents, classes])
 
 

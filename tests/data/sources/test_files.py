@@ -329,7 +329,7 @@ def test_parquet_files_that_expand_are_rejected(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"query": ["q"] * 1024, "positive": column("x" * (65 << 20), 1024)}), path, compression="zstd"
     )
-    with pytest.raises(DataError, match=rf"{path}: row 1: a row of more than 67"):
+    with pytest.raises(DataError, match=rf"{path}: row 1: .* 67"):
         list(parquet_rows(path, None))
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"query": column("q", 2_000_000)}), path, row_group_size=2_000_000, compression="zstd")

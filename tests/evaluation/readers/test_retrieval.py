@@ -250,13 +250,11 @@ def test_errors_of_paths_and_options(beir, tmp_path):
     assert error_of(tmp_path / "nothing") == f"{tmp_path}/nothing: no such file or folder"
     assert error_of("nothing.tsv") == "nothing.tsv: no such file or folder"
     assert error_of(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts"
-    with pytest.raises(
-        ConfigError, match=r"^config=en is of Hub data sets, and .*my-set is a BEIR folder: leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"^config=en .*my-set is a BEIR folder"):
         read(beir, config="en")
-    with pytest.raises(ConfigError, match=r"^experiments=3 has no use with .*my-set, which is a retrieval set: leave"):
+    with pytest.raises(ConfigError, match=r"^experiments=3 .*my-set, .* retrieval set"):
         read(beir, experiments=3)
-    with pytest.raises(ConfigError, match=r"^metrics of my-set: 'spearman' is not a metric of rankings: "):
+    with pytest.raises(ConfigError, match=r"^metrics of my-set: 'spearman' .* rankings: "):
         read(beir, metrics=["spearman"])
     assert "is one file" in error_of(beir / "corpus.jsonl", kind=SetKind.retrieval)
     (tmp_path / "empty").mkdir()

@@ -136,7 +136,7 @@ def test_metrics_of_other_kinds_of_sets_are_rejected():
         assert message in str(caught.value)
     three = replace(sets["knn"], labels=[0, 1, 2, 0, 1, 2])
     check_metrics(sets["knn"], ["ap"], "metrics")
-    with pytest.raises(ConfigError, match="'ap' is not a metric of classification"):
+    with pytest.raises(ConfigError, match=r"'ap' .* classification"):
         check_metrics(three, ["ap"], "metrics")
     with pytest.raises(ConfigError, match=r"metrics=\[\]"):
         check_metrics(three, [], "metrics")

@@ -61,7 +61,7 @@ class TextColumns:
 
 
 class UnclearColumns(Exception):
-    """Columns whose roles cannot be derived from their names. The text is the reason; `example` are possible columns."""
+    """Columns whose roles do not follow from their names. The text is the reason; `example` are possible columns."""
 
     def __init__(self, reason: str, example: Sequence[str]) -> None:
         super().__init__(reason)

@@ -146,17 +146,19 @@ class EncoderContext(EvaluationContext):
             scores.append(index.scores_of(encoded.slice(start, stop), candidates[start:stop]))
         return torch.cat(scores)
 
-    def _encode(self, texts: Sequence[str], label: str, role: TextRole = TextRole.query) -> Part:
-        encoder, loaded, encoded = self.encoder, self.loaded, self.encoded.texts
-        if label not in encoded:
+    def _text_options(self, role: TextRole) -> tuple[str, int | None]:
+        """The prompt and the maximal length of texts: the set's, or the model's where the set has none."""
+        loaded, encoder = self.loaded, self.encoder
+        if role is TextRole.document:
+            prompt, default, max_length = loaded.document_prompt, encoder.document_prompt, loaded.document_max_length
+        else:
             prompt, default, max_length = loaded.query_prompt, encoder.query_prompt, loaded.query_max_length
-            if role is TextRole.document:
-                prompt, default, max_length = (
-                    loaded.document_prompt,
-                    encoder.document_prompt,
-                    loaded.document_max_length,
-                )
-            prompt = default if prompt is None else prompt
+        return default if prompt is None else prompt, max_length
+
+    def _encode(self, texts: Sequence[str], label: str, role: TextRole = TextRole.query) -> Part:
+        encoder, encoded = self.encoder, self.encoded.texts
+        if label not in encoded:
+            prompt, max_length = self._text_options(role)
             encoded[label] = encoder.encode(texts, prompt, role=role, max_length=max_length, label=f"encoding {label}")
         if not isinstance(self.dimension, int):
             return encoded[label]
@@ -166,16 +168,10 @@ class EncoderContext(EvaluationContext):
         """An index of documents, with ties in the order of trec_eval. A collective."""
         index = self.encoded.documents
         if index is None:
-            prompt = self.loaded.document_prompt
+            prompt, max_length = self._text_options(TextRole.document)
             index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.comparison)
             self.encoded.documents = index
-            index.add_texts(
-                self.encoder,
-                texts,
-                self.encoder.document_prompt if prompt is None else prompt,
-                max_length=self.loaded.document_max_length,
-                vector_cache=self.vector_cache,
-            )
+            index.add_texts(self.encoder, texts, prompt, max_length=max_length, vector_cache=self.vector_cache)
         if isinstance(self.dimension, str):
             return index.viewed(self.dimension)
         return index.truncated(self.dimension) if isinstance(self.dimension, int) else index

@@ -28,10 +28,10 @@ def test_operations_are_those_of_a_real_pass(architecture):
     ids = torch.full((1, LENGTH), 5)
     with FlopCounterMode(display=False) as counted:
         encoder(ids, torch.ones_like(ids)).sum().backward()
-    actual = model_flops(encoder).of(torch.tensor([LENGTH]))
+    found = model_flops(encoder).of(torch.tensor([LENGTH]))
     # Besides there is a model's product of rotary frequencies and positions.
-    assert actual == pytest.approx(counted.get_total_flops(), rel=0.005)
-    assert model_flops(encoder).of(torch.tensor([LENGTH] * 3)) == pytest.approx(3 * actual)
+    assert found == pytest.approx(counted.get_total_flops(), rel=0.005)
+    assert model_flops(encoder).of(torch.tensor([LENGTH] * 3)) == pytest.approx(3 * found)
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("bert", True), ("qwen3", True), ("qwen3", False)])
@@ -47,8 +47,8 @@ def test_a_vocabulary_head_is_counted(architecture, tied):
     with FlopCounterMode(display=False) as counted:
         encoder(ids, torch.ones_like(ids)).sum().backward()
     added_in_place = 2 * 64 * 32 * LENGTH  # `addmm_`, which torch does not count
-    actual = model_flops(encoder).of(torch.tensor([LENGTH]))
-    assert actual == pytest.approx(counted.get_total_flops() + added_in_place, rel=0.005)
+    found = model_flops(encoder).of(torch.tensor([LENGTH]))
+    assert found == pytest.approx(counted.get_total_flops() + added_in_place, rel=0.005)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -69,7 +69,7 @@ def test_pairs_are_those_of_the_mask(causal, window):
     assert AttentionLayers(1, 1, causal, window).pairs(lengths).tolist() == expected
 
 
-def test_layers_with_windows_are_distinguished_from_the_others():
+def test_layers_with_windows_are_told_from_the_others():
     def layers(architecture, **changes):
         model = small_model(architecture)
         encoder, _ = built({**model.config, **changes})

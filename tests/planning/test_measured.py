@@ -7,10 +7,10 @@ from embedtrain.config.recipe import LoraConfig, ParallelConfig, Precision, Stra
 
 
 def within(case: Case) -> None:
-    actual = compare(case)
-    print(case.name, actual)
-    assert actual.planned == pytest.approx(actual.measured, rel=0.15)
-    assert actual.measured > 2e8, "too little to distinguish a model from other memory of a process"
+    found = compare(case)
+    print(case.name, found)
+    assert found.planned == pytest.approx(found.measured, rel=0.15)
+    assert found.measured > 2e8, "too little to tell a model from what else a process takes"
 
 
 def options(strategy: Strategy, precision: Precision, **more: bool) -> ParallelConfig:

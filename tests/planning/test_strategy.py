@@ -193,8 +193,8 @@ def test_encoding_replicates_weights_below_half_of_the_memory():
     small, large = (choose_encoding_layout(ParallelConfig(), cluster_of(memory=memory), LLAMA) for memory in (120, 60))
     assert (small.layout.strategy, large.layout.strategy) == (Strategy.ddp, Strategy.fsdp)
     assert "fits on every rank: 41.9 GiB of weights, 120.0 GiB of memory" in small.layout.reason
-    options = choose_encoding_layout(ParallelConfig(strategy=Strategy.fsdp), cluster_of(memory=80), LLAMA)
-    assert options.layout.strategy is Strategy.fsdp
+    asked = choose_encoding_layout(ParallelConfig(strategy=Strategy.fsdp), cluster_of(memory=80), LLAMA)
+    assert asked.layout.strategy is Strategy.fsdp
 
 
 def test_changes_if_nothing_fits():

@@ -32,13 +32,13 @@ class Met(ParallelLayout):
 
 def compare(name, config, layers, texts, *, reshard_after_forward=True, recompute=False, precision=Precision.bf16):
     encoder, blocks = built(config, num_hidden_layers=layers)
-    actual = model_spec(encoder, blocks, precision=precision, tokens_per_text=LENGTH, gpu=False)
+    found = model_spec(encoder, blocks, precision=precision, tokens_per_text=LENGTH, gpu=False)
     layout = Met(
         Strategy.fsdp, 1, RANKS, "", reshard_after_forward=reshard_after_forward, activation_checkpointing=recompute
     )
     machines = ClusterSpec(ranks=RANKS, per_node=RANKS, memory=10**12, gpu=False)
     work = StepWorkload(rows=texts * RANKS // 2, tokens_per_text=LENGTH, chunk_tokens=texts * LENGTH)
-    planned = step_memory(actual, layout, machines, work, reduce_per_step=True)
+    planned = step_memory(found, layout, machines, work, reduce_per_step=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         shard_(encoder, blocks, layout, ParallelConfig(strategy=Strategy.fsdp, precision=precision), CPU)
         optimizer = build_optimizer(encoder, OptimConfig())

@@ -165,15 +165,15 @@ def test_the_trained_minilm_is_an_override(minilm_dir):
     assert open_model_source(recipe.model).pooling is Pooling.mean
 
 
-def test_instructions_are_those_of_the_model_cards():
+@pytest.mark.parametrize(("name", "before"), [("qwen3_embedder", "Query:"), ("e5_mistral_lora", "Query: ")])
+def test_instructions_are_those_of_the_model_cards(name, before):
     """One has a blank behind `Query:` and one has none; documents have no instruction."""
-    for name, before in (("qwen3_embedder", "Query:"), ("e5_mistral_lora", "Query: ")):
-        recipe = compose_named(name, "data.train=[my.jsonl]")
-        assert recipe.model.query_prompt.startswith("Instruct: Given a web search query, ")
-        assert recipe.model.query_prompt.endswith(f"answer the query\n{before}")
-        assert recipe.model.document_prompt == ""
-        assert recipe.data.instruction_format == f"Instruct: {{instruction}}\n{before}{{text}}"
-        assert (recipe.model.pooling, recipe.model.append_eos) == (Pooling.last, True)
+    recipe = compose_named(name, "data.train=[my.jsonl]")
+    assert recipe.model.query_prompt.startswith("Instruct: Given a web search query, ")
+    assert recipe.model.query_prompt.endswith(f"answer the query\n{before}")
+    assert recipe.model.document_prompt == ""
+    assert recipe.data.instruction_format == f"Instruct: {{instruction}}\n{before}{{text}}"
+    assert (recipe.model.pooling, recipe.model.append_eos) == (Pooling.last, True)
 
 
 def test_the_reranker_of_qwen3_has_its_instruction():

@@ -80,36 +80,34 @@ def test_probe_works_with_any_pooling_and_detects_differences_with_padding():
     assert attends_to_later_tokens(assemble_encoder(respected).eval(), (5, 9, 14), CPU) is True
 
 
-def test_direction_of_a_directory_is_kept_or_overridden(tmp_path):
-    for architecture in ("qwen3", "gemma3_text"):
-        directory = tmp_path / architecture
-        save_small(model(architecture), directory)
-        source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True))
-        window = getattr(source.config, "sliding_window", None)
-        source.config.save_pretrained(directory)
-        for bidirectional, expected in ((None, True), (True, True), (False, False)):
-            again = open_model_source(
-                ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=bidirectional)
-            )
-            torch.manual_seed(0)
-            assert attends_to_later_tokens(assemble_encoder(again).eval(), (5, 9, 14), CPU) is expected
-            if expected:
-                assert getattr(again.config, "sliding_window", None) == window
-                assert open_model_source(small_model(architecture)).config.sliding_window != window or window is None
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+def test_direction_of_a_directory_is_kept_or_overridden(tmp_path, architecture):
+    directory = tmp_path / architecture
+    save_small(model(architecture), directory)
+    source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True))
+    window = getattr(source.config, "sliding_window", None)
+    source.config.save_pretrained(directory)
+    for bidirectional, expected in ((None, True), (True, True), (False, False)):
+        again = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=bidirectional))
+        torch.manual_seed(0)
+        assert attends_to_later_tokens(assemble_encoder(again).eval(), (5, 9, 14), CPU) is expected
+        if expected:
+            assert getattr(again.config, "sliding_window", None) == window
+            assert open_model_source(small_model(architecture)).config.sliding_window != window or window is None
 
 
-def test_bidirectional_export(tmp_path):
-    for architecture in ("llama", "gemma3_text"):
-        directory = save_small(model(architecture), tmp_path / architecture)
-        options = ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True)
-        exported = architecture_of(tmp_path / f"{architecture}-made", options)
-        export_model(tmp_path / f"{architecture}-out", exported)  # reopened by both libraries and compared
-        encode = SentenceTransformer(str(tmp_path / f"{architecture}-out"), device="cpu").encode
-        torch.testing.assert_close(torch.tensor(encode(["alpha beta"])), vectors(exported, options, "alpha beta"))
-        causal = architecture_of(
-            tmp_path / f"{architecture}-causal", ModelConfig(path=str(directory), pooling=Pooling.mean)
-        )
-        assert (causal.vectors - exported.vectors).norm(dim=1).max() > 0.01
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_bidirectional_export(tmp_path, architecture):
+    directory = save_small(model(architecture), tmp_path / architecture)
+    options = ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True)
+    exported = architecture_of(tmp_path / f"{architecture}-made", options)
+    export_model(tmp_path / f"{architecture}-out", exported)  # reopened by both libraries and compared
+    encode = SentenceTransformer(str(tmp_path / f"{architecture}-out"), device="cpu").encode
+    torch.testing.assert_close(torch.tensor(encode(["alpha beta"])), vectors(exported, options, "alpha beta"))
+    causal = architecture_of(
+        tmp_path / f"{architecture}-causal", ModelConfig(path=str(directory), pooling=Pooling.mean)
+    )
+    assert (causal.vectors - exported.vectors).norm(dim=1).max() > 0.01
 
 
 def vectors(exported, options, text):

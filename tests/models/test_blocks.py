@@ -47,14 +47,14 @@ def names(blocks: list[nn.Module]) -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", BLOCKS)
-def test_blocks_are_the_layers(architecture):
-    for num_layers in (1, 3):
-        encoder = encoder_of(architecture, num_layers)
-        blocks = find_blocks(encoder)
-        assert names(blocks) == [BLOCKS[architecture]] * num_layers
-        assert blocks == [part for part in encoder.modules() if type(part).__name__ == BLOCKS[architecture]]
-        # All but embeddings, final norm and their like is in the blocks.
-        assert not [n for n, _ in encoder.named_parameters() if ".attn" in n and not any_holds(blocks, encoder, n)]
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_blocks_are_the_layers(architecture, num_layers):
+    encoder = encoder_of(architecture, num_layers)
+    blocks = find_blocks(encoder)
+    assert names(blocks) == [BLOCKS[architecture]] * num_layers
+    assert blocks == [part for part in encoder.modules() if type(part).__name__ == BLOCKS[architecture]]
+    # All but embeddings, final norm and their like is in the blocks.
+    assert not [n for n, _ in encoder.named_parameters() if ".attn" in n and not any_holds(blocks, encoder, n)]
 
 
 def any_holds(blocks: list[nn.Module], encoder: nn.Module, name: str) -> bool:

@@ -196,13 +196,16 @@ def test_projection_is_trained_beside_adapters():
     assert {name for name in trained if ".lora_" not in name} == {"dense.0.linear.weight"}
 
 
-def test_expansion_options_that_no_text_can_have():
-    for options, pattern in (
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
         ({"expansion_token": "<nothing>"}, "expansion_token=<nothing>"),
         ({"expansion_length": 49}, "expansion_length=49.*48"),
-    ):
-        with pytest.raises(ConfigError, match=pattern):
-            open_model(late_interaction("bert", **EXPANSION | options))
+    ],
+)
+def test_expansion_options_that_no_text_can_have(options, pattern):
+    with pytest.raises(ConfigError, match=pattern):
+        open_model(late_interaction("bert", **EXPANSION | options))
 
 
 @pytest.mark.parametrize("architecture", ["bert", "qwen2", "deberta-v2"])

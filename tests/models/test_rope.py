@@ -60,18 +60,18 @@ def test_text_beyond_the_models_positions(scaling, tmp_path):
     assert twice.config.max_position_embeddings == expected
 
 
-def test_layers_with_a_window_are_not_scaled():
-    for architecture in ("gemma3_text", "modernbert"):
-        before = open_model_source(small_model(architecture)).config.rope_parameters
-        small = small_model(architecture, rope_scaling=YARN)
-        small.config |= {"layer_types": ["sliding_attention", "full_attention"]}
-        config = open_model_source(small).config
-        assert config.rope_parameters["sliding_attention"] == before["sliding_attention"]
-        actual = config.rope_parameters["full_attention"]
-        assert actual == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
-        ids = torch.arange(200)[None] % 60 + 4
-        with torch.no_grad():
-            assemble_encoder(open_model_source(small)).eval()(ids, torch.ones_like(ids))
+@pytest.mark.parametrize("architecture", ["gemma3_text", "modernbert"])
+def test_layers_with_a_window_are_not_scaled(architecture):
+    before = open_model_source(small_model(architecture)).config.rope_parameters
+    small = small_model(architecture, rope_scaling=YARN)
+    small.config |= {"layer_types": ["sliding_attention", "full_attention"]}
+    config = open_model_source(small).config
+    assert config.rope_parameters["sliding_attention"] == before["sliding_attention"]
+    actual = config.rope_parameters["full_attention"]
+    assert actual == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
+    ids = torch.arange(200)[None] % 60 + 4
+    with torch.no_grad():
+        assemble_encoder(open_model_source(small)).eval()(ids, torch.ones_like(ids))
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_invalid_values(scaling, pattern):
     assert "\n" not in str(caught.value)
 
 
-def test_valid_mappings():
-    for scaling in (YARN, LLAMA3, YARN | {"original_max_position_embeddings": 8}):
-        check_rope_scaling(scaling)
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3, YARN | {"original_max_position_embeddings": 8}])
+def test_valid_mappings(scaling):
+    check_rope_scaling(scaling)
 
 
-def test_model_without_rotary_positions():
-    for architecture in ("bert", "xlm-roberta", "mpnet", "distilbert"):
-        with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* no rotary positions"):
-            opened(architecture, YARN)
+@pytest.mark.parametrize("architecture", ["bert", "xlm-roberta", "mpnet", "distilbert"])
+def test_model_without_rotary_positions(architecture):
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* no rotary positions"):
+        opened(architecture, YARN)
 
 
 def test_length_beyond_the_positions(tmp_path):

@@ -356,9 +356,9 @@ def test_missing_model(path):
     )
 
 
-def test_no_model():
-    for path in (None, ""):
-        assert_raises(ConfigError, lambda path=path: open_model_source(ModelConfig(path=path)), "model.path")
+@pytest.mark.parametrize("path", [None, ""])
+def test_no_model(path):
+    assert_raises(ConfigError, lambda: open_model_source(ModelConfig(path=path)), "model.path")
 
 
 def test_model_from_a_configuration(hf_dir):

@@ -171,7 +171,7 @@ def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, arc
     assert open_model_source(ModelConfig(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
 
 
-def test_it_is_refused_where_it_has_no_effect(folder):
-    for pooling in (Pooling.cls, Pooling.last):
-        with pytest.raises(ConfigError, match=r"model\.include_prompt=false is for model\.pooling=mean"):
-            open_model_source(options(folder, "xlm-roberta", pooling=pooling))
+@pytest.mark.parametrize("pooling", [Pooling.cls, Pooling.last])
+def test_it_is_refused_where_it_has_no_effect(folder, pooling):
+    with pytest.raises(ConfigError, match=r"model\.include_prompt=false is for model\.pooling=mean"):
+        open_model_source(options(folder, "xlm-roberta", pooling=pooling))

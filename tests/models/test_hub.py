@@ -139,7 +139,7 @@ def guides_of_two_commits(world: World, cache: Path) -> list[str]:
         guides, _ = load_guides(
             [f"org/model@{OLD}", "org/model"], parallel(), world, chunk_tokens=64, trust_remote_code=False
         )
-    return [guide.texts.query_prompt for guide in guides.values()]
+    return [guide.texts.text_format.query_prompt for guide in guides.values()]
 
 
 def test_guides_of_two_commits(ranks, published):

@@ -85,9 +85,10 @@ class OurSteps:
 
         def chunks(batch: GlobalBatch) -> RankBatch:
             tokens = make_rank_batch(batch, 0, 1, model.tokenizer, options).computed_tokens
-            return make_rank_batch(
+            made = make_rank_batch(
                 batch, 0, 1, model.tokenizer, replace(options, activation_tokens=int(cached * tokens))
             )
+            return prefetched(made, self.run, model)
 
         self.prepared = batches.prepare(chunks)
 
@@ -159,6 +160,12 @@ def make_step_context(
         optim=optim,
         state=TrainState(),
     )
+
+
+def prefetched(batch: RankBatch, run: StepContext, model: LoadedModel) -> RankBatch:
+    """The batch as the prefetch thread of a run leaves it: what the loss needs is prepared, and pinned for a GPU."""
+    batch = batch.prepared_for(run.backward.loss, model.encoder.dimension)
+    return batch.pinned() if run.world.device.type == "cuda" else batch
 
 
 def comparison_cells(label: str, ours: Rounds, theirs: Rounds, tolerance: float) -> list[str]:

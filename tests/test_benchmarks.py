@@ -13,7 +13,7 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from benchmarks import late_interaction, pipeline_ablation, reranking, sparse
-from benchmarks.comparison import Batches, StepResults, comparison_cells
+from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import training as gpu
@@ -24,6 +24,7 @@ from embedtrain.config.recipe import Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from tests.pretend_cuda.device import host_reads
 
 QUICK = ("search",)
 
@@ -133,6 +134,26 @@ def test_a_variant_with_a_different_loss_is_reported_as_wrong(
     table = gpu.table([sized], [variants[0], variants[0]], matmul=64).splitlines()[-2:]
     assert "wrong" not in table[0]
     assert "wrong: its loss is" in table[1]
+
+
+def reads_of_a_step(world: World, name: str) -> dict[str, int]:
+    """What makes the host wait for the device in the second step of a tiny model."""
+    sized = gpu_models.sized_named(name, small=True)
+    with gpu_models.saved(sized, torch.device("cpu")) as folder:
+        loaded = gpu_models.load(folder, world, kind=sized.kind)
+    run = make_step_context(loaded, world, loss=gpu.loss_of(sized.kind))
+    batch = gpu.rank_batch(gpu_models.RandomTexts(sized.pairs, seed=0), run, loaded, sized.chunk_tokens, 600)
+    gpu.train_step(run, batch)
+    with host_reads() as reads:
+        gpu.train_step(run, batch)
+    return dict(reads)
+
+
+@pytest.mark.parametrize("name", ["XLM-R-large", *gpu_main.OTHER_KINDS])
+def test_measured_steps_wait_for_the_device_as_those_of_a_run(cuda_ranks: Any, name: str) -> None:
+    """Once: otherwise the tables would show waits that training does not have."""
+    (reads,) = cuda_ranks(1, reads_of_a_step, name)
+    assert [(line.split(":")[0], count) for line, count in reads.items()] == [("training/step.py", 1)]
 
 
 def test_stored_tables_are_replaced_and_not_measured_again(tmp_path: Path) -> None:

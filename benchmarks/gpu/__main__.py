@@ -15,9 +15,10 @@ from importlib import import_module
 from pathlib import Path
 
 MODELS = ("XLM-R-large", "Qwen3-0.6B", "Qwen3-4B")
+OTHER_KINDS = ("XLM-R-large reranker", "XLM-R-base ColBERT", "BERT-base SPLADE")
 # Each must be measured within LIMIT seconds: module and argument of its `measure`.
 TABLES = {
-    **{f"training:{model}": ("benchmarks.gpu.training", model) for model in (*MODELS, "XLM-R-large reranker")},
+    **{f"training:{model}": ("benchmarks.gpu.training", model) for model in (*MODELS, *OTHER_KINDS)},
     **{f"theirs:{model}": ("benchmarks.gpu.theirs", model) for model in MODELS},
     "losses": ("benchmarks.losses", ""),
     "losses:million": ("benchmarks.losses", "million"),

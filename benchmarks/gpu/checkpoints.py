@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.comparison import make_step_context
+from benchmarks.comparison import make_step_context, prefetched
 from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.checkpoint.checkpointer import Checkpointer
@@ -36,7 +36,7 @@ def _rows(sized: Sized, world: World, steps: int) -> list[list[str]]:
     context = make_step_context(loaded, world)
     texts = RandomTexts(sized.pairs, seed=0).batch()
     batch = make_rank_batch(texts, world.rank, world.size, loaded.tokenizer, ChunkOptions(sized.chunk_tokens, 10**9))
-    batch = batch.pinned() if world.device.type == "cuda" else batch
+    batch = prefetched(batch, context, loaded)
 
     def step() -> float:
         start = time.perf_counter()

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from benchmarks.inputs import MINILM
 from embedtrain.config.recipe import Attention, ModelConfig, ModelKind, ParallelConfig, Pooling, Precision
@@ -33,7 +39,7 @@ class Sized:
         pooling: pooling of the token embeddings.
         pairs: pairs in a batch whose graphs are all cached.
         chunk_tokens: tokens of one forward pass.
-        kind: a cross-encoder reads both texts of a pair together.
+        kind: a cross-encoder reads both texts of a pair together; a sparse model has a vocabulary head.
     """
 
     name: str
@@ -50,6 +56,13 @@ _XLMR = {
     "max_position_embeddings": 514,
     "type_vocab_size": 1,
     "layer_norm_eps": 1e-5,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_BERT = {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
@@ -94,6 +107,22 @@ MODELS = (
         kind=ModelKind.cross_encoder,
     ),
     Sized(
+        name="XLM-R-base ColBERT",
+        config={**_XLMR, **_sizes(768, 12, 12, 3072)},
+        pooling=Pooling.cls,
+        pairs=512,
+        chunk_tokens=65536,
+        kind=ModelKind.late_interaction,
+    ),
+    Sized(
+        name="BERT-base SPLADE",
+        config={**_BERT, **_sizes(768, 12, 12, 3072)},
+        pooling=Pooling.cls,
+        pairs=256,
+        chunk_tokens=32768,
+        kind=ModelKind.sparse,
+    ),
+    Sized(
         name="Qwen3-0.6B",
         config={**_QWEN3, **_sizes(1024, 28, 16, 3072)},
         pooling=Pooling.last,
@@ -108,6 +137,12 @@ MODELS = (
         chunk_tokens=4096,
     ),
 )
+
+
+_CLASSES: dict[ModelKind, Any] = {
+    ModelKind.cross_encoder: AutoModelForSequenceClassification,
+    ModelKind.sparse: AutoModelForMaskedLM,
+}
 
 
 def tiny(model: Sized) -> Sized:
@@ -129,21 +164,20 @@ def sized_named(name: str, *, small: bool = False) -> Sized:
 def saved(model: Sized, device: torch.device) -> Iterator[Path]:
     """A directory of the model, with random bf16 weights that are initialized on `device`.
 
-    It is one of sentence-transformers, or of a class for sequence classification.
+    A dense model is one of sentence-transformers, the others are of a class of transformers.
     """
     with TemporaryDirectory(prefix="embedtrain-bench-") as folder:
         values = dict(model.config)
         torch.manual_seed(0)
         with torch.device(device):
-            is_reranker = model.kind is ModelKind.cross_encoder
-            config = AutoConfig.for_model(
-                values.pop("model_type"), **values, **({"num_labels": 1} if is_reranker else {})
-            )
-            backbone = (AutoModelForSequenceClassification if is_reranker else AutoModel).from_config(config)
+            model_class = _CLASSES.get(model.kind, AutoModel)
+            labels = {"num_labels": 1} if model.kind is ModelKind.cross_encoder else {}
+            config = AutoConfig.for_model(values.pop("model_type"), **values, **labels)
+            backbone = model_class.from_config(config)
         backbone.to(torch.bfloat16).save_pretrained(folder)
         del backbone
         AutoTokenizer.from_pretrained(MINILM, model_max_length=LONGEST).save_pretrained(folder)
-        if not is_reranker:
+        if model.kind is ModelKind.dense:
             _write_sentence_transformers_files(model, Path(folder))
         yield Path(folder)
 

@@ -9,16 +9,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.comparison import make_step_context
+from benchmarks.comparison import make_step_context, prefetched
 from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.config.listwise_losses import BCEConfig
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelKind
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import LoadedModel
+from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.listwise import BCE
+from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore
+from embedtrain.losses.sparsity import SparseScore
+from embedtrain.losses.types import Loss
 from embedtrain.planning.flops import model_flops
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch, pass_overhead
 from embedtrain.training.step import StepContext, train_step
@@ -177,11 +182,10 @@ def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainC
     _peak(device)
     loaded = load(folder, world, attention=variant.attention, compiled=variant.compiled, kind=sized.kind)
     loading = _peak(device)
-    loss_of_pairs = None if sized.kind is ModelKind.dense else BCE(BCEConfig(), PairScore())
-    run = make_step_context(loaded, world, loss=loss_of_pairs)
+    run = make_step_context(loaded, world, loss=loss_of(sized.kind))
     texts = [RandomTexts(variant.batch_factor * sized.pairs, seed) for seed in range(BATCHES)]
     num_cached = _num_cached_tokens(model, variant, sum(int(t.lengths.sum()) for t in texts) // BATCHES, device)
-    batches = [_rank_batch(t, loaded, sized.chunk_tokens, num_cached) for t in texts]
+    batches = [rank_batch(t, run, loaded, sized.chunk_tokens, num_cached) for t in texts]
     loss = train_step(run, batches[0]).loss
     _run_steps(run, batches, WARM)
     _peak(device)
@@ -197,12 +201,25 @@ def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainC
     )
 
 
-def _rank_batch(texts: RandomTexts, loaded: LoadedModel, chunk_tokens: int, activation_tokens: int) -> RankBatch:
-    on_gpu = torch.cuda.is_available()
-    overhead = pass_overhead(on_gpu=on_gpu, sharded=loaded.layout.shard > 1)
+def loss_of(kind: ModelKind) -> Loss | None:
+    """The loss of a kind of model; None: InfoNCE of vectors."""
+    match kind:
+        case ModelKind.cross_encoder:
+            return BCE(BCEConfig(), PairScore())
+        case ModelKind.late_interaction:
+            return InfoNCE(InfoNCEConfig(), MaxSim(mean=False))
+        case ModelKind.sparse:
+            return InfoNCE(InfoNCEConfig(temperature=1.0), SparseScore())
+        case _:
+            return None
+
+
+def rank_batch(
+    texts: RandomTexts, run: StepContext, loaded: LoadedModel, chunk_tokens: int, activation_tokens: int
+) -> RankBatch:
+    overhead = pass_overhead(on_gpu=run.world.device.type == "cuda", sharded=loaded.layout.shard > 1)
     options = ChunkOptions(chunk_tokens, activation_tokens, overhead)
-    batch = make_rank_batch(texts.batch(), 0, 1, loaded.tokenizer, options)
-    return batch.pinned() if on_gpu else batch
+    return prefetched(make_rank_batch(texts.batch(), 0, 1, loaded.tokenizer, options), run, loaded)
 
 
 def _run_steps(run: StepContext, batches: Sequence[RankBatch], count: int) -> None:
@@ -236,7 +253,7 @@ def _bytes_per_token(run: StepContext, loaded: LoadedModel, variant: Variant, si
         return 0.0
     peaks, tokens = [], []
     for pairs in (sized.pairs, sized.pairs // 2):
-        batch = _rank_batch(RandomTexts(pairs, seed=0), loaded, sized.chunk_tokens, activation_tokens=10**9)
+        batch = rank_batch(RandomTexts(pairs, seed=0), run, loaded, sized.chunk_tokens, activation_tokens=10**9)
         _peak(device)
         train_step(run, batch)
         peaks.append(_peak(device))

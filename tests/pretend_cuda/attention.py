@@ -1,6 +1,6 @@
 """The kernel for packed texts (`torch.nn.attention.varlen.varlen_attn`) by its formula, and what it accepts.
 
-T: tokens; H, K: heads of queries, and of keys and values; S: size of a head; N: texts.
+T: tokens; L, M: queries and keys of a text; H, K: heads of queries, and of keys and values; S: size of a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,16 @@ def forward(
     causal: bool = False, scale: float | None = None, window: Sequence[int] | None = None, gqa: bool = False,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q [T, H, S], k and v [T, K, S]: the output [T, H, S], log-sum-exp [H, T] and random state of the kernel."""
+    """The output [T, H, S], log-sum-exp [H, T] and random state of the kernel.
+
+    q is [T, H, S]; k and v have the K heads of their own tokens, [T', K, S].
+    """
     _check(q, k, v, starts, starts_k, longest, longest_k)
     assert all(not value for value in rest), f"not supported here: {rest}"
     assert gqa or q.shape[1] == k.shape[1], "more heads of queries than of keys need enable_gqa"
     outputs, sums = [], []
-    for text in _texts(starts):
-        queries, keys, values = (part[text].float().transpose(0, 1) for part in (q, k, v))
+    for text, of_keys in zip(_texts(starts), _texts(starts_k), strict=True):
+        queries, keys, values = _heads(q[text], k[of_keys], v[of_keys])
         groups = queries.shape[0] // keys.shape[0]
         scores = _scores(queries, keys.repeat_interleave(groups, 0), scale, window, causal)
         outputs.append((scores.softmax(-1) @ values.repeat_interleave(groups, 0)).transpose(0, 1))
@@ -37,8 +40,8 @@ def backward(
     """The gradients of q, k and v, in float32 without autograd, which is switched off inside a dispatch mode."""
     _check(q, k, v, starts, starts_k, longest, longest_k)
     grads = [torch.zeros_like(part) for part in (q, k, v)]
-    for text in _texts(starts):
-        queries, keys, values, d_out = (part[text].float().transpose(0, 1) for part in (q, k, v, grad))
+    for text, of_keys in zip(_texts(starts), _texts(starts_k), strict=True):
+        queries, keys, values, d_out = _heads(q[text], k[of_keys], v[of_keys], grad[text])
         heads, groups = keys.shape[0], queries.shape[0] // keys.shape[0]
         keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
         weights = _scores(queries, keys, scale, window, causal).softmax(-1)
@@ -46,9 +49,10 @@ def backward(
         factor = queries.shape[-1] ** -0.5 if scale is None else scale
         d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True)) * factor
         parts = (d_scores @ keys, d_scores.transpose(1, 2) @ queries, weights.transpose(1, 2) @ d_out)
-        for into, part, num_heads in zip(grads, parts, (len(queries), heads, heads), strict=True):
+        of_parts = zip(grads, parts, (text, of_keys, of_keys), (len(queries), heads, heads), strict=True)
+        for into, part, tokens, num_heads in of_parts:
             # The heads of queries that share a head of keys add up.
-            into[text] = part.unflatten(0, (num_heads, -1)).sum(1).transpose(0, 1).to(into.dtype)
+            into[tokens] = part.unflatten(0, (num_heads, -1)).sum(1).transpose(0, 1).to(into.dtype)
     return tuple(grads)
 
 
@@ -57,10 +61,15 @@ def _texts(starts: Tensor) -> Iterator[slice]:
     return map(slice, bounds, bounds[1:])
 
 
+def _heads(*parts: Tensor) -> Iterator[Tensor]:
+    """Tokens [L, H, S] as heads [H, L, S], in float32."""
+    return (part.float().transpose(0, 1) for part in parts)
+
+
 def _scores(q: Tensor, k: Tensor, scale: float | None, window: Sequence[int] | None, causal: bool) -> Tensor:
-    """[H, L, S] and [H, L, S] to [H, L, L]; -inf where a token does not attend to another."""
-    positions = torch.arange(q.shape[1])
-    distance = positions[:, None] - positions[None, :]
+    """[H, L, S] and [H, M, S] to [H, L, M]; -inf where a token does not attend to another."""
+    # The last query is at the last key, as in FlashAttention.
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])[None, :] + k.shape[1] - q.shape[1]
     left, right = (-1, -1) if window is None else window
     allowed = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:

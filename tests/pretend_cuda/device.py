@@ -107,7 +107,10 @@ class CudaTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, values: Tensor) -> "CudaTensor":
         assert type(values) is not CudaTensor
-        like = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
+        if values.layout is torch.strided:
+            like = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype, device="meta")
+        else:  # a sparse matrix, which products take
+            like = torch.empty(values.size(), dtype=values.dtype, device="meta")
         built = torch.Tensor._make_subclass(cls, like, False, dispatch_device=True, device_for_backend_keys=CUDA)
         built.values = values
         return built
@@ -120,6 +123,10 @@ class CudaTensor(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"CudaTensor({self.values!r})"
+
+    def data_ptr(self) -> int:
+        """Of the values: tensors that share their memory are known by it."""
+        return self.values.data_ptr()
 
     def tolist(self) -> Any:
         _waits("tolist")

@@ -59,6 +59,17 @@ def test_layouts_of_one_rank(cuda_ranks, name):
     agree(result, expected, TOLERANCES[Precision.fp32])
 
 
+# Of a step of two ranks with FSDP and InfoNCE: three units of FSDP (two blocks and the rest) and the embeddings of the
+# batch are gathered, and their gradients reduced; embeddings travel from the rank that encodes them and back.
+COLLECTIVES = {
+    "cuda _allgather_base_": 5,
+    "cuda _reduce_scatter_base_": 4,
+    "cuda alltoall_base_": 2,
+    "cuda allreduce_": 3,
+    "cuda all_reduce": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [
@@ -74,3 +85,6 @@ def test_layouts_of_two_ranks(cuda_ranks, strategy, name):
     case = Case(precision=Precision.fp32, attention=Attention.padded, strategy=strategy, **values)
     for result, expected in cuda_ranks(2, run_case, case):
         agree(result, expected, TOLERANCES[Precision.fp32])
+        if (strategy, name) == _QUICK_OF_TWO[0]:  # the table of docs/speed.md
+            assert result.reads.total() == 1
+            assert result.calls == COLLECTIVES

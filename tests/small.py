@@ -88,7 +88,7 @@ def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> M
     """A recipe's model options for a small random model of the named architecture."""
     config: dict[str, Any] = {"model_type": architecture, "vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0}
     config |= {"eos_token_id": 2} | (ARCHITECTURES | MORE_ARCHITECTURES | CLASSIFIERS | STATIC)[architecture]
-    if architecture in ("bert", "xlm-roberta"):
+    if architecture in ("bert", "xlm-roberta", "electra", "deberta-v2"):
         config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     elif architecture == "modernbert":
         config |= {"cls_token_id": 0, "sep_token_id": 2, "mlp_dropout": dropout, "attention_dropout": dropout}

@@ -187,8 +187,7 @@ class _Terms:
         hybrid = weighted_sum(self.weights, scores)
         logs = [score.masked_fill(excluded, -torch.inf).log_softmax(dim=1) for score in (*scores, hybrid)]
         entropies = torch.stack([-log.gather(1, own.columns[:, :1]).squeeze(1) for log in logs])
-        weights = entropies.new_tensor(self.config.loss_weights)
-        terms = entropies
+        weights, terms = self.config.loss_weights, entropies
         if own.teacher is not None:
             is_target = own.real & ~excluded.gather(1, own.columns)
             target = own.teacher.masked_fill(~is_target, -torch.inf).softmax(dim=1).to(entropies.dtype)
@@ -198,11 +197,11 @@ class _Terms:
                     for log, entropy in zip(logs, entropies, strict=True)
                 ]
             )
-        losses = (weights.unsqueeze(1) * terms).sum(dim=0) / 4
+        losses = weighted_sum(weights, terms.unbind()) / 4
         if self.distils:
             softmax = logs[3].detach().exp()
-            distilled = torch.stack([-(softmax * log.masked_fill(excluded, 0.0)).sum(dim=1) for log in logs[:3]])
-            losses = (losses + (weights[:3].unsqueeze(1) * distilled).sum(dim=0) / 3) / 2
+            distilled = [-(softmax * log.masked_fill(excluded, 0.0)).sum(dim=1) for log in logs[:3]]
+            losses = (losses + weighted_sum(weights[:3], distilled) / 3) / 2
         return losses, entropies.sum(dim=1), hybrid.masked_fill(excluded, -torch.inf)
 
     def _with_teacher(self, log: Tensor, entropy: Tensor, columns: Tensor, is_target: Tensor, target: Tensor) -> Tensor:

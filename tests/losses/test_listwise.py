@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sentence_transformers
 import torch
+from packaging.version import Version
 from sentence_transformers.cross_encoder import CrossEncoder
 from sentence_transformers.cross_encoder import losses as reference
 from torch import Tensor
@@ -360,6 +362,8 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_equals_sentence_transformers(ranks, name):
+    if name in ("PListMLE", "RankNet, top 2") and Version(sentence_transformers.__version__) < Version("6.2"):
+        pytest.skip("before 6.2, positions are counted from 0, and a pair needs both documents in the top k")
     config, theirs, arguments, factor = SAME[name]
     # ADRMSELoss is a mean over documents, so lists have the same length. Ties are in no defined order in p-ListMLE.
     sizes = (4, 4, 4) if name == "ADRMSE" else (4, 2, 3)

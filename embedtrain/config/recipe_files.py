@@ -1,6 +1,5 @@
 """The files of recipes/ and configs/, and what Hydra's store has of them."""
 
-import functools
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -37,7 +36,10 @@ def register_recipes(without_loss: bool) -> None:
     keeps what is stored until the process ends, so only what has changed is stored again, which takes longer than the
     composition of a recipe.
     """
-    _register_schemas()
+    store = ConfigStore.instance()
+    if "recipe_schema.yaml" not in store.repo:  # a new process, or what a function of the Python API stored is removed
+        _store_schemas(store)
+        _stored_recipes.clear()
     for path in sorted(folder("recipes").glob("*.yaml")):
         status = path.stat()
         state = (path, status.st_mtime_ns, status.st_size, without_loss)
@@ -47,13 +49,11 @@ def register_recipes(without_loss: bool) -> None:
         assert isinstance(recipe, DictConfig)
         if without_loss:
             recipe.pop("loss", None)
-        ConfigStore.instance().store(group="recipe", name=path.stem, node=recipe, package="_global_")
+        store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
         _stored_recipes[path.stem] = state
 
 
-@functools.cache
-def _register_schemas() -> None:
-    store = ConfigStore.instance()
+def _store_schemas(store: ConfigStore) -> None:
     store.store(name="recipe_schema", node=recipe_schema())
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)

@@ -5,7 +5,8 @@ from sentence_transformers.sentence_transformer.losses import CachedMultipleNega
 
 from benchmarks.comparison import SCALE, TOLERANCE, Batches, OurSteps, TheirSteps, comparison_cells
 from benchmarks.inputs import MINILM, load_minilm, precisions
-from benchmarks.measure import ROUNDS, interleave, markdown, ratio, unit
+from benchmarks.measure import ROUNDS, markdown, ratio, unit
+from benchmarks.products import LIMIT_HEADER, limit_cells, measure_shares
 from benchmarks.training import our_training_steps
 from benchmarks.workloads import Workload, question_passage
 from embedtrain.config.recipe import Precision
@@ -26,7 +27,7 @@ def measure(workload: Workload | None = None) -> str:
         rows = _rows(world, workload or question_passage(steps=1))
     per_s = f"real tokens / {unit()}"
     header = ["ours", "graphs cached", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss difference"]
-    return markdown([*header, "times ours, none cached"], rows)
+    return markdown([*header, "times ours, none cached", *LIMIT_HEADER], rows)
 
 
 def _rows(world: World, workload: Workload) -> list[list[str]]:
@@ -42,14 +43,15 @@ def _rows(world: World, workload: Workload) -> list[list[str]]:
     model.max_seq_length = workload.max_length
     loss = CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=MINI_BATCH)
     their_steps = TheirSteps(model, loss, Precision.fp32, batches)
-    their_rounds, *our_rounds = interleave(their_steps, *our_steps.values())
-    ours = dict(zip(our_steps, our_rounds, strict=True))
+    theirs, *measured = measure_shares(their_steps, *our_steps.values(), size=lambda results: results.computed)
+    ours = dict(zip(our_steps, measured, strict=True))
     return [
         [
             precision.value,
             label,
-            *comparison_cells(f"caching, {label} cached", rounds, their_rounds, TOLERANCE[precision]),
-            ratio(rounds, ours[precision, "none"]),
+            *comparison_cells(f"caching, {label} cached", our.rounds, theirs.rounds, TOLERANCE[precision]),
+            ratio(our.rounds, ours[precision, "none"].rounds),
+            *limit_cells(our, theirs),
         ]
-        for (precision, label), rounds in ours.items()
+        for (precision, label), our in ours.items()
     ]

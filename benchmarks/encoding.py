@@ -6,14 +6,15 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from benchmarks.inputs import MINILM, load_minilm, precisions, retrieval_set
-from benchmarks.measure import interleave, markdown, ratio, require, speed, unit
+from benchmarks.measure import markdown, ratio, require, speed, unit
+from benchmarks.products import LIMIT_HEADER, limit_cells, measure_shares
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.types import RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
 
-DOCUMENTS, WARMUP_DOCUMENTS = 500, 32
+DOCUMENTS = 500
 CHUNK_TOKENS = EvaluationConfig().chunk_tokens
 TITLE = f"Encoding {DOCUMENTS} documents, all-MiniLM-L6-v2, against SentenceTransformer.encode"
 # Relative to theirs in fp32, its default, for each of our precisions.
@@ -24,16 +25,16 @@ COMPARED = ((Precision.bf16, Precision.fp32), (Precision.bf16, Precision.bf16), 
 
 
 class Ours:
-    """Encodes the documents with embedtrain; round 0 warms up on a few of them."""
+    """Encodes the documents with embedtrain."""
 
     def __init__(self, world: World, precision: Precision, texts: list[str]) -> None:
         model = load_minilm(world, precision)
         self.encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=CHUNK_TOKENS)
         self.texts, self.tokens = texts, sum(len(ids) for ids in model.tokenizer.ids(texts))
 
-    def __call__(self, round_number: int) -> Tensor:
+    def __call__(self, _round_number: int) -> Tensor:
         """Vectors, float32 [n, D]."""
-        return self.encoder.encode_all(self.texts if round_number else self.texts[:WARMUP_DOCUMENTS])
+        return self.encoder.encode_all(self.texts)
 
 
 class Theirs:
@@ -43,10 +44,9 @@ class Theirs:
         dtype = {"dtype": DTYPES[precision]}
         self.model, self.texts = SentenceTransformer(MINILM, device=str(world.device), model_kwargs=dtype), texts
 
-    def __call__(self, round_number: int) -> Tensor:
+    def __call__(self, _round_number: int) -> Tensor:
         """Vectors, float32 [n, D]."""
-        texts = self.texts if round_number else self.texts[:WARMUP_DOCUMENTS]
-        vectors: Tensor = self.model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
+        vectors: Tensor = self.model.encode(self.texts, convert_to_tensor=True, show_progress_bar=False)
         return vectors.float()
 
 
@@ -57,20 +57,19 @@ def measure(num_documents: int = DOCUMENTS) -> str:
         texts = list(data.documents.texts)
         ours = {precision: Ours(world, precision, texts) for precision in precisions()}
         theirs = {precision: Theirs(world, precision, texts) for precision in precisions()}
-        timed = interleave(*ours.values(), *theirs.values())
-    our_rounds = dict(zip(ours, timed[: len(ours)], strict=True))
-    their_rounds = dict(zip(theirs, timed[len(ours) :], strict=True))
+        measured = measure_shares(*ours.values(), *theirs.values())
+    all_ours = dict(zip(ours, measured[: len(ours)], strict=True))
+    all_theirs = dict(zip(theirs, measured[len(ours) :], strict=True))
     rows = []
     for our_precision, their_precision in COMPARED:
         if our_precision in ours and their_precision in theirs:
-            our_timed, their_timed = our_rounds[our_precision], their_rounds[their_precision]
-            vectors = zip(our_timed, their_rounds[Precision.fp32], strict=True)
+            our, their = all_ours[our_precision], all_theirs[their_precision]
+            vectors = zip(our.rounds, all_theirs[Precision.fp32].rounds, strict=True)
             cosine = min(float(F.cosine_similarity(a.value, b.value).min()) for a, b in vectors)
             require(cosine >= MIN_COSINE[our_precision], f"encoding: a vector's cosine with theirs in fp32 is {cosine}")
-            tokens = [ours[our_precision].tokens] * len(our_timed)
-            speeds = [f"{speed(rounds, tokens):,.0f}" for rounds in (our_timed, their_timed)]
-            precision_cells = [our_precision.value, their_precision.value]
-            rows.append([*precision_cells, *speeds, ratio(our_timed, their_timed), f"{cosine:.6f}"])
-    per_s = f"real tokens / {unit()}"
-    cosine_header = "min cosine of ours with theirs in fp32"
-    return markdown(["ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio", cosine_header], rows)
+            tokens = [ours[our_precision].tokens] * len(our.rounds)
+            speeds = [f"{speed(side.rounds, tokens):,.0f}" for side in (our, their)]
+            cells = [our_precision.value, their_precision.value, *speeds, ratio(our.rounds, their.rounds)]
+            rows.append([*cells, f"{cosine:.6f}", *limit_cells(our, their)])
+    header = ["ours", "theirs", *(f"{side}, real tokens / {unit()}" for side in ("ours", "theirs")), "ratio"]
+    return markdown([*header, "min cosine of ours with theirs in fp32", *LIMIT_HEADER], rows)

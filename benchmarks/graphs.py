@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.encoding import CHUNK_TOKENS, WARMUP_DOCUMENTS, Ours, Theirs
+from benchmarks.encoding import CHUNK_TOKENS, Ours, Theirs
 from benchmarks.inputs import MINILM, precisions, retrieval_set
 from benchmarks.measure import Timed, interleave, markdown, ratio, require, speed, unit
 from embedtrain.checkpoint.export.onnx import write_graph
@@ -31,15 +31,15 @@ MIN_COSINE = 0.95  # of any vector with the one in fp32
 
 
 class Graph:
-    """Encodes the documents with a graph of an export; round 0 warms up on a few of them."""
+    """Encodes the documents with a graph of an export."""
 
     def __init__(self, world: World, source: ModelSource, backend: Backend, texts: list[str]) -> None:
         self.encoder = SentenceEncoder.from_model(load_graph(source, backend, world), world, chunk_tokens=CHUNK_TOKENS)
         self.texts = texts
 
-    def __call__(self, round_number: int) -> Tensor:
+    def __call__(self, _round_number: int) -> Tensor:
         """Vectors, float32 [n, D]."""
-        return self.encoder.encode_all(self.texts if round_number else self.texts[:WARMUP_DOCUMENTS])
+        return self.encoder.encode_all(self.texts)
 
 
 def measure(num_documents: int = DOCUMENTS) -> str:

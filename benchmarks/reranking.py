@@ -27,7 +27,8 @@ from benchmarks.comparison import (
     padding_factor,
 )
 from benchmarks.inputs import MINILM, disable_dropout, precisions
-from benchmarks.measure import ROUNDS, Timed, interleave, markdown, ratio, require, speed, unit
+from benchmarks.measure import ROUNDS, markdown, ratio, require, speed, unit
+from benchmarks.products import LIMIT_HEADER, Measured, limit_cells, measure_shares
 from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.listwise_losses import BCEConfig, ListNetConfig
@@ -136,16 +137,15 @@ def _columns(rows: Sequence[Row], *, lists: bool) -> tuple[list[Any], Any]:
 
 
 class OurScores:
-    """Scores of all pairs; round 0 warms up on one query's."""
+    """Scores of all pairs."""
 
     def __init__(self, model: LoadedModel, world: World, pairs: Sequence[Pair]) -> None:
         self.scorer = PairScorer.from_model(model, world, chunk_tokens=EvaluationConfig().chunk_tokens)
         self.pairs, self.tokens = pairs, sum(map(len, model.tokenizer.ids(pairs)))
 
-    def __call__(self, round_number: int) -> Tensor:
+    def __call__(self, _round_number: int) -> Tensor:
         """Float32 [n]."""
-        pairs = self.pairs if round_number else self.pairs[:CANDIDATES]
-        return self.scorer.score([pair.query for pair in pairs], [pair.document for pair in pairs])
+        return self.scorer.score([pair.query for pair in self.pairs], [pair.document for pair in self.pairs])
 
 
 class TheirScores:
@@ -156,11 +156,10 @@ class TheirScores:
         self.model = CrossEncoder(folder, device=str(world.device), max_length=max_length, model_kwargs=dtype)
         self.pairs = [(pair.query, pair.document) for pair in pairs]
 
-    def __call__(self, round_number: int) -> Tensor:
+    def __call__(self, _round_number: int) -> Tensor:
         """Float32 [n], before the sigmoid."""
-        pairs = self.pairs if round_number else self.pairs[:CANDIDATES]
         options: dict[str, Any] = {"activation_fn": nn.Identity(), "convert_to_tensor": True}
-        scores: Tensor = self.model.predict(pairs, show_progress_bar=False, **options)
+        scores: Tensor = self.model.predict(self.pairs, show_progress_bar=False, **options)
         return scores.float()
 
 
@@ -172,8 +171,8 @@ def measure(workloads: Sequence[Workload] = WORKLOADS, num_queries: int = QUERIE
     per_s = f"real tokens / {unit()}"
     header = ["texts", "ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio"]
     padding = ["computed / real tokens, ours", "computed / real tokens, theirs"]
-    training = markdown([*header, "loss difference", *padding], rows)
-    return f"{training}\n\n{markdown([*header, 'score difference'], scored)}"
+    training = markdown([*header, "loss difference", *padding, *LIMIT_HEADER], rows)
+    return f"{training}\n\n{markdown([*header, 'score difference', *LIMIT_HEADER], scored)}"
 
 
 @contextmanager
@@ -206,14 +205,15 @@ def _steps(world: World, folder: str, workload: Workload, compared: Compared) ->
     for precision in available:
         model = CrossEncoder(folder, device=str(world.device), max_length=workload.max_length)
         runners.append(TheirSteps(model, compared.theirs(model), precision, batches))
-    timed = interleave(*runners)
-    ours, theirs = _by_precision(timed)
+    ours, theirs = _by_precision(measure_shares(*runners, size=lambda results: results.computed))
     rows_of_table = []
     for our, their in _available():
         label = f"reranking, {workload.name}, {compared.name}"
-        cells = comparison_cells(label, ours[our], theirs[their], max(TOLERANCE[our], TOLERANCE[their]))
+        sides = ours[our], theirs[their]
+        cells = comparison_cells(label, *(side.rounds for side in sides), max(TOLERANCE[our], TOLERANCE[their]))
         names = [f"{workload.num_pairs} pairs, {workload.name}, {compared.name}", our.value, their.value]
-        rows_of_table.append([*names, *cells, padding_factor(ours[our]), padding_factor(theirs[their])])
+        factors = [padding_factor(side.rounds) for side in sides]
+        rows_of_table.append([*names, *cells, *factors, *limit_cells(*sides)])
     return rows_of_table
 
 
@@ -222,16 +222,18 @@ def _scores(world: World, folder: str, workload: Workload, num_queries: int) -> 
     models = {name: load_reranker(folder, name, world, workload.max_length) for name in precisions()}
     our_scores = [OurScores(model, world, pairs) for model in models.values()]
     their_scores = [TheirScores(folder, workload.max_length, world, precision, pairs) for precision in models]
-    ours, theirs = _by_precision(interleave(*our_scores, *their_scores))
+    ours, theirs = _by_precision(measure_shares(*our_scores, *their_scores))
     rows, tokens = [], [our_scores[0].tokens] * ROUNDS
     for our, their in _available():
-        both = zip(ours[our], theirs[their], strict=True)
+        both = zip(ours[our].rounds, theirs[their].rounds, strict=True)
         difference = max(float((a.value - b.value).abs().max()) for a, b in both)
         tolerance = max(SCORE_TOLERANCE[our], SCORE_TOLERANCE[their])
         require(difference <= tolerance, f"scores, {workload.name}: they differ by {difference}")
-        speeds = [f"{speed(rounds, tokens):,.0f}" for rounds in (ours[our], theirs[their])]
+        sides = ours[our], theirs[their]
+        speeds = [f"{speed(side.rounds, tokens):,.0f}" for side in sides]
         texts = f"{CANDIDATES} candidates of {num_queries} queries, {workload.name}"
-        rows.append([texts, our.value, their.value, *speeds, ratio(ours[our], theirs[their]), f"{difference:.0e}"])
+        cells = [our.value, their.value, *speeds, ratio(*(side.rounds for side in sides)), f"{difference:.0e}"]
+        rows.append([texts, *cells, *limit_cells(*sides)])
     return rows
 
 
@@ -246,7 +248,7 @@ def _available() -> list[tuple[Precision, Precision]]:
     return [pair for pair in COMPARED if set(pair) <= set(precisions())]
 
 
-def _by_precision(timed: list[list[Timed[Any]]]) -> tuple[dict[Precision, Any], dict[Precision, Any]]:
+def _by_precision(measured: list[Measured[Any]]) -> tuple[dict[Precision, Any], dict[Precision, Any]]:
     available = precisions()
-    ours, theirs = timed[: len(available)], timed[len(available) :]
+    ours, theirs = measured[: len(available)], measured[len(available) :]
     return dict(zip(available, ours, strict=True)), dict(zip(available, theirs, strict=True))

@@ -16,7 +16,8 @@ from benchmarks.comparison import (
     padding_factor,
 )
 from benchmarks.inputs import MINILM, load_minilm, precisions
-from benchmarks.measure import ROUNDS, interleave, markdown, unit
+from benchmarks.measure import ROUNDS, markdown, unit
+from benchmarks.products import LIMIT_HEADER, limit_cells, measure_shares
 from benchmarks.trainer import trainer_row
 from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
 from embedtrain.config.recipe import Precision, TrainConfig
@@ -34,8 +35,8 @@ COMPARED = ((Precision.bf16, Precision.fp32), (Precision.bf16, Precision.bf16), 
 def measure(workloads: Sequence[Workload] = WORKLOADS) -> str:
     with joined_world() as world:
         rows = [row for workload in workloads for row in _rows(world, workload)]
-        rows.append(trainer_row(world, workloads[0], CHUNK_OPTIONS))
-    return markdown(header(), rows)
+        rows.append([*trainer_row(world, workloads[0], CHUNK_OPTIONS), *[""] * len(LIMIT_HEADER)])
+    return markdown([*header(), *LIMIT_HEADER], rows)
 
 
 def header() -> list[str]:
@@ -54,19 +55,18 @@ def _rows(world: World, workload: Workload) -> list[list[str]]:
         model.max_seq_length = workload.max_length
         loss = MultipleNegativesRankingLoss(model, scale=SCALE)
         runners.append(TheirSteps(model, loss, precision, batches))
-    timed = interleave(*runners)
-    ours = dict(zip(available, timed[: len(available)], strict=True))
-    theirs = dict(zip(available, timed[len(available) :], strict=True))
+    measured = measure_shares(*runners, size=lambda results: results.computed)
+    ours = dict(zip(available, measured[: len(available)], strict=True))
+    theirs = dict(zip(available, measured[len(available) :], strict=True))
     rows = []
     for our_precision, their_precision in COMPARED:
         if our_precision in ours and their_precision in theirs:
             tolerance = max(TOLERANCE[our_precision], TOLERANCE[their_precision])
-            cells = comparison_cells(
-                f"training, {workload.name}", ours[our_precision], theirs[their_precision], tolerance
-            )
+            our, their = ours[our_precision], theirs[their_precision]
+            cells = comparison_cells(f"training, {workload.name}", our.rounds, their.rounds, tolerance)
             names = [f"{workload.num_pairs} pairs, {workload.name}", our_precision.value, their_precision.value]
-            factors = [padding_factor(ours[our_precision]), padding_factor(theirs[their_precision])]
-            rows.append([*names, *cells, *factors])
+            factors = [padding_factor(our.rounds), padding_factor(their.rounds)]
+            rows.append([*names, *cells, *factors, *limit_cells(our, their)])
     return rows
 
 

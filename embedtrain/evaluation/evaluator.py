@@ -18,10 +18,6 @@ from embedtrain.evaluation.function import EvaluationFunction, call_function, fu
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.set_kinds import dataset_info, metric_names_of_set, name_at, shared_metrics
 from embedtrain.evaluation.tasks.context import EncodedSet, EncoderContext, EvaluationContext, ScorerContext
-from embedtrain.evaluation.tasks.labels import (
-    measure_classification,
-    measure_clustering,
-)
 from embedtrain.evaluation.tasks.pairs import (
     measure_bitext,
     measure_pair_classification,
@@ -257,10 +253,13 @@ def _measure_vectors(context: EncoderContext) -> dict[str, float]:
             return measure_retrieval(data, context)
         case Bitext() as data:
             return measure_bitext(data, context)
-        case ClassificationSet() as data:
+        case ClassificationSet() | ClusteringSet() as data:
+            # Imported here because scikit-learn takes a second, which the start of a training should not wait for.
+            from embedtrain.evaluation.tasks.labels import measure_classification, measure_clustering
+
+            if isinstance(data, ClusteringSet):
+                return measure_clustering(data, context)
             return measure_classification(data, context)
-        case ClusteringSet() as data:
-            return measure_clustering(data, context)
         case _:
             return _measure_scores(context)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence, Set
 import numpy as np
 import pytrec_eval
 from numpy.typing import NDArray
-from scipy import stats
 
 from embedtrain.config.compressed import is_label
 from embedtrain.config.m3 import HybridWeights
@@ -122,6 +121,8 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
 
     For a model that gives every text the same vector, scipy returns NaN, which would break comparisons of checkpoints.
     """
+    from scipy import stats  # takes half a second, which the start of a training should not wait for
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
         warnings.simplefilter("ignore", stats.NearConstantInputWarning)

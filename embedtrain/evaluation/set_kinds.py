@@ -9,7 +9,6 @@ from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.compressed import Row, has_row
 from embedtrain.evaluation.metrics import MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
-from embedtrain.evaluation.tasks.labels import CLUSTERING_METRICS, classification_metrics
 from embedtrain.evaluation.tasks.pairs import BITEXT_METRICS, PAIR_CLASSIFICATION_METRICS, STS_METRICS
 from embedtrain.evaluation.tasks.rankings import RERANKING_METRICS
 from embedtrain.evaluation.types import (
@@ -23,6 +22,10 @@ from embedtrain.evaluation.types import (
     ScoredPairs,
 )
 from embedtrain.tracking.metrics import DatasetInfo, FirstStage
+
+CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")
+BINARY_CLASSIFICATION_METRICS = (*CLASSIFICATION_METRICS, "ap")
+CLUSTERING_METRICS = ("v_measure", "v_measure_std", "ami")
 
 
 def dataset_info(loaded: LoadedSet) -> DatasetInfo:
@@ -138,7 +141,9 @@ def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
         case Bitext():
             return "bitext mining", BITEXT_METRICS
         case ClassificationSet():
-            return "classification", classification_metrics(data)
+            # Average precision is defined for two classes only.
+            is_binary = len(set(data.labels)) == 2
+            return "classification", BINARY_CLASSIFICATION_METRICS if is_binary else CLASSIFICATION_METRICS
         case ClusteringSet():
             return "clustering", CLUSTERING_METRICS
 

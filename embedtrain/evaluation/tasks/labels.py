@@ -24,23 +24,16 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import DataError
+from embedtrain.evaluation.set_kinds import CLUSTERING_METRICS
 from embedtrain.evaluation.tasks.context import SEED, EncoderContext, reproducible_sklearn
 from embedtrain.evaluation.types import ClassificationSet, ClusteringSet
 
-CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")
-BINARY_CLASSIFICATION_METRICS = (*CLASSIFICATION_METRICS, "ap")
-CLUSTERING_METRICS = ("v_measure", "v_measure_std", "ami")
 _NUM_NEIGHBORS = 3
 # Texts of a bootstrap sample of clustering, drawn with replacement.
 _SAMPLE_SIZE = 16384
 
 # True and predicted clusters of the same texts.
 Clusterings = Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]
-
-
-def classification_metrics(data: ClassificationSet) -> tuple[str, ...]:
-    """The metrics of a set: average precision is defined for two classes only."""
-    return BINARY_CLASSIFICATION_METRICS if len(set(data.labels)) == 2 else CLASSIFICATION_METRICS
 
 
 def measure_classification(data: ClassificationSet, context: EncoderContext) -> dict[str, float]:

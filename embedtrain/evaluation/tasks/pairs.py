@@ -6,7 +6,6 @@ Shapes: n pairs.
 from collections.abc import Sequence
 
 import numpy as np
-from sklearn.metrics import average_precision_score, precision_recall_fscore_support
 
 from embedtrain.evaluation.metrics import sts_metrics
 from embedtrain.evaluation.tasks.context import EncoderContext, ScorerContext, reproducible_sklearn
@@ -44,6 +43,7 @@ def measure_pair_classification(data: LabelledPairs, context: EncoderContext | S
 def _pair_classification_metrics(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     # Imported here because it takes seconds, which only processes with such a set should spend.
     from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
+    from sklearn.metrics import average_precision_score
 
     accuracy, accuracy_threshold = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
     f1 = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
@@ -59,6 +59,8 @@ def measure_bitext(data: Bitext, context: EncoderContext) -> dict[str, float]:
     and `accuracy_mean` (of both directions) are those of sentence-transformers' TranslationEvaluator, which also
     accepts an equal sentence of another row. Of equally near sentences, the first counts.
     """
+    from sklearn.metrics import precision_recall_fscore_support  # takes a second
+
     forward = context.nearest(data.first, data.second)
     backward = context.nearest(data.first, data.second, swapped=True)
     metrics: dict[str, float] = {}

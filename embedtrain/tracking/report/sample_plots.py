@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
-from scipy.linalg import orthogonal_procrustes
-from sklearn.decomposition import PCA
 
 from embedtrain.tracking.report.axes import Axis, NumberFormat, round_numbers, tick_labels
 from embedtrain.tracking.report.chart import element
@@ -98,6 +96,9 @@ def project(vectors: Vectors, reference: Projection | None = None) -> Projection
     With a reference the points are rotated and mirrored, which changes no distance, so that texts lie as near as
     possible to their points there. None if there are fewer than three texts, or if all have the same vector.
     """
+    from scipy.linalg import orthogonal_procrustes
+    from sklearn.decomposition import PCA  # takes a second, which the start of a training should not wait for
+
     values = vectors.values.astype(np.float64)
     if len(values) < 3 or values.shape[1] < 2 or np.ptp(values, axis=0).max() < 1e-9:
         return None

@@ -9,7 +9,6 @@ from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
 from embedtrain.tracking.report.chart import evenly_spaced
 from embedtrain.tracking.report.sample import PairRelation, Role, Sample, Vectors
@@ -47,6 +46,8 @@ class PairGroup:
 
     def separation(self, vectors: Vectors) -> float | None:
         """The probability that a pair of the first kind is more similar than one of the last (area under the ROC)."""
+        from sklearn.metrics import roc_auc_score  # takes a second, which the start of a training should not wait for
+
         similar, dissimilar = self.kinds[0], self.kinds[-1]
         if len(self.kinds) < 2 or not len(similar.pairs) or not len(dissimilar.pairs):
             return None

@@ -20,6 +20,7 @@ TABLES = (
     "data",
     "checkpoints",
     "plan",
+    "startup",
 )
 # Slow; data_memory needs a lot of disk space as well.
 ON_DEMAND = ("data_memory", "pipeline_ablation")

@@ -63,20 +63,20 @@ class Products(Generic[T]):
 
     def __init__(self, call: Callable[[int], T]) -> None:
         self._call = call
-        self._factors: list[tuple[Factor, Factor]] = []
+        self.factors: list[tuple[Factor, Factor]] = []
         self._results: list[T] = []
 
     def call(self, round_number: int) -> T:
         """Call the function itself."""
         if round_number:
             return self._call(round_number)
-        with _Recorder(self._factors):
+        with _Recorder(self.factors):
             self._results.append(self._call(round_number))
         return self._results[0]
 
     def alone(self, _round_number: int) -> T:
         """Compute the products; returns the result of the call to which they belong."""
-        for a, b in self._factors:
+        for a, b in self.factors:
             shape = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=a.dtype, device="meta")
             torch.matmul(a.tensor("a"), b.tensor("b"), out=Factor.of(shape, a.device).tensor("out"))
         return self._results[0]

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import CrossEncoder
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from benchmarks import late_interaction, pipeline_ablation, reranking, sparse
@@ -19,6 +22,7 @@ from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import training as gpu
 from benchmarks.inputs import MINILM
 from benchmarks.measure import ROUNDS, Timed, WrongResult
+from benchmarks.products import Products
 from benchmarks.workloads import Workload, descriptions, equal_lengths, load_rows, question_passage, short_pairs, web
 from embedtrain.config.recipe import Precision
 from embedtrain.data.tokens import TextTokenizer
@@ -58,6 +62,26 @@ def test_different_results_raise(theirs: StepResults, message: str) -> None:
     assert comparison_cells("a table", ours, [Timed(ours[0].value, 3.0)], 1e-5)[2].startswith("3.00")
     with pytest.raises(WrongResult, match=message):
         comparison_cells("a table", ours, [Timed(theirs, 3.0)], 1e-5)
+
+
+def test_recorded_products_have_the_operations_of_the_step() -> None:
+    """Counted by torch with plain attention, which computes no product twice; flash attention computes Q K^T twice."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    texts = torch.randn(3, 7, 32)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        layer(texts).sum().backward()
+    once = 2 * 3 * 7 * 7 * 32  # Q K^T of all texts and heads
+    products = Products(lambda _: layer(texts).sum().backward())
+    products.call(0)
+    operations = [2 * int(np.prod(a.shape)) * b.shape[-1] for a, b in products.factors]
+    assert sum(operations) == counter.get_total_flops() + once
+    assert products.alone(1) is None
+
+    evaluated = Products(lambda _: layer.linear1(texts))
+    with torch.inference_mode():
+        evaluated.call(0)
+    assert [(a.shape, b.shape) for a, b in evaluated.factors] == [((21, 32), (32, 64))]
 
 
 @pytest.mark.parametrize("compared", reranking.LOSSES, ids=lambda compared: compared.name)

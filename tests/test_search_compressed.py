@@ -38,6 +38,27 @@ def test_the_best_of_a_binary_search_are_scored_again(tmp_path):
     assert "vectors: binary-x2-top4, " in printed
 
 
+def test_vectors_that_an_earlier_search_stored(tmp_path):
+    """The same documents and scores, whether they are encoded, stored or read, searched as they are or by a copy."""
+    model = save_guide(small_model("bert"), tmp_path)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"_id": f"d{i:02}", "text": each}) + "\n" for i, each in enumerate(TEXTS)))
+
+    def found(*options: str) -> list[str]:
+        arguments = [f"model={model}", f"corpus={corpus}", f"query={QUERY}", "top_k=12", *options]
+        return re.findall(r"^ *-?[01]\.\d{3}  d\d\d", call("embedtrain.search", *arguments), re.MULTILINE)
+
+    expected, stored = found(), f"vectors_dir={tmp_path / 'vectors'}"
+    assert len(expected) == 12
+    assert found(stored) == expected
+    (path,) = (tmp_path / "vectors").rglob("*.safetensors")
+    written = path.stat().st_mtime_ns
+    assert found(stored, "index.place=disk", "index.scan_dtype=int8") == expected
+    assert [(each, each.stat().st_mtime_ns) for each in (tmp_path / "vectors").rglob("*.safetensors")] == [
+        (path, written)
+    ]
+
+
 def test_forms_that_search_takes():
     options = compose_search(["model=m", "corpus=c", "vectors=int8"])
     assert options.vectors.documents is VectorPrecision.int8

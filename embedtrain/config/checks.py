@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compressed import check_evaluated_vectors
 from embedtrain.config.conditions import parse_condition
-from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype, check_index
 from embedtrain.config.heads import check_heads
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.late_interaction import NO_PROJECTION
@@ -173,6 +173,12 @@ def _check_evaluation(recipe: Recipe) -> None:
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "patience", "null never stops early")
     check.at_least(1, "rerank_depth")
+    check_index(evaluation.index, "evaluation.index.", stores_vectors=False)
+    OptionChecks(evaluation.index, "evaluation.index.").require(
+        evaluation.index.scan_dtype is None or recipe.model.kind is ModelKind.dense,
+        "scan_dtype",
+        f"is for models with one dense vector per text, not for model.kind={recipe.model.kind.value}; leave it out",
+    )
     for name in ("rerank_depth", "document_windows"):
         check.require(
             recipe.model.kind is ModelKind.cross_encoder

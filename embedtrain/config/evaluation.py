@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.validation import OptionChecks
+
 
 class SetKind(str, Enum):
     """The kind of an evaluation set. `auto` detects it from the directory or the columns."""
@@ -39,11 +41,16 @@ class Backend(str, Enum):
 
 
 class VectorPlacement(str, Enum):
-    """Where a rank keeps the embeddings of documents. `auto`: on the GPU if they fit into half its free memory."""
+    """Where a rank keeps the embeddings of documents.
+
+    `auto`: on the GPU if they fit into half its free memory, else on the host. `disk`: in the files of stored vectors,
+    which are memory-mapped.
+    """
 
     auto = "auto"
     device = "device"
     host = "host"
+    disk = "disk"
 
 
 class VectorDtype(str, Enum):
@@ -51,6 +58,13 @@ class VectorDtype(str, Enum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+
+
+class ScanDtype(str, Enum):
+    """The type of the copy of the embeddings that a search reads first."""
+
+    bf16 = "bf16"
+    int8 = "int8"
 
 
 class VectorPrecision(str, Enum):
@@ -78,7 +92,26 @@ class IndexConfig:
     """How the embeddings of documents are stored for search."""
 
     dtype: VectorDtype = VectorDtype.fp32
+    # A search reads a smaller copy of this type, and scores by the embeddings themselves all documents that the error
+    # of the copy leaves possible. The results are the same. With place=auto, the copy is on the GPU if it fits into
+    # half its free memory, and the embeddings are on the host.
+    scan_dtype: ScanDtype | None = None
     place: VectorPlacement = VectorPlacement.auto
+
+
+def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> None:
+    """Check how an index stores vectors; `stores_vectors`: whether the command stores them in files."""
+    check = OptionChecks(index, prefix)
+    check.require(
+        index.scan_dtype is not ScanDtype.bf16 or index.dtype is not VectorDtype.bf16,
+        "scan_dtype",
+        f"is not smaller than {prefix}dtype=bf16; write int8, or leave it out",
+    )
+    check.require(
+        stores_vectors or index.place is not VectorPlacement.disk,
+        "place",
+        "needs a directory of stored vectors: write vectors_dir=DIR in evaluate or search; training stores none",
+    )
 
 
 @dataclass(kw_only=True)

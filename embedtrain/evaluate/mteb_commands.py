@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import FailedElsewhere
@@ -170,7 +170,10 @@ class CommandChannel:
         def transform(vectors: Tensor) -> Tensor:
             return self._normalized(vectors).to(dtype_of(self._config))
 
-        for block in self.encoder.encode_blocks(texts, prompt, vector_cache=self._vector_cache, transform=transform):
+        mapped = self._config.place is VectorPlacement.disk
+        for block in self.encoder.encode_blocks(
+            texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=transform
+        ):
             self._current_index.add(EncodedShard(block.vectors, block.rows + first, block.sizes))
 
     def _encode_queries(self, texts: list[str], prompt: str) -> Part:

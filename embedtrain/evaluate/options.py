@@ -7,7 +7,7 @@ from embedtrain.config.checks import check_sets
 from embedtrain.config.code import is_code_path
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
-from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard
+from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard, check_index
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.parsing import parse_items
@@ -107,6 +107,7 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check_hybrid_weights(options.hybrid_weights, check)
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "chunk_tokens")
+    check_index(options.index, "index.", stores_vectors=options.vectors_dir is not None)
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
     _check_reranker(options, check)
     if options.backend is not Backend.torch:

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.evaluation import IndexConfig, VectorPlacement
+from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Part
 
 
@@ -20,7 +21,10 @@ class Tile(Protocol):
     def __len__(self) -> int: ...
 
     def scores(self, queries: Part) -> Tensor:
-        """Approximate scores, float32 [T, t], whose error `rounding_error` bounds; of an exact store, int32."""
+        """Approximate scores, float32 [T, t]; of an exact store, int32 and exact.
+
+        An exact score exceeds that of a tile by at most `rounding_error`, and is below it by at most `deficit`.
+        """
         ...
 
 
@@ -64,7 +68,18 @@ class DocumentStore(ABC):
 
     @abstractmethod
     def rounding_error(self, queries: Part) -> Tensor:
-        """Bound, float64 [T], on the difference between the score of a tile and an exact score."""
+        """Bound, float64 [T], on how far an exact score may be above that of a tile."""
+
+    def deficit(self, queries: Part, documents: Tensor) -> Tensor:
+        """Bound, float64 [T, C] or [T, 1], on how far an exact score may be below that of a tile.
+
+        `documents`, int64 [T, C] or [1, C] on the device, are numbers of documents.
+        """
+        return self.rounding_error(queries).unsqueeze(1)
+
+    def candidate_limit(self, k: int) -> int:
+        """The candidates that a search collects for the best `k`, more than rounding makes necessary."""
+        return k + 32
 
 
 class Comparison(ABC):
@@ -99,4 +114,16 @@ class Comparison(ABC):
 
     @abstractmethod
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> DocumentStore:
-        """An empty store of an index; `expected` is the final number of documents on this rank."""
+        """An empty store of an index; `expected` is the final number of documents on this rank.
+
+        Raises ConfigError if the index stores vectors in a way that this comparison cannot.
+        """
+
+
+def require_kept_in_memory(config: IndexConfig, kind: str) -> None:
+    """Raise ConfigError for what only an index of one vector per text has; `kind` describes the model."""
+    if config.scan_dtype is not None:
+        value = config.scan_dtype.value
+        raise ConfigError(f"index.scan_dtype={value}: a {kind} is searched without a copy; leave it out")
+    if config.place is VectorPlacement.disk:
+        raise ConfigError(f"index.place=disk: the vectors of a {kind} are kept in memory; write auto, device or host")

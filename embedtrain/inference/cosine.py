@@ -1,18 +1,13 @@
-"""Comparison of vectors, one per text: by cosine, which is the inner product of unit vectors.
-
-Shapes: T queries, P pairs, D dimensions.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
+"""Comparison of vectors, one per text: by cosine, which is the inner product of unit vectors."""
 
 import torch
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.inference.comparison import Comparison, DocumentStore, Tile
-from embedtrain.inference.exact import cosines, norms, pair_batch_size, pairwise_dot, unit_vectors
-from embedtrain.inference.vector_tiles import VectorTiles
+from embedtrain.inference.comparison import Comparison
+from embedtrain.inference.exact import cosines, unit_vectors
+from embedtrain.inference.scanned import ScannedStore
+from embedtrain.inference.vector_store import VectorStore
 from embedtrain.losses.encoded import Part
 
 
@@ -31,60 +26,7 @@ class Cosine(Comparison):
         # In float32, the cosine of two equal texts is exactly 1, so that they tie.
         return cosines(first.values, second.values).float().cpu()
 
-    def store(self, config: IndexConfig, device: torch.device, expected: int) -> "VectorStore":
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
         """A store of vectors."""
-        return VectorStore(config, device, expected)
-
-
-@dataclass(frozen=True, slots=True)
-class _VectorTile(Tile):
-    vectors: Tensor  # float32 [t, D]
-
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-    def scores(self, queries: Part) -> Tensor:
-        return queries.values @ self.vectors.T
-
-
-class VectorStore(DocumentStore):
-    """Documents with a vector each, compared by inner product."""
-
-    def __init__(self, config: IndexConfig, device: torch.device, expected: int) -> None:
-        self._vectors = VectorTiles(config, device, expected)
-        # Of the vectors; on the device, because reading it after each block would make the next one wait.
-        self._max_norm = torch.zeros((), dtype=torch.float64, device=device)
-
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def add(self, documents: Part) -> None:
-        """Add a vector per document."""
-        vectors = self._vectors.add(documents.values)
-        if len(vectors):
-            self._max_norm = torch.maximum(self._max_norm, norms(vectors).max())
-
-    def tiles(self) -> Iterator[tuple[int, Tile]]:
-        """All vectors, in the order in which they were added."""
-        for start, vectors in self._vectors.tiles():
-            yield start, _VectorTile(vectors)
-
-    def parts(self) -> Iterator[tuple[Tensor, Part]]:
-        """The same as representations."""
-        for start, vectors in self._vectors.tiles():
-            yield torch.arange(start, start + len(vectors)), Part(vectors)
-
-    def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
-        """Inner products, computed in float64 in a fixed order of additions."""
-        scores = torch.empty(len(rows), device=queries.values.device)
-        for positions, vectors in self._vectors.pick(documents, pair_batch_size(queries.values)):
-            scores[positions] = pairwise_dot(queries.values[rows[positions]], vectors).float()
-        return scores
-
-    def rounding_error(self, queries: Part) -> Tensor:
-        """Higham, "Accuracy and Stability of Numerical Algorithms" (2002), section 3.1: D u |q| |d| for any order.
-
-        A little more covers the rounding of the exact score.
-        """
-        unit = torch.finfo(torch.float32).eps / 2
-        return (self._vectors.dimension + 8) * unit * self._max_norm * norms(queries.values)
+        store = VectorStore if config.scan_dtype is None else ScannedStore
+        return store(config, device, expected)

@@ -52,6 +52,7 @@ class _Work:
     plan: EncodingPlan
     label: str
     vector_cache: VectorCache | None = None
+    mapped: bool = False  # vectors stay in the files of the cache
     transform: Callable[[Tensor], Tensor] = lambda vectors: vectors
 
 
@@ -192,6 +193,7 @@ class SentenceEncoder:
         role: TextRole = TextRole.document,
         max_length: int | None = None,
         vector_cache: VectorCache | None = None,
+        mapped: bool = False,
         transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
         label: str = "encoding documents",
         existing_prompt: str = "",
@@ -204,6 +206,8 @@ class SentenceEncoder:
 
         Args:
             vector_cache: stores vectors on disk, so that interrupted encoding resumes.
+            mapped: vectors stay in the files of `vector_cache`: those of the blocks are on the CPU, memory-mapped, and
+                must not be written to.
             transform: applied row by row to vectors [R, D] before they are stored and yielded.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt, role)
@@ -216,12 +220,18 @@ class SentenceEncoder:
             plan=plan,
             label=label,
             vector_cache=vector_cache,
+            mapped=mapped,
             transform=transform,
         )
         for encoded, distinct in self._encode(work):
             rows, positions = plan.expand(distinct)
+            if mapped:  # only repetitions of a text are copied
+                is_first = np.diff(positions, prepend=-1) > 0
+                yield EncodedShard(encoded.values, rows[torch.from_numpy(is_first)], encoded.sizes)
+                rows, positions = rows[torch.from_numpy(~is_first)], positions[~is_first]
             with torch.inference_mode(False), torch.no_grad():
-                part = encoded if len(rows) == len(distinct) else _take(encoded, positions)
+                has_no_repetitions = not mapped and len(rows) == len(distinct)
+                part = encoded if has_no_repetitions else _take(encoded, positions)
             yield EncodedShard(part.values, rows, part.sizes)
 
     def _with_prompt(
@@ -242,8 +252,8 @@ class SentenceEncoder:
             files = work.vector_cache.list_files(world)
             cached_chunks = {number for _, numbers in files for number in numbers}
             remaining = [number for number in remaining if number not in cached_chunks]
-            for vectors, distinct in work.vector_cache.read_local(files, world):
-                yield vectors.with_values(vectors.values.to(world.device)), distinct
+            for vectors, distinct in work.vector_cache.read_local(files, world, mapped=work.mapped):
+                yield vectors if work.mapped else vectors.with_values(vectors.values.to(world.device)), distinct
             if not remaining:
                 return
         with self._unsharded(), contextlib.closing(self._prepared(work, remaining)) as prepared:
@@ -301,7 +311,7 @@ class SentenceEncoder:
     def _finish(self, work: _Work, block: _Block) -> tuple[Part, NDArray[np.int64]]:
         """Check and store the vectors of a block; returns them and the numbers of their texts. A collective."""
         bad_rows = (~block.is_finite.wait()).nonzero().flatten().numpy()
-        report = None
+        report, stored = None, block.vectors
         if len(bad_rows):
             sizes = block.vectors.sizes
             texts = block.distinct if sizes is None else np.repeat(block.distinct, sizes)
@@ -316,9 +326,9 @@ class SentenceEncoder:
             )
         if work.vector_cache is not None and block.stored is not None:
             stored = block.vectors.with_values(block.stored.wait())
-            work.vector_cache.write(stored, block.distinct, block.chunks, self.world)
+            stored = work.vector_cache.write(stored, block.distinct, block.chunks, self.world, mapped=work.mapped)
         self.progress(work.label, block.num_done, len(work.plan))
-        return block.vectors, block.distinct
+        return stored if work.mapped else block.vectors, block.distinct
 
     def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Part:
         """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""

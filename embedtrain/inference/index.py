@@ -2,43 +2,38 @@
 
 Shapes: Q queries, T of them in a batch, N documents, n on this rank, K results, W ranks.
 
-Scores are computed in two stages. Matrix products in fp32 select candidates; their rounding depends on the shape of the
-tile and thus on the number of ranks. The score of each candidate is then recomputed in float64, in a fixed order of
-additions, and rounded to float32: a function of the two texts alone. How two texts are compared, and how documents are
-kept for it, is that of a `Comparison`. The error of the first stage is bounded. If a
-document beyond the candidates could still belong to the top K, all documents that could are rescored.
+Scores are computed in two stages. Matrix products in fp32, perhaps of a smaller copy of the vectors, select candidates;
+their rounding depends on the shape of the tile and thus on the number of ranks. The score of each candidate is then
+recomputed in float64, in a fixed order of additions, and rounded to float32: a function of the two texts alone. How two
+texts are compared, and how documents are kept for it, is that of a `Comparison`. The error of the first stage is
+bounded. If a document beyond the candidates could still belong to the top K, all documents that could are rescored.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.cosine import Cosine
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
-from embedtrain.inference.exact import NO_DOCUMENT, full_precision, pack_keys, top_keys, unpack_keys
+from embedtrain.inference.exact import full_precision, top_keys, unpack_keys
+from embedtrain.inference.shard_search import ShardSearch, query_batches
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.inference.vector_tiles import dtype_of
 from embedtrain.losses.encoded import Part
 
-QUERY_BATCH_SIZE = 512
-# Of the queries of a batch, unless a single one has more.
-MAX_QUERY_ROWS = 16384
 # Queries that are compared with a tile before the next tile is copied to the device.
 QUERIES_PER_SCAN = 8192
-# Candidates beyond K, so that rounding rarely makes a rescan necessary.
-_EXTRA_CANDIDATES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +84,14 @@ class ShardedIndex:
         return self.converted(self.comparison, lambda vectors: self.comparison.prepare(vectors, dimension))
 
     def converted(self, comparison: Comparison, transform: Callable[[Tensor], Tensor]) -> "ShardedIndex":
-        """An index of the same documents with transformed vectors, which it compares by `comparison`."""
-        index = ShardedIndex(self.priorities, self.world, self.config, comparison)
+        """An index of the same documents with transformed vectors, which it compares by `comparison`.
+
+        The transformed vectors are not on the disk.
+        """
+        config = self.config
+        if config.place is VectorPlacement.disk:
+            config = replace(config, place=VectorPlacement.auto)
+        index = ShardedIndex(self.priorities, self.world, config, comparison)
         for shard in self.shards():
             index.add(EncodedShard(transform(shard.vectors), shard.rows, shard.sizes))
         return index
@@ -129,6 +130,7 @@ class ShardedIndex:
             prompt,
             max_length=max_length,
             vector_cache=vector_cache,
+            mapped=self.config.place is VectorPlacement.disk,
             transform=lambda vectors: self.comparison.prepare(vectors).to(dtype),
             label=label,
             existing_prompt=existing_prompt,
@@ -182,15 +184,17 @@ class ShardedIndex:
         scores = scores.to(self.world.device)
         counts = torch.zeros(len(queries), dtype=torch.int64, device=self.world.device)
         with full_precision(self.world.device):
-            batches = list(_query_batches(queries))
+            batches = list(query_batches(queries))
             for first, tile in self._documents.tiles():
                 start = 0
                 for batch in batches:
                     limits = scores[start : start + len(batch)].unsqueeze(1)
-                    error = self._documents.rounding_error(batch).unsqueeze(1)
                     distance = tile.scores(batch).double() - limits.double()
-                    above = (distance > error).sum(dim=1)
-                    rows, columns = (distance.abs() <= error).nonzero(as_tuple=True)
+                    numbers = torch.arange(first, first + len(tile), device=limits.device).unsqueeze(0)
+                    is_above = distance > self._documents.deficit(batch, numbers)
+                    above = is_above.sum(dim=1)
+                    is_below = distance < -self._documents.rounding_error(batch).unsqueeze(1)
+                    rows, columns = (~is_above & ~is_below).nonzero(as_tuple=True)
                     exact = self._documents.exact_scores(batch, rows, columns + first)
                     above.index_add_(0, rows, (exact > limits.squeeze(1)[rows]).long())
                     counts[start : start + len(batch)] += above
@@ -209,82 +213,12 @@ class ShardedIndex:
         assert k > 0, "a ranking holds at least one document"
         queries = _on_device(queries, self.world.device)
         with full_precision(self.world.device):
-            shard_keys = self._search_shard(queries, k)
+            shard_keys = ShardSearch(self._documents, self._device_priorities()).search(queries, k)
         counts = self._query_counts(len(queries))
         num_local = counts[self.world.rank]
         received = exchange_rows(shard_keys, counts, [num_local] * self.world.size)
         by_query = received.view(self.world.size, num_local, k).transpose(0, 1)
         return top_keys(by_query.reshape(num_local, self.world.size * k), k)
-
-    def _search_shard(self, queries: Part, k: int) -> Tensor:
-        """Keys of the best `k` documents of this rank, int64 [Q, k], best first; padded with NO_DOCUMENT."""
-        device, num = self.world.device, len(self._documents)
-        results = torch.full((len(queries), k), NO_DOCUMENT, dtype=torch.int64, device=device)
-        if not num:
-            return results
-        if self._documents.is_exact:
-            return self._search_exact(queries, k, results)
-        num_results, start = min(k, num), 0
-        for batch, approximate, candidates in self._candidates(
-            list(_query_batches(queries)), min(k + _EXTRA_CANDIDATES, num)
-        ):
-            rows = torch.arange(len(batch), device=device).repeat_interleave(candidates.shape[1])
-            keys = top_keys(self._keys(batch, rows, candidates.flatten()).view(candidates.shape), num_results)
-            if candidates.shape[1] < num:
-                # Other documents score at most as much as the last candidate, give or take both rounding errors.
-                last = unpack_keys(keys[:, -1])[0].double()
-                error = self._documents.rounding_error(batch)
-                unsure = (last <= approximate.min(dim=1).values.double() + error).nonzero().flatten()
-                if unsure.numel():
-                    rescanned = batch.take(unsure, unsure.cpu().numpy())
-                    keys[unsure] = self._rescan(rescanned, num_results, (last - error)[unsure])
-            results[start : start + len(batch), :num_results] = keys
-            start += len(batch)
-        return results
-
-    def _search_exact(self, queries: Part, k: int, results: Tensor) -> Tensor:
-        """`_search_shard` for scores that are exact at once; ties are many, and all of them are compared."""
-        priorities = self._device_priorities()
-        for start, tile in self._documents.tiles():
-            first = 0
-            for batch in _query_batches(queries):
-                keys = pack_keys(tile.scores(batch), priorities[start : start + len(tile)])
-                end = first + len(batch)
-                results[first:end] = top_keys(torch.cat([results[first:end], keys], dim=1), k)
-                first = end
-        return results
-
-    def _candidates(self, queries: Sequence[Part], count: int) -> list[tuple[Part, Tensor, Tensor]]:
-        """For each batch of T queries: itself, the `count` largest fp32 scores, and their rows, [T, count]."""
-        device = self.world.device
-        scores = [torch.empty((len(batch), 0), device=device) for batch in queries]
-        rows = [torch.empty((len(batch), 0), dtype=torch.int64, device=device) for batch in queries]
-        for start, tile in self._documents.tiles():
-            for i, batch in enumerate(queries):
-                tile_scores, tile_rows = tile.scores(batch).topk(min(count, len(tile)), dim=1, sorted=False)
-                both = torch.cat([scores[i], tile_scores], dim=1)
-                scores[i], selected = both.topk(min(count, both.shape[1]), dim=1, sorted=False)
-                rows[i] = torch.cat([rows[i], tile_rows + start], dim=1).gather(1, selected)
-        return list(zip(queries, scores, rows, strict=True))
-
-    def _rescan(self, queries: Part, k: int, min_scores: Tensor) -> Tensor:
-        """Keys of the best `k` among all documents whose fp32 score is at least `min_scores` [T]: [T, k].
-
-        Needed for many documents with the same vector, or a model that gives every text nearly the same one.
-        """
-        results = torch.empty((len(queries), 0), dtype=torch.int64, device=self.world.device)
-        for start, tile in self._documents.tiles():
-            approximate = tile.scores(queries).double()
-            rows, columns = (approximate >= min_scores.unsqueeze(1)).nonzero(as_tuple=True)
-            keys = torch.full_like(approximate, NO_DOCUMENT, dtype=torch.int64)
-            keys[rows, columns] = self._keys(queries, rows, columns + start)
-            results = top_keys(torch.cat([results, keys], dim=1), k)
-        return results
-
-    def _keys(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
-        """Keys of pairs (row of `queries`, row of this shard), [P]."""
-        scores = self._documents.exact_scores(queries, rows, documents)
-        return pack_keys(scores, self._device_priorities()[documents])
 
     def _device_priorities(self) -> Tensor:
         """Priorities of this rank's documents, int64 [n] on the device."""
@@ -318,15 +252,3 @@ def _as_part(queries: Part | Tensor) -> Part:
 
 def _on_device(queries: Part, device: torch.device) -> Part:
     return queries.with_values(queries.values.to(device, torch.float32))
-
-
-def _query_batches(queries: Part) -> Iterator[Part]:
-    """Consecutive queries that are compared at a time."""
-    sizes = np.ones(len(queries), dtype=np.int64) if queries.sizes is None else queries.sizes
-    ends = np.concatenate([[0], sizes.cumsum()])
-    start = 0
-    while start < len(queries):
-        fits = int(np.searchsorted(ends, ends[start] + MAX_QUERY_ROWS, side="right")) - 1
-        stop = min(len(queries), max(start + 1, min(fits, start + QUERY_BATCH_SIZE)))
-        yield queries.slice(start, stop)
-        start = stop

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.device import free_memory
-from embedtrain.inference.comparison import Comparison, DocumentStore, Tile
+from embedtrain.inference.comparison import Comparison, DocumentStore, Tile, require_kept_in_memory
 from embedtrain.inference.exact import full_precision, pair_batch_size, pairwise_dot, sum_of_halves, unit_vectors
 from embedtrain.inference.transfer import HostCopy, to_device
 from embedtrain.inference.vector_tiles import MAX_DEVICE_FRACTION, dtype_of
@@ -54,6 +54,7 @@ class MaxSimComparison(Comparison):
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "TokenStore":
         """A store of vectors of tokens."""
+        require_kept_in_memory(config, "late-interaction model")
         return TokenStore(config, device, mean=self.mean)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig, VectorDtype
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.errors import ConfigError
-from embedtrain.inference.comparison import Comparison, DocumentStore, Tile
+from embedtrain.inference.comparison import Comparison, DocumentStore, Tile, require_kept_in_memory
 from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum_of_halves
 from embedtrain.inference.late_interaction import TokenStore
 from embedtrain.inference.transfer import to_device
@@ -62,6 +62,7 @@ class M3Comparison(Comparison):
             raise ConfigError(
                 f"index.dtype={config.dtype.value}: a model of three representations (m3) needs fp32; leave it out"
             )
+        require_kept_in_memory(config, "model of three representations (m3)")
         return M3Store(config, device, self.settings)
 
 

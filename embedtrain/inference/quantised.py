@@ -18,9 +18,10 @@ from torch import Tensor
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig, VectorPrecision
 from embedtrain.inference.comparison import Tile
-from embedtrain.inference.cosine import Cosine, VectorStore
+from embedtrain.inference.cosine import Cosine
 from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
 from embedtrain.inference.index import Ranking, ShardedIndex
+from embedtrain.inference.vector_store import VectorStore
 from embedtrain.inference.vector_tiles import VectorTiles
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.quantisation import Quantiser, Ranges

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.inference.comparison import Comparison, DocumentStore, Tile
+from embedtrain.inference.comparison import Comparison, DocumentStore, Tile, require_kept_in_memory
 from embedtrain.inference.exact import norms, pairwise_dot
 from embedtrain.losses.encoded import Part
 
@@ -49,6 +49,7 @@ class WordComparison(Comparison):
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "WordStore":
         """A store of words and their weights."""
+        require_kept_in_memory(config, "sparse model")
         return WordStore(device)
 
 

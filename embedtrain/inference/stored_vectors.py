@@ -28,7 +28,7 @@ FORMAT = 1
 KEY_BYTES = 16
 KEY_TYPE = np.dtype(f"S{KEY_BYTES}")
 # The numbers of a file as numpy maps them, which has no bfloat16.
-_MAPPED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8}
+_MAPPED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8, "I64": np.int64}
 
 Keys = NDArray[np.bytes_]
 
@@ -57,10 +57,16 @@ def part_file(number: int) -> str:
 def to_stored(vectors: Tensor, dtype: str) -> dict[str, Tensor]:
     """The tensors of a part for vectors float32 [n, T]; int8 has one scale for each vector."""
     if dtype == "int8":
-        scales = vectors.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        return {"vectors": (vectors / scales.unsqueeze(1)).round().to(torch.int8), "scales": scales}
+        codes, scales = to_int8(vectors)
+        return {"vectors": codes, "scales": scales}
     kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     return {"vectors": vectors.to(kinds[dtype]).contiguous()}
+
+
+def to_int8(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 [n, T], and the scale of each vector, float32 [n]: a vector is about its codes times its scale."""
+    scales = vectors.abs().amax(dim=1).clamp(min=127 * torch.finfo(torch.float32).tiny) / 127
+    return (vectors / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class StoredVectors:
         if number not in parts:
             path = self.directory / part_file(number)
             try:
-                tensors = _map_tensors(path)
+                tensors = map_tensors(path)
                 vectors = tensors["vectors"]
                 if vectors.ndim != 2 or vectors.shape[1] != self.dimension:
                     raise ValueError(f"its vectors are of shape {vectors.shape}")
@@ -167,7 +173,7 @@ class StoredVectors:
         return {}
 
 
-def _map_tensors(path: Path) -> dict[str, NDArray[Any]]:
+def map_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a safetensors file, memory-mapped: its own reader copies all rows."""
     size = path.stat().st_size
     with path.open("rb") as file:

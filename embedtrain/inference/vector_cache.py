@@ -11,6 +11,7 @@ are stored as compressed sparse rows.
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write
 from embedtrain.inference.encoding_plan import PromptedTexts
+from embedtrain.inference.stored_vectors import map_tensors
 from embedtrain.losses.encoded import Part
 from embedtrain.models.types import ModelSource
 
@@ -116,21 +118,24 @@ class VectorCache:
             print(text, file=sys.stderr, flush=True)
 
     def read_local(
-        self, files: Sequence[tuple[str, list[int]]], world: World
+        self, files: Sequence[tuple[str, list[int]]], world: World, *, mapped: bool = False
     ) -> Iterator[tuple[Part, NDArray[np.int64]]]:
         """Yield the vectors of every W-th file, on the CPU, and the numbers of their distinct texts. A collective.
 
-        The number of items is the same on every rank; the last may be empty.
+        The number of items is the same on every rank; the last may be empty. If they are `mapped`, vectors stay in the
+        files, and must not be written to.
         """
         for start in range(0, len(files), world.size):
             index = start + world.rank
             with world.fail_together("reading stored vectors"):
                 # Ranks without a file read the last one and drop its rows: they only need the width.
-                vectors, distinct = _read(self.directory / files[min(index, len(files) - 1)][0])
+                vectors, distinct = _read(self.directory / files[min(index, len(files) - 1)][0], mapped=mapped)
             yield (vectors, distinct) if index < len(files) else (vectors.slice(0, 0), distinct[:0])
 
-    def write(self, vectors: Part, distinct: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
-        """Store this rank's vectors of `chunks`. A collective."""
+    def write(
+        self, vectors: Part, distinct: NDArray[np.int64], chunks: Sequence[int], world: World, *, mapped: bool = False
+    ) -> Part:
+        """Store this rank's vectors of `chunks`; returns them, in their file if they are `mapped`. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
                 tensors = {**_compressed(vectors.values.cpu()), _DISTINCT_TEXTS: from_numpy(distinct)}
@@ -143,6 +148,9 @@ class VectorCache:
                         unfinished.write_bytes(content)
                 except (SafetensorError, OSError) as error:
                     raise DataError(f"vectors cannot be stored in {self.directory}: {error}") from error
+                if mapped:
+                    vectors, _ = _read(path, mapped=True)
+        return vectors
 
 
 def _is_intact(path: Path) -> bool:
@@ -187,9 +195,12 @@ def _read_values(file: Any) -> Tensor:
     return values
 
 
-def _read(path: Path) -> tuple[Part, NDArray[np.int64]]:
+def _read(path: Path, *, mapped: bool = False) -> tuple[Part, NDArray[np.int64]]:
+    """The vectors of a file and the numbers of their texts; `mapped` vectors stay in the file unless compressed."""
     try:
         with safe_open(path, framework="pt") as file:
+            if mapped and _VECTORS in file.keys():  # noqa: SIM118 (not a dict)
+                return _mapped(path), file.get_tensor(_DISTINCT_TEXTS).numpy()
             vectors, distinct = _read_values(file), file.get_tensor(_DISTINCT_TEXTS)
             sizes = file.get_tensor(_SIZES) if _SIZES in file.keys() else None  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, RuntimeError, IndexError) as error:
@@ -204,6 +215,14 @@ def _read(path: Path) -> tuple[Part, NDArray[np.int64]]:
     ):
         raise DataError(f"{path}: not a file of stored vectors: delete {path.parent}")
     return Part(vectors, None if sizes is None else sizes.numpy()), distinct.numpy()
+
+
+def _mapped(path: Path) -> Part:
+    values = map_tensors(path)[_VECTORS]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        vectors = from_numpy(values)
+    return Part(vectors.view(torch.bfloat16) if values.dtype == np.uint16 else vectors)
 
 
 # Weights, configuration, tokenizer, and custom code.

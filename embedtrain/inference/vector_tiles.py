@@ -1,4 +1,4 @@
-"""The document vectors of a rank, in tiles, on the device or on the host."""
+"""The document vectors of a rank, in tiles, on the device, on the host, or in memory-mapped files."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,7 +20,8 @@ class VectorTiles:
     """Vectors that are added block by block and read tile by tile on `device`, in the order in which they were added.
 
     `place=auto` decides by `expected`, the final number of vectors. They are kept as `dtype`, by default that of
-    `config`, and read as what `decode` returns of [m, D] on the device.
+    `config`, and read as what `decode` returns of [m, D] on the device. With `place=disk`, vectors on the CPU are kept
+    as the tensors that are added, which may be memory-mapped.
     """
 
     def __init__(
@@ -50,7 +51,11 @@ class VectorTiles:
         return vectors[0].shape[1] if vectors else 0
 
     def add(self, vectors: Tensor) -> Tensor:
-        """Add [m, D]; returns them on the device as they are kept."""
+        """Add [m, D]; returns them as they are kept, on the device unless they are mapped."""
+        if self._config.place is VectorPlacement.disk and vectors.device.type == "cpu":
+            vectors = vectors.to(self._dtype)
+            self._tiles += torch.split(vectors, TILE) if len(vectors) else []
+            return vectors
         vectors = vectors.to(self._device, self._dtype)
         if self._on_host is None:
             self._on_host = self._keep_on_host(vectors.shape[1])
@@ -63,9 +68,21 @@ class VectorTiles:
         """The index of each tile's first vector, and the tile as float32 on the device."""
         self._seal()
         start = 0
-        for tile in self._tiles:
+        for group in self._groups():
+            tile = group[0] if len(group) == 1 else torch.cat(group)
             yield start, self._decode(tile.to(self._device, non_blocking=True))
             start += len(tile)
+
+    def _groups(self) -> Iterator[list[Tensor]]:
+        """Consecutive tiles that are read as one: files of stored vectors may be small."""
+        group: list[Tensor] = []
+        for tile in self._tiles:
+            if group and sum(map(len, group)) + len(tile) > TILE:
+                yield group
+                group = []
+            group.append(tile)
+        if group:
+            yield group
 
     def pick(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Vectors by index, [P] on the device, in batches: positions among the P, and float32 [p, D]."""
@@ -98,7 +115,7 @@ class VectorTiles:
 
     def _keep_on_host(self, dimension: int) -> bool:
         if self._config.place is not VectorPlacement.auto or self._device.type != "cuda":
-            return self._config.place is VectorPlacement.host
+            return self._config.place in (VectorPlacement.host, VectorPlacement.disk)
         size = self._expected * dimension * self._dtype.itemsize
         return size > MAX_DEVICE_FRACTION * free_memory(self._device)
 

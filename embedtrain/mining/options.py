@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from embedtrain.config.checks import check_train_sources
-from embedtrain.config.evaluation import IndexConfig, Unshard
+from embedtrain.config.evaluation import IndexConfig, Unshard, check_index
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
@@ -66,6 +66,7 @@ def check_row_search(options: RowSearchOptions) -> None:
     check.length("teacher_max_length")
     check.instruction_format()
     check.at_least(1, "chunk_tokens")
+    check_index(options.index, "index.", stores_vectors=True)
     check.within(1, 8192, "query_batch_size")
     check.positive("timeout")
     corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []

@@ -20,7 +20,7 @@ from embedtrain.pipeline.types import Stage
 # Of every kind of stage: where files are, speed, memory, and permissions.
 _IGNORED = (
     *("output_dir", "cache_dir", "vectors_dir", "timeout", "unshard", "chunk_tokens", "query_batch_size"),
-    *("trust_remote_code", "index.place", "max_file_size"),
+    *("trust_remote_code", "index.place", "index.scan_dtype", "max_file_size"),
 )
 # Of training, what decides about the rows and the exported files although a resumed run may change it.
 _COUNTS = ("data.", "train.init_from", "export.dtype", "export.formats", "export.truncate_dim", "export.rope_theta")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import Ranking, ShardedIndex
     from embedtrain.inference.score import PairScorer
+    from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.loading.load import LoadedModel
     from embedtrain.losses.encoded import Part
     from embedtrain.models.types import ModelSource
@@ -61,9 +62,10 @@ def main(options: SearchOptions) -> None:
         _check_vectors(options, model.source)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
-        index = ShardedIndex(trec_order(ids), world, comparison=encoder.comparison)
+        index = ShardedIndex(trec_order(ids), world, options.index, encoder.comparison)
+        vector_cache = _open_cache(options, model, world)
         with console.phase(f"encoding {len(texts):,} texts"):
-            index.add_texts(encoder, texts, encoder.document_prompt)
+            index.add_texts(encoder, texts, encoder.document_prompt, vector_cache=vector_cache)
         search = _searching(options, model, encoder, index, console)
         for query in _queries(options.query):
             encoded = encoder.encode([query], encoder.query_prompt)
@@ -79,6 +81,17 @@ def main(options: SearchOptions) -> None:
                 numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
             results = zip(numbers, scores, strict=True)
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
+
+
+def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") -> "VectorCache | None":
+    """The stored vectors of documents, if the user wants them."""
+    from embedtrain.distributed.sharding import resolve_precision
+    from embedtrain.inference.vector_cache import VectorCache, model_identity
+
+    if options.vectors_dir is None:
+        return None
+    identity = model_identity(model.source, resolve_precision(options.precision, world), world)
+    return VectorCache(Path(options.vectors_dir).expanduser(), {**identity, "index": options.index.dtype.value})
 
 
 def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:

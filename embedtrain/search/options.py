@@ -1,11 +1,12 @@
 """Options of `python -m embedtrain.search`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.arguments import quote_value
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import parse_vector_format
+from embedtrain.config.evaluation import IndexConfig, check_index
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import parse_reranker
@@ -16,7 +17,7 @@ HELP = """embedtrain search: find texts with a model
   embedtrain search model=DIR corpus=PATH query="what you look for"
   embedtrain search model=DIR reranker=DIR corpus=PATH query="..."
 
-{options: model! corpus! query top_k vectors reranker rerank_depth precision trust_remote_code}"""
+{options: model! corpus! query top_k vectors reranker rerank_depth precision vectors_dir trust_remote_code}"""
 
 
 @dataclass(kw_only=True)
@@ -40,6 +41,8 @@ class SearchOptions:
     rerank_depth: int = 100  # documents for the reranker
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384  # per forward pass, including padding
+    index: IndexConfig = field(default_factory=IndexConfig)
+    vectors_dir: str | None = None  # store document vectors there, so that the next search does not encode them again
     trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
 
 
@@ -55,6 +58,7 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     )
     check.at_least(1, "chunk_tokens")
     check.at_least(1, "top_k")
+    check_index(options.index, "index.", stores_vectors=options.vectors_dir is not None)
     check_hybrid_weights(options.hybrid_weights, check)
     check.at_least(1, "rerank_depth")
     if options.vectors is not None:

@@ -11,7 +11,7 @@ from embedtrain.config import heads as head_checks
 from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.evaluation import EvaluationSet, SetKind, VectorDtype
+from embedtrain.config.evaluation import EvaluationSet, ScanDtype, SetKind, VectorDtype, VectorPlacement
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
@@ -111,6 +111,9 @@ CASES = [
     option("model.m3.hybrid_weights", [1.0, 0.0], **M3),
     option("export.formats", ["adapter"], model__lora__rank=4, **M3),
     option("evaluation.index.dtype", VectorDtype.bf16, **M3),
+    *[option("evaluation.index.scan_dtype", ScanDtype.int8, **kind) for kind in (M3, SPARSE, CROSS_ENCODER)],
+    option("evaluation.index.scan_dtype", ScanDtype.bf16, evaluation__index__dtype=VectorDtype.bf16),
+    option("evaluation.index.place", VectorPlacement.disk),
     option("sparsity.query_weight", 0.5),
     option("sparsity.document_weight", -1.0, **SPARSE),
     option("sparsity.query_threshold", -1, **SPARSE),

@@ -405,6 +405,7 @@ def test_options_of_commands():
         (compose_search, ["model=m"], "corpus="),
         (compose_search, ["model=m", "corpus=c", "top_k=0"], "top_k=0"),
         (compose_search, ["model=m", "corpus=c", "chunk_tokens=0"], "chunk_tokens=0"),
+        (compose_search, ["model=m", "corpus=c", "index.place=disk"], "index.place=disk"),
         (compose_search, ["--config-dir", "d", "model=m", "corpus=c"], "--config-dir d: "),
         (compose_search, ["-m", "model=m", "corpus=c", "top_k=1,2"], "multirun (-m) is for training"),
     ]:

@@ -9,7 +9,7 @@ import torch
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.inference import index as index_module
-from embedtrain.inference import vector_tiles
+from embedtrain.inference import shard_search, vector_tiles
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
@@ -33,7 +33,8 @@ def sizes_of(**sizes):
     """Set constants of the modules for a while."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in sizes.items():
-            patch.setattr(vector_tiles if name == "TILE" else index_module, name, size)
+            module = {"TILE": vector_tiles, "QUERIES_PER_SCAN": index_module}.get(name, shard_search)
+            patch.setattr(module, name, size)
         yield
 
 

@@ -211,9 +211,11 @@ class SentenceEncoder:
             transform: applied row by row to vectors [R, D] before they are stored and yielded.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt, role)
-        plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
+        keys = prompted.text_keys(self.world)
+        plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world, keys)
         if vector_cache is not None:
-            vector_cache = vector_cache.for_texts(prompted, self.tokenizer, max_length, plan.chunk_tokens)
+            vector_cache = vector_cache.for_texts(prompted, keys, self.tokenizer, max_length, plan.chunk_tokens)
+        del keys
         work = _Work(
             texts=prompted,
             max_length=max_length,

@@ -4,7 +4,7 @@ Shapes: n texts, U distinct ones, W ranks.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.data.pairs import Pair
-from embedtrain.data.text_format import text_key, text_keys
+from embedtrain.data.text_format import text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
@@ -50,18 +50,34 @@ class PromptedTexts:
         existing = self.existing_prompt
         return [self.prompt + (existing if isinstance(existing, str) else existing[row]) for row in rows]
 
-    def keys(self) -> NDArray[np.int64]:
-        """int64 [n], equal for texts that have the same vector."""
+    def keys(self, text_keys: NDArray[np.int64], world: World) -> NDArray[np.int64]:
+        """int64 [n], equal for texts that have the same vector; `text_keys` are those of the method. A collective."""
         if isinstance(self.existing_prompt, str):
-            return self.text_keys()
-        pairs = zip(self.texts, self.existing_prompt, strict=True)
-        return text_keys([f"{len(prompt)} {text}" for text, prompt in pairs]).numpy()
+            return text_keys
+        texts, prompts = self.texts, self.existing_prompt
+        return _gather_keys(len(texts), lambda row: f"{len(prompts[row])} {texts[row]}", world)
 
-    def text_keys(self) -> NDArray[np.int64]:
-        """int64 [n], equal for equal texts or pairs."""
-        # Different pairs have different representations.
-        texts = (repr(text) if isinstance(text, Pair) else text for text in self.texts)
-        return np.fromiter(map(text_key, texts), dtype=np.int64, count=len(self.texts))
+    def text_keys(self, world: World) -> NDArray[np.int64]:
+        """int64 [n], equal for equal texts or pairs. A collective: each rank reads a part of the texts."""
+        texts = self.texts
+
+        def written(row: int) -> str:
+            text = texts[row]
+            return repr(text) if isinstance(text, Pair) else text  # those of different pairs differ
+
+        return _gather_keys(len(texts), written, world)
+
+
+def _gather_keys(count: int, text_of: Callable[[int], str], world: World) -> NDArray[np.int64]:
+    edges = [count * rank // world.size for rank in range(world.size + 1)]
+    local: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    with world.fail_together("looking for equal texts"):
+        rows = range(edges[world.rank], edges[world.rank + 1])
+        local = np.fromiter((text_key(text_of(row)) for row in rows), dtype=np.int64, count=len(rows))
+    keys: NDArray[np.int64] = (
+        gather_rows(torch.from_numpy(local).to(world.device), np.diff(edges).tolist()).cpu().numpy()
+    )
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +157,20 @@ class EncodingPlan:
 
 
 def plan_encoding(
-    texts: PromptedTexts, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int, world: World
+    texts: PromptedTexts,
+    tokenizer: TextTokenizer,
+    max_length: int | None,
+    chunk_tokens: int,
+    world: World,
+    text_keys: NDArray[np.int64] | None = None,
 ) -> EncodingPlan:
-    """Cut texts into chunks. A collective: each rank tokenizes its part of the texts."""
-    with world.fail_together("looking for equal texts"):
-        keys = texts.keys()
-    _, index, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    by_first = np.argsort(index)
-    number = np.empty_like(by_first)
-    number[by_first] = np.arange(len(by_first))
-    distinct = number[inverse] if len(keys) else np.empty(0, dtype=np.int64)
-    first = index[by_first]
+    """Cut texts into chunks. A collective: each rank tokenizes its part of the texts.
+
+    `text_keys` are those of the texts, if they are known.
+    """
+    keys = texts.keys(texts.text_keys(world) if text_keys is None else text_keys, world)
+    first, occurrences, starts = _group_equal(keys)
+    del keys, text_keys
     lengths, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
     order = np.argsort(-lengths, kind="stable")
     limit = min(chunk_tokens, max(_MIN_CHUNK_TOKENS, int(lengths.sum()) // _MIN_CHUNKS))
@@ -165,25 +184,46 @@ def plan_encoding(
         else:
             stop = start + limit // int(sizes[start])
         cuts.append(min(len(order), max(start + 1, stop)))
-    starts = np.concatenate([[0], np.bincount(distinct, minlength=len(first)).cumsum()])
-    occurrences = np.argsort(distinct, kind="stable")
-    return EncodingPlan(first, occurrences, starts.astype(np.int64), order, cuts, limit, tokenized)
+    return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized)
+
+
+def _group_equal(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """`first`, `occurrences` and `starts` of an `EncodingPlan`.
+
+    Every rank has the keys of all texts: these are the largest arrays of a plan, so few of them exist at a time.
+    """
+    by_key = np.argsort(keys, kind="stable")
+    is_new = np.ones(len(keys), dtype=np.bool_)
+    is_new[1:] = np.diff(keys[by_key]) != 0
+    begins = np.flatnonzero(is_new)
+    counts = np.diff(begins, append=len(keys))
+    # A group has its texts in order; groups are numbered in the order of their first texts.
+    by_first = np.argsort(by_key[begins])
+    first, counts = by_key[begins][by_first], counts[by_first]
+    starts = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
+    if len(first) == len(keys):  # all texts differ
+        return first, first, starts
+    indices = np.repeat(begins[by_first] - starts[:-1], counts)
+    indices += np.arange(len(keys))
+    return first, by_key[indices], starts
 
 
 def _tokenize(
     texts: PromptedTexts, rows: NDArray[np.int64], tokenizer: TextTokenizer, max_length: int | None, world: World
 ) -> tuple[NDArray[np.int64], TokenizedTexts | None]:
     """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
-    local_rows = rows[world.rank :: world.size].tolist()
+    local_rows = rows[world.rank :: world.size]
     local_counts = torch.zeros(len(local_rows), dtype=torch.int64)
     tokens: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
+    num_tokens = 0
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
-            batch = local_rows[start : start + _TEXTS_PER_CALL]
+            batch = local_rows[start : start + _TEXTS_PER_CALL].tolist()
             ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch), role=texts.role)
             local_counts[start : start + len(ids)] = torch.tensor([len(text_ids) for text_ids in ids])
-            if sum(map(len, tokens)) <= MAX_KEPT_TOKENS:
+            if num_tokens <= MAX_KEPT_TOKENS:
                 tokens.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))
+                num_tokens += len(tokens[-1])
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
     lengths = np.empty(len(rows), dtype=np.int64)

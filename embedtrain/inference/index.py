@@ -50,14 +50,14 @@ class ShardedIndex:
     Ties have a fixed order, so that a ranking depends neither on the number of ranks nor on the tiles or the placement
     of vectors.
 
-    `priorities`, int64 [N], is a permutation, the same on every rank: of documents with equal scores, the one with the
-    highest priority ranks first; see `trec_order`. Scores are those of the vectors in the data type of `config`; by
-    default, of inner products.
+    `priorities` are a permutation, int64 [N], the same on every rank: of documents with equal scores, the one with the
+    highest priority ranks first; see `trec_order` and `first_added_order`. Scores are those of the vectors in the data
+    type of `config`; by default, of inner products.
     """
 
     def __init__(
         self,
-        priorities: Tensor,
+        priorities: "Tensor | FirstAddedOrder",
         world: World,
         config: IndexConfig | None = None,
         comparison: Comparison | None = None,
@@ -66,18 +66,22 @@ class ShardedIndex:
         self.comparison = comparison or Cosine()
         self.config = config or IndexConfig()
         self.num_documents = len(priorities)
-        self.priorities = priorities
-        self._document_of_priority = torch.empty_like(priorities)
-        self._document_of_priority[priorities] = torch.arange(len(priorities))
+        # Every rank has the priorities of all documents.
+        self.priorities = self._document_of_priority = priorities
+        if isinstance(priorities, Tensor):
+            self.priorities = _compact(priorities)
+            documents = torch.arange(len(priorities), dtype=self.priorities.dtype)
+            self._document_of_priority = documents.scatter(0, priorities, documents)
         self._documents = self.comparison.store(self.config, world.device, -(-len(priorities) // world.size))
         self._rows: list[Tensor] = []
         self._local_priorities: Tensor | None = None  # set by the first search
+        self._sorted_numbers: tuple[Tensor, Tensor] | None = None  # documents, and their numbers on this rank
 
     def add(self, shard: EncodedShard) -> None:
         """Add documents of this rank; `shard.rows` are their numbers. Each document is added on one rank, once."""
         self._documents.add(shard.part)
         self._rows.append(shard.rows)
-        self._local_priorities = None
+        self._local_priorities = self._sorted_numbers = None
 
     def truncated(self, dimension: int) -> "ShardedIndex":
         """An index of the first dimensions of the same vectors, normalised again."""
@@ -148,7 +152,7 @@ class ShardedIndex:
             scan = queries.slice(start, min(start + QUERIES_PER_SCAN, len(queries)))
             keys.append(gather_rows(self._local_results(scan, k), self._query_counts(len(scan))).cpu())
         scores, priorities = unpack_keys(torch.cat(keys), self._documents.score_dtype)
-        return Ranking(scores, self._document_of_priority[priorities])
+        return Ranking(scores, self._document_of_priority[priorities].long())
 
     @torch.no_grad()
     def scores_of(self, queries: Part | Tensor, documents: Tensor) -> Tensor:
@@ -157,7 +161,9 @@ class ShardedIndex:
         `queries` are those of `search`; `documents`, int64 [Q, M] numbers on the CPU, are the same on every rank, and
         the score of -1 is minus infinity, or the smallest integer.
         """
-        rows, numbers = self._document_numbers().sort()
+        if self._sorted_numbers is None:
+            self._sorted_numbers = self._document_numbers().sort()
+        rows, numbers = self._sorted_numbers
         at = torch.searchsorted(rows, documents.flatten()).clamp(max=max(0, len(rows) - 1))
         is_local = rows[at] == documents.flatten() if len(rows) else torch.empty(0, dtype=torch.bool)
         local = is_local.nonzero().flatten()
@@ -221,7 +227,7 @@ class ShardedIndex:
         return top_keys(by_query.reshape(num_local, self.world.size * k), k)
 
     def _device_priorities(self) -> Tensor:
-        """Priorities of this rank's documents, int64 [n] on the device."""
+        """Priorities of this rank's documents, integers [n] on the device."""
         if self._local_priorities is None:
             self._local_priorities = self.priorities[self._document_numbers()].to(self.world.device)
         return self._local_priorities
@@ -241,9 +247,26 @@ def trec_order(ids: Sequence[str]) -> Tensor:
     return priorities
 
 
-def first_added_order(num_documents: int) -> Tensor:
-    """Priorities that rank the document with the lowest number first: int64 [N]."""
-    return torch.arange(num_documents - 1, -1, -1)
+class FirstAddedOrder:
+    """The priorities N - 1, ..., 0, computed when they are looked up; they are their own inverse permutation."""
+
+    def __init__(self, num_documents: int) -> None:
+        self._num_documents = num_documents
+
+    def __len__(self) -> int:
+        return self._num_documents
+
+    def __getitem__(self, documents: Tensor) -> Tensor:
+        return self._num_documents - 1 - documents
+
+
+def first_added_order(num_documents: int) -> FirstAddedOrder:
+    """Priorities that rank the document with the lowest number first."""
+    return FirstAddedOrder(num_documents)
+
+
+def _compact(priorities: Tensor) -> Tensor:
+    return priorities.int() if len(priorities) <= torch.iinfo(torch.int32).max else priorities
 
 
 def _as_part(queries: Part | Tensor) -> Part:

@@ -29,7 +29,7 @@ _PENDING = 128
 
 @dataclass(frozen=True, slots=True)
 class ShardSearch:
-    """Searches the documents of a rank; `priorities`, int64 [n] on the device, order equal scores."""
+    """Searches the documents of a rank; `priorities`, integers [n] on the device, order equal scores."""
 
     documents: DocumentStore
     priorities: Tensor

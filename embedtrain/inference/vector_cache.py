@@ -58,9 +58,14 @@ class VectorCache:
     identity: Mapping[str, Any]  # what the vectors depend on besides the texts: model, precision, data type
 
     def for_texts(
-        self, texts: PromptedTexts, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int
+        self,
+        texts: PromptedTexts,
+        text_keys: NDArray[np.int64],
+        tokenizer: TextTokenizer,
+        max_length: int | None,
+        chunk_tokens: int,
     ) -> "VectorCache":
-        """The cache of one set of texts, cut into chunks of at most `chunk_tokens` tokens."""
+        """The cache of one set of texts with these keys, cut into chunks of at most `chunk_tokens` tokens."""
         identity = {
             **self.identity,
             "prompt": texts.prompt,
@@ -75,7 +80,7 @@ class VectorCache:
         if texts.role is not TextRole.document:
             identity["role"] = texts.role.value
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
-        digest.update(texts.text_keys().tobytes())
+        digest.update(text_keys.tobytes())
         return VectorCache(self.directory / digest.hexdigest(), identity)
 
     def list_files(self, world: World) -> list[tuple[str, list[int]]]:

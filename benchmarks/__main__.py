@@ -22,8 +22,8 @@ TABLES = (
     "plan",
     "startup",
 )
-# Slow; data_memory needs a lot of disk space as well.
-ON_DEMAND = ("data_memory", "pipeline_ablation")
+# Slow; data_memory and scale need a lot of disk space as well.
+ON_DEMAND = ("data_memory", "pipeline_ablation", "scale", "many_ranks")
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +14,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM
-from benchmarks.measure import markdown
+from benchmarks.measure import markdown, peak_rss_anon, rss_anon
 from embedtrain.config.recipe import TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
@@ -82,13 +81,13 @@ def _run(file: Path, directory: Path) -> Measured:
     quiet_libraries()
     tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(MINILM), 256)
     tokenizer.ids(["a text"])
-    measured, cache = Measured(_rss_anon()), Cache(directory=directory)
-    with _sample_memory(measured, "reading"):
+    measured, cache = Measured(rss_anon()), Cache(directory=directory)
+    with _measured(measured, "reading"):
         data = load_train_data([TrainSource(path=str(file))], seed=0, global_batch_size=BATCH, cache=cache)
-    with _sample_memory(measured, "tokenizing"):
+    with _measured(measured, "tokenizing"):
         data.prepare(tokenizer, cache)
     generator = random.Random(1)
-    with _sample_memory(measured, "batches"):
+    with _measured(measured, "batches"):
         for _ in range(BATCHES):
             batch = data.batch(generator.randrange(data.plan.steps_per_epoch * 3))
             make_rank_batch(batch, 0, 1, tokenizer, ChunkOptions(16384, pass_overhead_tokens=2048))
@@ -99,27 +98,8 @@ def _run(file: Path, directory: Path) -> Measured:
 
 
 @contextmanager
-def _sample_memory(measured: Measured, phase: str) -> Iterator[None]:
-    """Sample the memory a hundred times a second while the block runs."""
-    peak, stop = [_rss_anon()], threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.01):
-            peak[0] = max(peak[0], _rss_anon())
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
+def _measured(measured: Measured, phase: str) -> Iterator[None]:
     start = time.process_time()
-    yield
-    measured.seconds[phase] = time.process_time() - start
-    stop.set()
-    sampler.join()
-    measured.peaks[phase] = max(peak[0], _rss_anon())
-
-
-def _rss_anon() -> float:
-    """Anonymous memory of this process in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) / 1024
-    raise OSError("this kernel does not report RssAnon")
+    with peak_rss_anon() as peak:
+        yield
+    measured.seconds[phase], measured.peaks[phase] = time.process_time() - start, peak[0]

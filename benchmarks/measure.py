@@ -1,10 +1,12 @@
 """Shared by all tables: the clock, interleaved rounds, checks, Markdown."""
 
+import contextlib
 import os
 import platform
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -60,6 +62,31 @@ def measure_call(call: Callable[[], T], device: torch.device) -> tuple[T, float,
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+@contextlib.contextmanager
+def peak_rss_anon() -> Iterator[list[float]]:
+    """Sample the anonymous memory of this process a hundred times a second; the list has the peak in MiB afterwards."""
+    peak, stop = [rss_anon()], threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.01):
+            peak[0] = max(peak[0], rss_anon())
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    yield peak
+    stop.set()
+    sampler.join()
+    peak[0] = max(peak[0], rss_anon())
+
+
+def rss_anon(pid: int | str = "self") -> float:
+    """Anonymous memory of a process in MiB: without mapped pages of files, which the system can reclaim at any time."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1024
+    raise OSError("this kernel does not report RssAnon")
 
 
 def interleave(*calls: Callable[[int], T]) -> list[list[Timed[T]]]:

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -161,7 +163,7 @@ class Checkpointer:
                 kind: tensor_files(kind, shards, self.config.layout, snapshot.position.num_shards)
                 for kind, shards in snapshot.tensors.items()
             }
-            checksums: dict[str, dict[str, int]] = {}
+            checksums: dict[str, NDArray[np.int64]] = {}
             with world.fail_together(phase), _os_errors(phase, unfinished):
                 for kind, shards in snapshot.tensors.items():
                     checksums[kind] = write_local_shards(unfinished, files[kind], snapshot.position, shards)

@@ -10,7 +10,7 @@ ranks can locate any rows, and an export needs no ranks at all.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -64,14 +66,16 @@ class TensorFiles:
 
     def shard_layout(self, shard: int) -> FileLayout:
         """Layout of the file with the rows of a shard."""
-        return self.files[self.shard_file(shard)]
+        shard = 0 if self.layout is CheckpointLayout.full else shard
+        if shard not in self._layouts:
+            self._layouts[shard] = self._make_layout(shard)
+        return self._layouts[shard]
 
     @cached_property
     def files(self) -> dict[str, FileLayout]:
-        """Layout of every file, by name."""
-        if self.layout is CheckpointLayout.full:
-            return {self.shard_file(0): file_layout(self.specs)}
-        return {self.shard_file(shard): file_layout(self._shard_specs(shard)) for shard in range(self.num_shards)}
+        """Layout of every file, by name. A rank that writes needs only its own, from `shard_layout`."""
+        shards = range(1 if self.layout is CheckpointLayout.full else self.num_shards)
+        return {self.shard_file(shard): self.shard_layout(shard) for shard in shards}
 
     def byte_range(self, name: str, shard: int) -> tuple[str, int, int]:
         """File, offset and number of bytes of the rows of a tensor in a shard."""
@@ -85,9 +89,32 @@ class TensorFiles:
         """The shards of a tensor, including those without rows."""
         return range(self.num_shards if name in self.sharded else 1)
 
-    def _shard_specs(self, shard: int) -> dict[str, TensorSpec]:
-        bounds = ((name, *self.row_bounds(name, shard)) for name in self.specs)
-        return {name: self.specs[name].rows(end - start) for name, start, end in bounds if end > start}
+    def _make_layout(self, shard: int) -> FileLayout:
+        if self.layout is CheckpointLayout.full:
+            return file_layout(self.specs)
+        # Few of many shards differ in their numbers of rows.
+        rows, sizes = self._rows
+        counts = np.clip(rows - sizes * shard, 0, np.where(sizes, sizes, rows if shard == 0 else 0))
+        known = self._layouts_by_rows
+        if (key := counts.tobytes()) not in known:
+            parts = zip(self.specs.items(), counts.tolist(), strict=True)
+            known[key] = file_layout({name: spec.rows(count) for (name, spec), count in parts if count})
+        return known[key]
+
+    @cached_property
+    def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of each tensor, and those of its parts but the last ones; 0 if it is not sharded."""
+        rows = np.array([spec.num_rows for spec in self.specs.values()], dtype=np.int64)
+        is_sharded = np.array([name in self.sharded for name in self.specs], dtype=np.bool_)
+        return rows, np.where(is_sharded, -(-rows // self.num_shards), 0)
+
+    @cached_property
+    def _layouts(self) -> dict[int, FileLayout]:
+        return {}
+
+    @cached_property
+    def _layouts_by_rows(self) -> dict[bytes, FileLayout]:
+        return {}
 
 
 def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: CheckpointLayout, num_shards: int) -> TensorFiles:
@@ -98,11 +125,11 @@ def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: Checkpoint
 
 def write_local_shards(
     folder: Path, files: TensorFiles, position: ShardPosition, shards: Mapping[str, LocalShard]
-) -> dict[str, int]:
-    """Write this rank's rows; returns their CRC-32 by tensor name."""
-    checksums: dict[str, int] = {}
+) -> NDArray[np.int64]:
+    """Write this rank's rows; returns the CRC-32 of those of each tensor, in the order of `files.specs`."""
+    checksums = dict.fromkeys(files.specs, 0)
     if not position.is_writer:
-        return checksums
+        return np.empty(0, dtype=np.int64)
     local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
     writes_header = files.layout is CheckpointLayout.sharded or position.shard == 0
     path, layout = folder / files.shard_file(position.shard), files.shard_layout(position.shard)
@@ -111,20 +138,20 @@ def write_local_shards(
             if shard.rows.numel():
                 first = shard.first_row if files.layout is CheckpointLayout.full else 0
                 checksums[name] = file.write(name, shard.rows.cpu(), first)
-            else:
-                checksums[name] = 0
-    return checksums
+    # An array: the ranks gather those of all of them.
+    return np.array(list(checksums.values()), dtype=np.int64)
 
 
-def describe_tensors(files: TensorFiles, checksums: list[Mapping[str, int]]) -> dict[str, Any]:
-    """Type, shape and checksums of every tensor, for the manifest; `checksums` are by shard, then by name."""
+def describe_tensors(files: TensorFiles, checksums: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+    """Type, shape and checksums of every tensor, for the manifest; `checksums` are those of each shard."""
+    by_tensor = np.stack(checksums, axis=1).tolist()
     return {
         name: {
             "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
-            "crc32": [checksums[shard][name] for shard in files.tensor_shards(name)],
+            "crc32": of_shards[: len(files.tensor_shards(name))],
         }
-        for name, spec in files.specs.items()
+        for (name, spec), of_shards in zip(files.specs.items(), by_tensor, strict=True)
     }
 
 

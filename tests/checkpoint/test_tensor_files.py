@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from embedtrain.checkpoint import tensor_files as tensor_files_module
 from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
 from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import DTYPE_NAMES, TensorSpec
@@ -166,3 +167,20 @@ def test_a_missing_or_truncated_file_is_reported(tmp_path, layout):
 def test_a_malformed_description_is_rejected(tmp_path, description):
     with pytest.raises((KeyError, TypeError, ValueError)):
         TensorReader(tmp_path, WEIGHTS, CheckpointLayout.sharded, 2, description)
+
+
+def test_layouts_of_many_shards_are_made_once(monkeypatch):
+    """A rank that writes needs that of its own file, and most files of a checkpoint have the same."""
+    made = []
+    make = tensor_files_module.file_layout
+    monkeypatch.setattr(tensor_files_module, "file_layout", lambda specs: made.append(1) or make(specs))
+    shapes = {"embedding": (30_000, 8), "matrix": (1024, 8), "vector": (768,), "buffer": (5,)}
+    shards = {
+        name: LocalShard(TensorSpec(torch.float32, shape), torch.empty(0), 0, name != "buffer")
+        for name, shape in shapes.items()
+    }
+    files = tensor_files(WEIGHTS, shards, CheckpointLayout.sharded, 512)
+    assert files.shard_layout(7).size == files.files[files.shard_file(7)].size
+    assert len(files.files) == 512
+    # With the buffer, all rows, no vector, fewer rows of the embedding, none of it.
+    assert len(made) == 5

@@ -7,14 +7,10 @@ import contextlib
 import hashlib
 import json
 import os
-import random
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,31 +18,39 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Normalize, Pooling, Transformer
-from transformers import AutoTokenizer, BertConfig, BertModel
 
-from benchmarks.inputs import MINILM
+from benchmarks.inputs import MINILM, load_minilm
 from benchmarks.measure import markdown, peak_rss_anon, require, rss_anon
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorPlacement
+from benchmarks.scale_mining import mining_table, once
+from benchmarks.workloads import descriptions
+from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
+from embedtrain.config.recipe import ModelConfig, Precision, Strategy
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding
 from embedtrain.inference.index import ShardedIndex, first_added_order
+from embedtrain.inference.search_costs import LOCAL_BYTES, SearchWorkload, search_costs
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import build_encoder
+from embedtrain.models.source import open_model_source
+from embedtrain.planning.model_costs import model_spec
+from embedtrain.planning.workload import ClusterSpec
 
 SIZES = tuple(int(size) for size in os.environ.get("DOCUMENTS", "100000,1000000,10000000").split(","))
 DIMENSION, QUERIES, TOP_K = 128, 512, 100
 _BLOCK = 1 << 15  # vectors of a file
 _CENTRES = 1000
-ROWS, QUERY_BATCH = 1024, 512  # of mining: two blocks of rows
 TITLE = f"Search of {QUERIES} queries (k = {TOP_K}, {DIMENSION} dimensions) and mining, by the number of documents"
 _SCANS = (None, ScanDtype.bf16, ScanDtype.int8)
 
 
 def measure() -> str:
     with _directory() as folder:
-        return f"{_search_table(folder)}\n\n{_mining_table(folder)}"
+        return "\n\n".join([_search_table(folder), _planned_table(folder), mining_table(folder, SIZES)])
 
 
 @contextlib.contextmanager
@@ -56,15 +60,6 @@ def _directory() -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="embedtrain-bench-") as folder:
         yield Path(folder)
-
-
-def _once(path: Path, compute: Callable[[], Any]) -> Any:
-    """The result in a file, which is computed by the first call."""
-    if not path.is_file():
-        result = compute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result), encoding="utf-8")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +78,25 @@ def _search_table(folder: Path) -> str:
     for size in SIZES:
         vectors = folder / f"vectors-{size}"
         digests = set()
-        cases = [(scan, 1) for scan in _SCANS] + [(ScanDtype.int8, ranks) for ranks in (2, 3) if size <= 1_000_000]
-        for scan, ranks in cases:
-            name = "fp32" if scan is None else scan.value
-            path = folder / "results" / f"search-{size}-{name}-{ranks}.json"
-            results = _once(path, partial(_search_all, vectors, size, scan, ranks))
+        for scan, ranks in _cases(size):
+            results = once(_result_of(folder, size, scan, ranks), partial(_search_all, vectors, size, scan, ranks))
             digests |= {result["digest"] for result in results}
-            busiest = max(results, key=lambda result: result["peak"])
-            of_copy = {None: 0, ScanDtype.bf16: 2 * DIMENSION, ScanDtype.int8: DIMENSION}[scan] * size / ranks / 2**20
+            busiest = max(results, key=lambda result: result["peak"] - result["before"])
             rows.append(
                 [
                     f"{size:,}",
-                    name,
+                    _name(scan),
                     ranks,
                     f"{busiest['before']:,.0f}",
                     f"{busiest['peak']:,.0f}",
-                    f"{of_copy:,.0f}",
+                    f"{_planned(size, scan, ranks, 1.0).memory_mib:,.0f}",
                     f"{max(result['add'] for result in results):.1f}",
                     f"{max(result['search'] for result in results):.1f}",
                     f"{QUERIES * size / ranks / max(result['search'] for result in results) / 1e6:,.0f}",
                 ]
             )
         require(len(digests) == 1, f"scale: the results for {size:,} documents differ")
-    header = ["documents", "read first", "ranks", "before, MiB", "peak of a rank, MiB", "of it the copy, MiB"]
+    header = ["documents", "read first", "ranks", "before, MiB", "peak of a rank, MiB", "planned growth, MiB"]
     return markdown([*header, "adding, CPU s", "searching, CPU s", "million scores / CPU s of a rank"], rows)
 
 
@@ -153,115 +144,87 @@ def _search(directory: Path, size: int, scan: ScanDtype | None, ranks: int, rank
     return Searched(added - start, searched - added, before, peak[0], hashlib.blake2b(content).hexdigest())
 
 
+def _cases(size: int) -> list[tuple[ScanDtype | None, int]]:
+    return [(scan, 1) for scan in _SCANS] + [(ScanDtype.int8, ranks) for ranks in (2, 3) if size <= 1_000_000]
+
+
+def _name(scan: ScanDtype | None) -> str:
+    return "fp32" if scan is None else scan.value
+
+
+def _result_of(folder: Path, size: int, scan: ScanDtype | None, ranks: int) -> Path:
+    return folder / "results" / f"search-{size}-{_name(scan)}-{ranks}.json"
+
+
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A process that mines until it is killed or ends."""
-
-    name: str
-    seconds: float  # wall
-    peak: float  # anonymous memory in MiB
-    files: int  # of vectors at its end
-    blocks: int  # of rows
+class _Planned:
+    memory_mib: float  # by which a process grows
+    seconds: float  # of a search
 
 
-def _mining_table(folder: Path) -> str:
-    rows = []
-    for size in SIZES:
-        stages = [Stage(**stage) for stage in _mine_in_stages(folder, size)]
-        for stage in stages:
-            found = f"{stage.files:,} / {stage.blocks}" if stage.files else "-"
-            rows.append([f"{size:,}", stage.name, f"{stage.seconds:,.0f}", f"{stage.peak:,.0f}", found])
-    return markdown(["documents", "process", "wall s", "peak, MiB", "files of vectors / blocks of rows"], rows)
-
-
-def _mine_in_stages(folder: Path, size: int) -> list[dict[str, Any]]:
-    """Mine, killed while it encodes and after the first block of rows; again from the same vectors by another index."""
-    output, again, state = folder / f"mined-{size}", folder / f"mined-{size}-again", folder / "results"
-    corpus, model, rows = folder / f"corpus-{size}.jsonl", folder / "model", folder / "rows.jsonl"
-    _once(state / f"inputs-{size}.json", lambda: _write_inputs(corpus, model, rows, size))
-    command = [sys.executable, "-m", "embedtrain.mine", f"model={model}", f"data=[{rows}]", f"corpus={corpus}"]
-    command += ["relative_margin=null", f"query_batch_size={QUERY_BATCH}", "index.place=disk"]
-    int8 = [*command, f"output_dir={output}", "index.scan_dtype=int8"]
-    half = max(3, size // 90_000)
-    run = partial(_run_until, output)
-    stages = [
-        _once(
-            state / f"mine-{size}-1.json",
-            lambda: run(int8, "killed while encoding", lambda: _count(output)[0] >= half),
-        ),
-        _once(
-            state / f"mine-{size}-2.json",
-            lambda: run(int8, "resumed, killed after the first block", lambda: _count(output)[1] >= 1),
-        ),
-    ]
-    if not (state / f"mine-{size}-3.json").is_file():
-        shutil.rmtree(again, ignore_errors=True)
-        shutil.copytree(output, again, copy_function=os.link)
-        for block in (again / ".mining" / "blocks").iterdir():
-            shutil.rmtree(block)
-    stages.append(_once(state / f"mine-{size}-3.json", lambda: run(int8, "resumed, finished", lambda: False)))
-    fp32 = [*command, f"output_dir={again}"]
-    stages.append(
-        _once(
-            state / f"mine-{size}-4.json",
-            lambda: _run_until(again, fp32, "from the same vectors, searched in fp32", lambda: False),
-        )
+def _planned(size: int, scan: ScanDtype | None, ranks: int, flops: float) -> _Planned:
+    """The plan of a search on CPU ranks that reach so many operations per second."""
+    encoder = build_encoder(open_model_source(ModelConfig(path=MINILM)))
+    model = model_spec(encoder, find_blocks(encoder), precision=Precision.fp32, tokens_per_text=8, gpu=False)
+    work = SearchWorkload(
+        documents=size,
+        queries=QUERIES,
+        top_k=TOP_K,
+        tokens_per_text=8,
+        tokens_per_query=8,
+        chunk_tokens=16384,
+        unshard=Unshard.layer,
+        index=IndexConfig(scan_dtype=scan, place=VectorPlacement.disk),
+        search_flops=flops,
+        tokens_per_second=1e6,
     )
-    require((output / "rows.jsonl").read_bytes() == (again / "rows.jsonl").read_bytes(), "scale: mined rows differ")
-    return stages
+    cluster = ClusterSpec(ranks=ranks, per_node=ranks, memory=2**34, gpu=False)
+    layout = ParallelLayout(Strategy.ddp, ranks, 1, "")
+    costs = search_costs(replace(model, dimension=DIMENSION), layout, cluster, work)
+    # Nothing is encoded here, so there is no plan of it.
+    memory = costs.memory.host_index + costs.memory.buffers + LOCAL_BYTES * size / ranks
+    return _Planned(memory / 2**20, costs.traffic.search_seconds)
 
 
-def _run_until(output: Path, command: list[str], name: str, condition: Callable[[], bool]) -> dict[str, Any]:
-    """Run a command and kill it once the condition holds."""
-    start, peak, counts = time.perf_counter(), 0.0, (0, 0)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            with contextlib.suppress(OSError):  # it has just ended
-                peak = max(peak, rss_anon(process.pid))
-            counts = max(counts, _count(output))
-            if condition():
-                process.kill()
-                break
-            time.sleep(0.05)
-    expected = -9 if condition() else 0
-    require(process.returncode == expected, f"scale: {name}: the command ended with {process.returncode}")
-    return asdict(Stage(name, time.perf_counter() - start, peak, *counts))
+def _planned_table(folder: Path) -> str:
+    """The search by the rate of the smallest number of documents, and encoding by the rates of few texts."""
+    rows: list[list[object]] = []
+    for size in SIZES[1:]:
+        for scan, ranks in _cases(size):
+            first = json.loads(_result_of(folder, SIZES[0], scan, 1).read_text())[0]["search"]
+            planned = _planned(size, scan, ranks, 2.0 * QUERIES * SIZES[0] * DIMENSION / first)
+            measured = json.loads(_result_of(folder, size, scan, ranks).read_text())
+            growth = max(result["peak"] - result["before"] for result in measured)
+            seconds = max(result["search"] for result in measured)
+            memory = f"{planned.memory_mib:,.0f} / {growth:,.0f}"
+            title = f"searching {size:,} documents, {_name(scan)} read first"
+            rows.append([title, ranks, memory, f"{planned.seconds:.1f} / {seconds:.1f}"])
+    cases = ((100, 1), (400, 1), (400, 2))
+    rates, *runs = once(folder / "results" / "encoding.json", lambda: [_encode(texts, ranks) for texts, ranks in cases])
+    for run in runs:
+        for name in ("tokenizing", "encoding"):
+            seconds = run["tokens"] * rates[name] / rates["tokens"]
+            title = f"{name} {run['texts']:,} texts, {run['tokens']:,} tokens of a rank"
+            rows.append([title, run["ranks"], "-", f"{seconds:.2f} / {run[name]:.2f}"])
+    return markdown(["", "ranks", "growth of a rank, MiB: planned / measured", "CPU s: planned / measured"], rows)
 
 
-def _count(output: Path) -> tuple[int, int]:
-    """Files of vectors, and complete blocks of rows."""
-    temporary = output / ".mining"
-    blocks = [path for path in temporary.glob("blocks/*") if not path.name.endswith(".part")]
-    return len(list(temporary.glob("vectors/*/*.safetensors"))), len(blocks)
+def _encode(num_texts: int, ranks: int) -> dict[str, Any]:
+    results = on_ranks(ranks, partial(_encode_on_rank, num_texts, ranks))
+    return {"texts": num_texts, "ranks": ranks, **max(results, key=lambda result: result["encoding"])}
 
 
-def _write_inputs(corpus: Path, model: Path, rows: Path, size: int) -> int:
-    """A small model with random weights, rows, and documents of three to five words; returns their number."""
-    tokenizer = AutoTokenizer.from_pretrained(MINILM)
-    if not model.is_dir():
-        torch.manual_seed(0)
-        config = BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=128,
-            max_position_embeddings=64,
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            BertModel(config).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            modules = [Transformer(folder, max_seq_length=32), Pooling(64), Normalize()]
-            SentenceTransformer(modules=modules).save(str(model))
-    words = sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and len(word) > 2)
-    generator = random.Random(0)
-
-    def text(length: int) -> str:
-        return " ".join(generator.choices(words, k=length))
-
-    rows.write_text("".join(f'{{"query": "{text(3)}", "pos": ["{text(4)}"]}}\n' for _ in range(ROWS)), encoding="utf-8")
-    with corpus.open("w", encoding="utf-8") as file:
-        for number in range(size):
-            file.write(f'{{"_id": "d{number}", "text": "{text(3 + number % 3)}"}}\n')
-    return size
+def _encode_on_rank(num_texts: int, ranks: int, rank: int, folder: Path) -> dict[str, float]:
+    texts = [description for _, description in descriptions()[: num_texts + 1]]
+    with world_of(ranks, rank, folder / "store", min_gpus=1_000) as world:
+        encoder = SentenceEncoder.from_model(load_minilm(world, Precision.fp32), world, chunk_tokens=4096)
+        encoder.encode_all(texts[-1:])  # warms up
+        start = time.process_time()
+        plan = plan_encoding(PromptedTexts(texts[:-1]), encoder.tokenizer, None, 4096, world)
+        tokenizing = time.process_time() - start
+        shards = list(encoder.encode_blocks(texts[:-1]))  # plans a second time
+        encoding = time.process_time() - start - 2 * tokenizing
+    assert plan.tokenized is not None
+    require(sum(len(shard.rows) for shard in shards) > 0, "scale: a rank encoded nothing")
+    tokens = sum(int(plan.tokenized.lengths[plan.chunk(chunk)].sum()) for chunk in range(rank, len(plan), ranks))
+    return {"tokens": tokens, "tokenizing": tokenizing, "encoding": encoding}

@@ -1,5 +1,6 @@
 """The benchmarks: texts have the documented lengths, results are compared, a failing row does not stop a table."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,8 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
+<<<<<<< HEAD
 from benchmarks import late_interaction, pipeline_ablation, reranking, sparse
 from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
+=======
+from benchmarks import late_interaction, pipeline_ablation, reranking, scale, sparse
+from benchmarks.comparison import Batches, StepResults, comparison_cells
+>>>>>>> 2fde044 (plan documents=N: memory, time and traffic of an evaluation or mining; plans of encodings take less memory)
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import training as gpu
@@ -24,6 +30,7 @@ from benchmarks.inputs import MINILM
 from benchmarks.measure import ROUNDS, Timed, WrongResult
 from benchmarks.products import Products
 from benchmarks.workloads import Workload, descriptions, equal_lengths, load_rows, question_passage, short_pairs, web
+from embedtrain.config.evaluation import ScanDtype
 from embedtrain.config.recipe import Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
@@ -250,3 +257,17 @@ def test_repetitions_of_the_ablation_differ_in_their_seeds() -> None:
         assert first[name]["seed"] == first[original]["seed"] != second[name]["seed"]
         assert "repeat" not in first[name]
     assert first["tuned"]["loss"] == second["tuned"]["loss"] == second["without-mining"]["loss"]
+
+
+@pytest.mark.slow
+def test_the_searches_of_the_scale_table_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each memory, on each number of ranks; a second call reads what the first has measured."""
+    monkeypatch.setattr(scale, "SIZES", (2000, 4000))
+    monkeypatch.setattr(scale, "_cases", lambda _size: [(None, 1), (ScanDtype.int8, 2)])
+    table = scale._search_table(tmp_path)
+    assert table.count("\n") == 5
+    assert scale._search_table(tmp_path) == table
+    monkeypatch.setattr(scale, "_result_of", lambda *_: next((tmp_path / "results").glob("*.json")))
+    encoding = [{"texts": 3, "ranks": 1, "tokens": 9, "tokenizing": 0.1, "encoding": 0.2}] * 2
+    (tmp_path / "results" / "encoding.json").write_text(json.dumps(encoding))
+    assert "encoding 3 texts, 9 tokens of a rank" in scale._planned_table(tmp_path)

@@ -286,7 +286,7 @@ class SentenceEncoder:
             distinct = plan.chunk(local_chunks[index])
             if tokenized is not None:
                 tokens = tokenizer.make_chunk(
-                    tokenized.concatenate(distinct), tokenized.lengths[distinct], range(len(distinct))
+                    tokenized.concatenate(distinct), tokenized.lengths[distinct].astype(np.int64), range(len(distinct))
                 )
             else:
                 rows = plan.first[distinct].tolist()

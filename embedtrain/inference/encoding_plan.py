@@ -29,6 +29,9 @@ MAX_KEPT_TOKENS = 1 << 27
 _MIN_CHUNKS = 128
 _MIN_CHUNK_TOKENS = 2048
 
+# Every rank has arrays over all texts, so they take no more than they need.
+Indices = NDArray[np.signedinteger[Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptedTexts:
@@ -85,8 +88,8 @@ class TokenizedTexts:
     """The tokens of some of the distinct texts, in host memory."""
 
     ids: NDArray[np.int32]  # as `TextTokenizer.ids` gives them, concatenated
-    offsets: NDArray[np.int64]  # [U], where each text begins in `ids`; undefined for texts that are not in it
-    lengths: NDArray[np.int64]  # [U], tokens of all texts
+    offsets: NDArray[np.int32]  # [U], where each text begins in `ids`; undefined for texts that are not in it
+    lengths: NDArray[np.int32]  # [U], tokens of all texts
 
     def concatenate(self, distinct: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of texts, one after the other."""
@@ -103,11 +106,11 @@ class TokenizedTexts:
 class EncodingPlan:
     """The chunks of a set of texts; they depend on the texts and their lengths alone."""
 
-    first: NDArray[np.int64]  # [U], the first occurrence of each distinct text
-    occurrences: NDArray[np.int64]  # [n], the indices of all texts, grouped by distinct text
-    starts: NDArray[np.int64]  # [U + 1], where the group of each distinct text begins in `occurrences`
+    first: Indices  # [U], the first occurrence of each distinct text
+    occurrences: Indices  # [n], the indices of all texts, grouped by distinct text
+    starts: Indices  # [U + 1], where the group of each distinct text begins in `occurrences`
     # [U], distinct texts from the longest to the shortest, so that a lack of memory shows in the first chunk or never.
-    order: NDArray[np.int64]
+    order: Indices
     cuts: list[int]  # where each chunk begins in `order`, and the end of the last
     chunk_tokens: int  # maximum number of tokens of a chunk, including padding (a longer text has its own chunk)
     tokenized: TokenizedTexts | None  # every W-th text, from text `rank` on; None, on every rank, for a large set
@@ -117,13 +120,14 @@ class EncodingPlan:
 
     def chunk(self, number: int) -> NDArray[np.int64]:
         """The distinct texts of a chunk."""
-        return self.order[self.cuts[number] : self.cuts[number + 1]]
+        return self.order[self.cuts[number] : self.cuts[number + 1]].astype(np.int64)
 
     def expand(self, distinct: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
         """All occurrences of distinct texts, int64 [m] on the CPU, and the position in `distinct` of each, [m]."""
-        counts = self.starts[distinct + 1] - self.starts[distinct]
-        begins = np.repeat(self.starts[distinct] - np.concatenate([[0], counts.cumsum()[:-1]]), counts)
-        rows = self.occurrences[begins + np.arange(counts.sum())] if len(distinct) else np.empty(0, dtype=np.int64)
+        starts = self.starts[distinct].astype(np.int64)
+        counts = self.starts[distinct + 1] - starts
+        begins = np.repeat(starts - (counts.cumsum() - counts), counts)
+        rows = self.occurrences[begins + np.arange(counts.sum())].astype(np.int64)
         return torch.from_numpy(rows), np.repeat(np.arange(len(distinct)), counts)
 
     def exchange_tokens(self, chunks: Sequence[int], world: World) -> TokenizedTexts | None:
@@ -134,7 +138,7 @@ class EncodingPlan:
         if self.tokenized is None or world.size == 1:
             return self.tokenized
         lengths, order = self.tokenized.lengths, self.order
-        encoder_rank = np.full(len(order), -1, dtype=np.int64)  # by text; -1: its vector is known already
+        encoder_rank = np.full(len(order), -1, dtype=np.int32)  # by text; -1: its vector is known already
         for index, number in enumerate(chunks):
             encoder_rank[self.chunk(number)] = index % world.size
 
@@ -151,7 +155,7 @@ class EncodingPlan:
             [int(lengths[numbers].sum()) for numbers in received],
         )
         local = np.concatenate(received)
-        offsets = np.zeros(len(order), dtype=np.int64)
+        offsets = np.zeros(len(order), dtype=np.int32)
         offsets[local] = np.cumsum(lengths[local]) - lengths[local]
         return TokenizedTexts(ids.numpy(), offsets, lengths)
 
@@ -172,10 +176,11 @@ def plan_encoding(
     first, occurrences, starts = _group_equal(keys)
     del keys, text_keys
     lengths, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
-    order = np.argsort(-lengths, kind="stable")
+    order: Indices = np.argsort(-lengths, kind="stable").astype(first.dtype)
     limit = min(chunk_tokens, max(_MIN_CHUNK_TOKENS, int(lengths.sum()) // _MIN_CHUNKS))
     sizes = np.maximum(1, lengths[order])
-    ends = np.concatenate([[0], np.cumsum(sizes)])
+    ends = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=ends[1:])
     cuts = [0]
     while cuts[-1] < len(order):
         start = cuts[-1]
@@ -187,50 +192,53 @@ def plan_encoding(
     return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized)
 
 
-def _group_equal(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """`first`, `occurrences` and `starts` of an `EncodingPlan`.
-
-    Every rank has the keys of all texts: these are the largest arrays of a plan, so few of them exist at a time.
-    """
+def _group_equal(keys: NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
+    """`first`, `occurrences` and `starts` of an `EncodingPlan`."""
+    dtype: Any = np.int32 if len(keys) < 2**31 else np.int64
     by_key = np.argsort(keys, kind="stable")
+    in_order = keys[by_key]
     is_new = np.ones(len(keys), dtype=np.bool_)
-    is_new[1:] = np.diff(keys[by_key]) != 0
+    is_new[1:] = in_order[1:] != in_order[:-1]
+    del in_order
+    if is_new.all():
+        numbers = np.arange(len(keys) + 1, dtype=dtype)
+        return numbers[:-1], numbers[:-1], numbers
     begins = np.flatnonzero(is_new)
     counts = np.diff(begins, append=len(keys))
     # A group has its texts in order; groups are numbered in the order of their first texts.
     by_first = np.argsort(by_key[begins])
-    first, counts = by_key[begins][by_first], counts[by_first]
-    starts = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
-    if len(first) == len(keys):  # all texts differ
-        return first, first, starts
-    indices = np.repeat(begins[by_first] - starts[:-1], counts)
+    begins, counts = begins[by_first], counts[by_first]
+    starts = np.concatenate([[0], counts.cumsum()])
+    indices = np.repeat(begins - starts[:-1], counts)
     indices += np.arange(len(keys))
-    return first, by_key[indices], starts
+    return by_key[begins].astype(dtype), by_key[indices].astype(dtype), starts.astype(dtype)
 
 
 def _tokenize(
-    texts: PromptedTexts, rows: NDArray[np.int64], tokenizer: TextTokenizer, max_length: int | None, world: World
-) -> tuple[NDArray[np.int64], TokenizedTexts | None]:
+    texts: PromptedTexts, rows: Indices, tokenizer: TextTokenizer, max_length: int | None, world: World
+) -> tuple[NDArray[np.int32], TokenizedTexts | None]:
     """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
     local_rows = rows[world.rank :: world.size]
-    local_counts = torch.zeros(len(local_rows), dtype=torch.int64)
+    local_counts = torch.zeros(len(local_rows), dtype=torch.int32)
     tokens: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     num_tokens = 0
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
             batch = local_rows[start : start + _TEXTS_PER_CALL].tolist()
             ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch), role=texts.role)
-            local_counts[start : start + len(ids)] = torch.tensor([len(text_ids) for text_ids in ids])
+            local_counts[start : start + len(ids)] = torch.tensor(
+                [len(text_ids) for text_ids in ids], dtype=torch.int32
+            )
             if num_tokens <= MAX_KEPT_TOKENS:
                 tokens.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))
                 num_tokens += len(tokens[-1])
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
-    lengths = np.empty(len(rows), dtype=np.int64)
+    lengths = np.empty(len(rows), dtype=np.int32)
     for rank, rank_counts in enumerate(np.split(gathered, np.cumsum(rows_per_rank)[:-1])):
         lengths[rank :: world.size] = rank_counts
     if max(int(lengths[rank :: world.size].sum()) for rank in range(world.size)) > MAX_KEPT_TOKENS:
         return lengths, None
-    offsets = np.zeros(len(rows), dtype=np.int64)
+    offsets = np.zeros(len(rows), dtype=np.int32)
     offsets[world.rank :: world.size] = (local_counts.cumsum(0) - local_counts).numpy()
     return lengths, TokenizedTexts(np.concatenate(tokens), offsets, lengths)

@@ -81,8 +81,8 @@ class ScannedStore(VectorStore):
         return 2 * norms(queries.values).unsqueeze(1) * residuals + self.rounding_error(queries).unsqueeze(1)
 
     def candidate_limit(self, k: int) -> int:
-        """Of vectors at random directions, two to five times as many as are asked for are candidates."""
-        return 5 * k + 256
+        """See `scanned_candidates`."""
+        return scanned_candidates(k)
 
 
 _AUTO, _HOST = VectorPlacement.auto, VectorPlacement.host
@@ -98,6 +98,11 @@ class _ScannedTile(Tile):
     def scores(self, queries: Part) -> Tensor:
         lengths = (norms(queries.values) * _ROUND_UP).float().unsqueeze(1)
         return torch.cat([queries.values, lengths], dim=1) @ self.vectors.T
+
+
+def scanned_candidates(k: int) -> int:
+    """Candidates for the best `k`: of vectors in random directions, two to five times `k` are."""
+    return 5 * k + 256
 
 
 def _joined(blocks: list[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ MAX_QUERY_ROWS = 16384
 # Neighbouring documents of a tile that are dismissed together if the best of them is no candidate.
 _BLOCK = 64
 # Candidates per query that are collected before the list is sorted, and its threshold raised.
-_PENDING = 128
+PENDING_CANDIDATES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class _Candidates:
                 _by_row(rows, scores[rows, columns], num_rows, -torch.inf),
                 _by_row(rows, columns + start, num_rows, 0),
             )
-            if self._pending >= _PENDING:
+            if self._pending >= PENDING_CANDIDATES:
                 self._raise_threshold()
 
     def sorted(self) -> tuple[Tensor, Tensor]:

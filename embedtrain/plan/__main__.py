@@ -1,6 +1,6 @@
 """`python -m embedtrain.plan recipe=NAME gpus=64 gpu_memory=80`: memory, strategy and time, before a GPU is booked.
 
-The exit code is 0 if the training fits in memory, and 1 if it does not.
+The exit code is 0 if it fits in memory, and 1 if it does not.
 """
 
 from embedtrain.cli import run_command
@@ -16,13 +16,14 @@ def compose(arguments: list[str]) -> tuple[Recipe | Pipeline, PlanOptions]:
 
 
 def main(options: tuple[Recipe | Pipeline, PlanOptions]) -> None:
-    """Plan a training or a pipeline and print the plan; with `json`, nothing else is written to standard output."""
+    """Print the plan of a training, search or pipeline; with `json`, nothing else is written to standard output."""
     import json
 
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.plan.compute import plan
     from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
     from embedtrain.plan.printing import print_plan
+    from embedtrain.plan.search import plan_search, print_search_plan
     from embedtrain.tracking.pages import Page
 
     recipe, plan_options = options
@@ -34,6 +35,15 @@ def main(options: tuple[Recipe | Pipeline, PlanOptions]) -> None:
         else:
             print_pipeline_plan(Page(), recipe, stages)
         if not all(stage.training is None or stage.training.best.fits for stage in stages):
+            raise SystemExit(1)
+        return
+    if plan_options.documents is not None:
+        search = plan_search(recipe, plan_options)
+        if plan_options.json:
+            print(json.dumps(search.as_json(), indent=2))
+        else:
+            print_search_plan(Page(), search)
+        if not search.fits:
             raise SystemExit(1)
         return
     result = plan(recipe, plan_options)

@@ -6,6 +6,7 @@ from typing import Any
 from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
+from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.packing import check_packing
 from embedtrain.models.sparse_encoder import SparseEncoder
@@ -115,17 +116,27 @@ def _candidate_json(candidate: LayoutCandidate) -> dict[str, Any]:
     }
 
 
-def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
-    """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
-    if recipe.parallel.precision is Precision.auto:  # of GPUs that are not here
-        recipe = replace(recipe, parallel=replace(recipe.parallel, precision=Precision.bf16))
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """The model of a recipe and the hardware of a plan."""
+
+    encoder: Encoder  # on the meta device
+    model: ModelSpec
+    cluster: ClusterSpec
+    tokens_per_text: int
+
+
+def planned_model(recipe: Recipe, options: PlanOptions) -> PlannedModel:
+    """The costs of a recipe's model, without weights; raises ConfigError and ModelError as training does."""
+    precision = recipe.parallel.precision
+    if precision is Precision.auto:  # of GPUs that are not here
+        precision = Precision.bf16
     meta = build_meta_encoder(recipe)
     encoder, token_vectors = meta.encoder, meta.token_vectors
     length = options.tokens_per_text or meta.max_length
     vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
     if isinstance(encoder, M3Encoder):
         vectors = length, length
-    precision, parallel = recipe.parallel.precision, recipe.parallel
     packable = recipe.model.attention is not Attention.padded
     packed = (
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
@@ -141,6 +152,15 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         bandwidth_network=options.bandwidth_network * 1e9,
         flops=options.tflops * 1e12,
     )
+    return PlannedModel(encoder, model, cluster, length)
+
+
+def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
+    """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
+    planned = planned_model(recipe, options)
+    model, cluster, length, parallel = planned.model, planned.cluster, planned.tokens_per_text, recipe.parallel
+    if parallel.precision is Precision.auto:
+        parallel = replace(parallel, precision=model.precision)
     work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
     choice = choose_layout(parallel, cluster, model, work, always_measure=True)
     assert choice.best is not None
@@ -157,10 +177,10 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         best=choice.best,
         next_best=choice.next_best,
         activation_tokens=activation_tokens,
-        vocabulary_head=_vocabulary_head(model, local, length) if isinstance(encoder, SparseEncoder) else None,
+        vocabulary_head=_vocabulary_head(model, local, length) if isinstance(planned.encoder, SparseEncoder) else None,
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
         changes=changes(parallel, cluster, model, work, choice.best),
-        parameter_groups=describe_groups(trained_parameters(encoder, recipe.optim), recipe.optim),
+        parameter_groups=describe_groups(trained_parameters(planned.encoder, recipe.optim), recipe.optim),
     )
 
 

@@ -12,7 +12,7 @@ _FP32 = 4
 # Latency of one hop of a collective, in seconds.
 _HOP_NODE, _HOP_NETWORK = 2e-6, 1e-5
 # Bytes per second between a GPU and its host: half of PCIe 5's nominal rate. Also of Adam on the host's cores.
-_HOST_BANDWIDTH = 25e9
+HOST_BANDWIDTH = 25e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class StepTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
+class Ring:
     """Ranks that communicate in a ring, and its slowest link.
 
     A ring over whole nodes uses all network adapters of a node at the same time. A ring with one rank per node uses
@@ -74,9 +74,9 @@ def step_traffic(
     weights, local, batches = model.weights, work.per_rank(cluster.ranks), work.gradient_accumulation_steps
     reencoded = local.chunks - local.num_cached_graphs
     per_node = min(cluster.per_node, cluster.ranks)
-    shards = _Ring(layout.shard, min(layout.shard, per_node), cluster)
-    replicas = _Ring(layout.replicate, max(1, min(per_node // layout.shard, layout.replicate)), cluster)
-    everyone = _Ring(cluster.ranks, per_node, cluster)
+    shards = Ring(layout.shard, min(layout.shard, per_node), cluster)
+    replicas = Ring(layout.replicate, max(1, min(per_node // layout.shard, layout.replicate)), cluster)
+    everyone = Ring(cluster.ranks, per_node, cluster)
     size, groups = model.compute_bytes, len(weights.blocks) + 1 + bool(weights.embedding.elements)
 
     forward, backward = _num_gathers(layout, local.chunks, local.num_cached_graphs, reduce_per_step=reduce_per_step)
@@ -88,7 +88,7 @@ def step_traffic(
     embeddings = _embeddings(model, everyone, work) * batches
 
     tokens = local.texts * work.tokens_per_text * batches
-    forward_flops, backward_flops = _padded_token_flops(model, work)
+    forward_flops, backward_flops = padded_token_flops(model, work.tokens_per_text)
     recomputed = forward_flops if layout.activation_checkpointing else 0.0
     scores_compute = batches * _scores_flops(model, work, cluster.ranks) / cluster.flops
     forward_compute = tokens * forward_flops * (local.chunks + reencoded) / local.chunks / cluster.flops
@@ -109,7 +109,7 @@ def step_traffic(
     offload = 0.0
     if layout.cpu_offload:
         per_parameter = size * (forward + backward) * repeats + 4 * _FP32
-        offload = per_parameter * weights.parameters / layout.shard / _HOST_BANDWIDTH
+        offload = per_parameter * weights.parameters / layout.shard / HOST_BANDWIDTH
     return StepTraffic(
         all_gather=gathered * (forward + backward) * repeats,
         reduce_scatter=reduced * reductions,
@@ -137,10 +137,10 @@ def _num_gathers(layout: ParallelLayout, chunks: int, cached: int, *, reduce_per
     return (1, 0) if reduce_per_step else (1 + reencoded - (cached == 0), max(0, cached - 1))
 
 
-def _padded_token_flops(model: ModelSpec, work: StepWorkload) -> tuple[float, float]:
+def padded_token_flops(model: ModelSpec, tokens_per_text: int) -> tuple[float, float]:
     """FLOPs of the forward and backward pass per token, with padding and full attention in all layers."""
     matmul_elements = model.weights.parameters - model.weights.lookup_elements
-    attention = 4.0 * len(model.weights.blocks) * work.tokens_per_text * model.hidden
+    attention = 4.0 * len(model.weights.blocks) * tokens_per_text * model.hidden
     return token_flops(matmul_elements, min(matmul_elements, model.weights.trained), attention)
 
 
@@ -155,7 +155,7 @@ def _scores_flops(model: ModelSpec, work: StepWorkload, ranks: int) -> float:
     return 2.0 * rows * model.vectors[0] * candidates * model.vectors[1] * model.dimension
 
 
-def _embeddings(model: ModelSpec, everyone: _Ring, work: StepWorkload) -> float:
+def _embeddings(model: ModelSpec, everyone: Ring, work: StepWorkload) -> float:
     """Bytes of embeddings to the ranks of their rows, of documents to all ranks, and of their gradients."""
     local = work.num_layers * model.num_vectors(work.rows * work.texts_per_row / everyone.ranks, work.texts_per_row)
     candidates = work.trained_layers * work.rows * max(1, work.texts_per_row - 1) * model.vectors[1]

@@ -28,7 +28,7 @@ def search(world, queries, documents, ids, k, config, limit=None):
     """The ranking, scores of its documents one by one, how many score more than the last, and calls of a rescan."""
     rescanned = []
     with sizes_of(TILE=16, QUERY_BATCH_SIZE=3, QUERIES_PER_SCAN=5), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_search, "_PENDING", 8)
+        patch.setattr(shard_search, "PENDING_CANDIDATES", 8)
         if limit is not None:
             patch.setattr(ScannedStore, "candidate_limit", lambda _self, k: limit)
         rescan = shard_search.ShardSearch._rescan

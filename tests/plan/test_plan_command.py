@@ -180,3 +180,41 @@ def test_help_lists_the_options():
     output = call("embedtrain.plan", "--help")
     assert "gpus_per_node=8" in output
     assert "embedtrain train --help" in output
+
+
+def test_a_search_of_many_documents():
+    arguments = ["embedtrain.plan", shape(XLMR_LARGE), "model.pooling=cls", "documents=1000000000", "gpus=64"]
+    common = [*arguments, "tokens_per_text=128", "queries=100000", "gpu_memory=40"]
+    result = json.loads(call(*common, "index.scan_dtype=int8", "index.place=disk", "--json"))
+    assert result["fits"] and result["on_device"]
+    local = 1_000_000_000 / 64
+    assert result["memory"]["index"] == local * (1024 + 8)
+    assert result["memory"]["host_index"] == 0
+    assert result["disk"] == 4e9 * 1024
+    # Tokens of texts, and the arithmetic of a token's forward pass, with full attention.
+    weights = XLMR_LARGE["vocab_size"] * 1024
+    matmuls = result["model"]["parameters"] - weights - 515 * 1024
+    flops = 2 * matmuls + 4 * 24 * 128 * 1024
+    tokens = (1_000_000_000 + 100_000) * 128 / 64
+    assert result["traffic"]["encode_seconds"] == pytest.approx(tokens * flops / 400e12, rel=0.01)
+    assert result["traffic"]["search_seconds"] == pytest.approx(2 * 1e5 * local * 1024 / 40e12, rel=0.05)
+    printed = call(*common, "index.scan_dtype=int8", "index.place=disk")
+    assert "1,000,000,000 documents of 128 tokens, 100,000 queries" in printed
+    on_host = json.loads(call(*common, "--json"))
+    assert not on_host["on_device"]
+    assert on_host["memory"]["host_index"] == local * 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["queries=3"], "queries=3"),
+        (["index.scan_dtype=int8"], "index.scan_dtype=int8"),
+        (["documents=0"], "documents=0"),
+        (["documents=5", "index.dtype=bf16", "index.scan_dtype=bf16"], "index.scan_dtype=bf16"),
+        (["documents=5", "search_tflops=0"], "search_tflops=0"),
+    ],
+)
+def test_options_of_a_search(arguments, option):
+    with pytest.raises(ConfigError, match=re.escape(option)):
+        compose_plan(["recipe=minilm", *arguments])

@@ -29,7 +29,7 @@ from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import full_precision, top_keys, unpack_keys
 from embedtrain.inference.shard_search import ShardSearch, query_batches
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.inference.vector_tiles import dtype_of
+from embedtrain.inference.vector_tiles import GrowingTensor, dtype_of
 from embedtrain.losses.encoded import Part
 
 # Queries that are compared with a tile before the next tile is copied to the device.
@@ -73,7 +73,7 @@ class ShardedIndex:
             documents = torch.arange(len(priorities), dtype=self.priorities.dtype)
             self._document_of_priority = documents.scatter(0, priorities, documents)
         self._documents = self.comparison.store(self.config, world.device, -(-len(priorities) // world.size))
-        self._rows: list[Tensor] = []
+        self._rows = GrowingTensor(-(-len(priorities) // world.size), torch.int64, torch.device("cpu"))
         self._local_priorities: Tensor | None = None  # set by the first search
         self._sorted_numbers: tuple[Tensor, Tensor] | None = None  # documents, and their numbers on this rank
 
@@ -234,9 +234,7 @@ class ShardedIndex:
 
     def _document_numbers(self) -> Tensor:
         """The numbers of this rank's documents, int64 [n] on the CPU."""
-        if len(self._rows) != 1:
-            self._rows = [torch.cat([torch.empty(0, dtype=torch.int64), *self._rows])]
-        return self._rows[0]
+        return self._rows.rows
 
 
 def trec_order(ids: Sequence[str]) -> Tensor:

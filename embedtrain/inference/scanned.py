@@ -18,7 +18,7 @@ from embedtrain.inference.comparison import Tile
 from embedtrain.inference.exact import norms
 from embedtrain.inference.stored_vectors import to_int8
 from embedtrain.inference.vector_store import VectorStore
-from embedtrain.inference.vector_tiles import VectorTiles
+from embedtrain.inference.vector_tiles import GrowingTensor, VectorTiles
 from embedtrain.losses.encoded import Part
 
 # Lengths are rounded up when they become float32.
@@ -37,9 +37,8 @@ class ScannedStore(VectorStore):
         dtype = torch.int8 if config.scan_dtype is ScanDtype.int8 else torch.bfloat16
         in_memory = replace(config, place=_AUTO if place is VectorPlacement.disk else place)
         self._copy = VectorTiles(in_memory, device, expected, dtype=dtype, decode=lambda codes: codes)
-        # Of blocks of documents, float32 [n] on the device.
-        self._residuals: list[Tensor] = []
-        self._scales: list[Tensor] = []
+        # Float32 [n] on the device.
+        self._residuals, self._scales = (GrowingTensor(expected, torch.float32, device) for _ in range(2))
 
     def add(self, documents: Part) -> None:
         """Add a vector per document."""
@@ -61,9 +60,7 @@ class ScannedStore(VectorStore):
 
     def tiles(self) -> Iterator[tuple[int, Tile]]:
         """The copies of all vectors, in the order in which they were added."""
-        if not self._scales:
-            return
-        residuals, scales = _joined(self._residuals), _joined(self._scales)
+        residuals, scales = self._residuals.rows, self._scales.rows
         for start, codes in self._copy.tiles():
             end = start + len(codes)
             vectors = torch.empty(len(codes), codes.shape[1] + 1, device=codes.device)
@@ -77,7 +74,7 @@ class ScannedStore(VectorStore):
 
     def deficit(self, queries: Part, documents: Tensor) -> Tensor:
         """Twice the error of the copy of each document, and the rounding."""
-        residuals = _joined(self._residuals)[documents].double()
+        residuals = self._residuals.rows[documents].double()
         return 2 * norms(queries.values).unsqueeze(1) * residuals + self.rounding_error(queries).unsqueeze(1)
 
     def candidate_limit(self, k: int) -> int:
@@ -103,10 +100,3 @@ class _ScannedTile(Tile):
 def scanned_candidates(k: int) -> int:
     """Candidates for the best `k`: of vectors in random directions, two to five times `k` are."""
     return 5 * k + 256
-
-
-def _joined(blocks: list[Tensor]) -> Tensor:
-    """The blocks as one tensor, which replaces them."""
-    if len(blocks) > 1:
-        blocks[:] = [torch.cat(blocks)]
-    return blocks[0]

@@ -16,6 +16,39 @@ MAX_DEVICE_FRACTION = 0.5
 _DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16}
 
 
+class GrowingTensor:
+    """Rows that are appended, in memory that is allocated once for about the expected number of them.
+
+    Blocks that stay, allocated between those that are freed, would fragment the memory of the host. There, rows that
+    are not written take none.
+    """
+
+    def __init__(self, expected: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._expected, self._dtype, self._device = expected, dtype, device
+        self._memory: Tensor | None = None
+        self._used = 0
+
+    def append(self, rows: Tensor) -> None:
+        """Append [m, ...]."""
+        end = self._used + len(rows)
+        if self._memory is None or end > len(self._memory):
+            # Ranks have nearly the same number of documents.
+            size = end + end // 8 if end > self._expected else self._expected + self._expected // 32 + 1
+            larger = torch.empty((size, *rows.shape[1:]), dtype=self._dtype, device=self._device)
+            if self._memory is not None:
+                larger[: self._used] = self._memory[: self._used]
+            self._memory = larger
+        self._memory[self._used : end] = rows
+        self._used = end
+
+    @property
+    def rows(self) -> Tensor:
+        """All rows, until the next are appended; [0] before the first."""
+        if self._memory is None:
+            return torch.empty(0, dtype=self._dtype, device=self._device)
+        return self._memory[: self._used]
+
+
 class VectorTiles:
     """Vectors that are added block by block and read tile by tile on `device`, in the order in which they were added.
 
@@ -36,19 +69,20 @@ class VectorTiles:
         self._config, self._device, self._expected = config, device, expected
         self._dtype = dtype or dtype_of(config)
         self._decode = decode
-        self._tiles: list[Tensor] = []
-        self._pending: list[Tensor] = []
+        self._tiles: list[Tensor] = []  # mapped, or copied from a GPU to the host
+        self._pending: list[Tensor] = []  # on their way there
+        self._vectors = GrowingTensor(expected, self._dtype, device)  # all others
         self._on_host: bool | None = None
         self._last_copy: HostCopy | None = None  # of a tile to the host; earlier ones are complete if this one is
 
     def __len__(self) -> int:
-        return sum(len(tile) for tile in (*self._tiles, *self._pending))
+        return sum(len(tile) for tile in (*self._tiles, *self._pending, self._vectors.rows))
 
     @property
     def dimension(self) -> int:
         """D; 0 before the first `add`."""
-        vectors = [*self._tiles, *self._pending]
-        return vectors[0].shape[1] if vectors else 0
+        vectors = [*self._tiles, *self._pending, self._vectors.rows]
+        return max(tile.shape[-1] if len(tile) else 0 for tile in vectors)
 
     def add(self, vectors: Tensor) -> Tensor:
         """Add [m, D]; returns them as they are kept, on the device unless they are mapped."""
@@ -59,14 +93,16 @@ class VectorTiles:
         vectors = vectors.to(self._device, self._dtype)
         if self._on_host is None:
             self._on_host = self._keep_on_host(vectors.shape[1])
-        self._pending.append(vectors)
-        if sum(map(len, self._pending)) >= TILE:
-            self._seal()
+        if self._on_host and self._device.type == "cuda":
+            self._pending.append(vectors)
+            if sum(map(len, self._pending)) >= TILE:
+                self._seal()
+        else:
+            self._vectors.append(vectors)
         return vectors
 
     def tiles(self) -> Iterator[tuple[int, Tensor]]:
         """The index of each tile's first vector, and the tile as float32 on the device."""
-        self._seal()
         start = 0
         for group in self._groups():
             tile = group[0] if len(group) == 1 else torch.cat(group)
@@ -76,7 +112,7 @@ class VectorTiles:
     def _groups(self) -> Iterator[list[Tensor]]:
         """Consecutive tiles that are read as one: files of stored vectors may be small."""
         group: list[Tensor] = []
-        for tile in self._tiles:
+        for tile in self._sealed():
             if group and sum(map(len, group)) + len(tile) > TILE:
                 yield group
                 group = []
@@ -86,31 +122,34 @@ class VectorTiles:
 
     def pick(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Vectors by index, [P] on the device, in batches: positions among the P, and float32 [p, D]."""
-        self._seal()
+        tiles = self._sealed()
         if self._last_copy is not None:
             self._last_copy.wait()
         order = rows.argsort()
-        edges = torch.tensor([0, *(len(tile) for tile in self._tiles)]).cumsum(0)
+        edges = torch.tensor([0, *map(len, tiles)]).cumsum(0)
         cuts = torch.searchsorted(rows[order], to_device(edges, rows.device)).tolist()
-        for tile, edge, start, stop in zip(self._tiles, edges.tolist(), cuts, cuts[1:], strict=False):
+        for tile, edge, start, stop in zip(tiles, edges.tolist(), cuts, cuts[1:], strict=False):
             for positions in torch.split(order[start:stop], batch_size) if stop > start else ():
                 tile_rows = (rows[positions] - edge).to(tile.device)
                 yield positions, self._decode(tile[tile_rows].to(self._device))
 
+    def _sealed(self) -> list[Tensor]:
+        """All vectors in tiles, none of them empty."""
+        self._seal()
+        rows = self._vectors.rows
+        return [*self._tiles, *(torch.split(rows, TILE) if len(rows) else ())]
+
     def _seal(self) -> None:
-        """Cut pending vectors into whole tiles; a smaller last tile is reopened when more vectors are added."""
+        """Copy pending vectors to the host in whole tiles; a smaller last tile is reopened for further vectors."""
         if not self._pending:
             return
         last: list[Tensor] = []
         if self._tiles and len(self._tiles[-1]) < TILE:
             last.append(self._tiles.pop().to(self._device, non_blocking=True))
         for tile in torch.split(torch.cat([*last, *self._pending]), TILE):
-            if self._on_host and self._device.type == "cuda":
-                # Encoding continues during the copy; a scan reads it in the order of the device's operations.
-                self._last_copy = HostCopy(tile)
-                self._tiles.append(self._last_copy.tensor)
-            else:
-                self._tiles.append(tile.clone())
+            # Encoding continues during the copy; a scan reads it in the order of the device's operations.
+            self._last_copy = HostCopy(tile)
+            self._tiles.append(self._last_copy.tensor)
         self._pending = []
 
     def _keep_on_host(self, dimension: int) -> bool:

@@ -88,11 +88,11 @@ def search(world: World, config: IndexConfig, folder: Path) -> tuple[int, int, i
     with sent_bytes() as of_search:
         index.search(queries, TOP_K)
     store: Any = index._documents
-    held = [*store._vectors._tiles, *store._vectors._pending]
+    held = store._vectors._sealed()
     if config.place is VectorPlacement.disk:
         held = []
     if config.scan_dtype is not None:
-        held += [*store._copy._tiles, *store._residuals, *store._scales]
+        held += [*store._copy._sealed(), store._residuals.rows, store._scales.rows]
     tokens = sum(map(len, encoder.tokenizer.ids(TEXTS, None)))
     return sum(part.nbytes for part in held), of_planning[0], of_search[0], tokens
 

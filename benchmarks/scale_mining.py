@@ -54,7 +54,8 @@ def mining_table(folder: Path, sizes: Sequence[int]) -> str:
         for stage in stages:
             found = f"{stage.files:,} / {stage.blocks}" if stage.files else "-"
             rows.append([f"{size:,}", stage.name, f"{stage.seconds:,.0f}", f"{stage.peak:,.0f}", found])
-    return markdown(["documents", "process", "wall s, all cores", "peak, MiB", "files of vectors / blocks of rows"], rows)
+    header = ["documents", "process", "wall s, all cores", "peak, MiB", "files of vectors / blocks of rows"]
+    return markdown(header, rows)
 
 
 def _mine_in_stages(folder: Path, size: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ PRECISION ?= fp32
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-slurm test-hosts test-browser test-engines image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
+.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-slurm test-hosts test-browser test-engines image-test docs docs-serve reference screenshots lint format bench bench-gpu rivals clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
@@ -90,6 +90,10 @@ bench: .venv  ## side-by-side measurements as tables: about forty minutes
 bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not have yet, at most ten minutes each
 	$(BIN)/python -m benchmarks.gpu
 
+RIVALS := $(patsubst benchmarks/rivals/requirements/%.txt,.venv-rivals/%,$(wildcard benchmarks/rivals/requirements/*.txt))
+rivals: .venv $(RIVALS)  ## training side by side with other libraries: under two hours on two cores
+	$(BIN)/python -m benchmarks.rivals
+
 # The time stamp stays at 0 until the installation succeeds, so that an interrupted one is repeated.
 .venv: constraints.txt
 .venv-oldest: constraints-oldest.txt
@@ -123,6 +127,16 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	  || { touch -d @0 $@; exit 1; }
 	@touch $@
 
+# Each library of `make rivals`. Packages of a second file, if there is one, are installed without what they ask for.
+.venv-rivals/%: benchmarks/rivals/requirements/%.txt
+	@test -x $@/bin/python || $(PYTHON) -m venv $@
+	@touch -d @0 $@
+	@echo 'Installing into $@: a few minutes the first time'
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check -r $< \
+	  && { test ! -f $(<:.txt=.no-deps) || $@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(<:.txt=.no-deps); } \
+	  || { touch -d @0 $@; exit 1; }
+	@touch $@
+
 # Its binaries for CUDA are downloaded by a script, which is skipped; those for CPUs are in the packages.
 .node-transformersjs: Makefile
 	npm install --prefix $@ --ignore-scripts --no-audit --no-fund --silent @huggingface/transformers@4.3.1
@@ -147,4 +161,4 @@ LLAMA_CPP := llama_cpp_python-0.3.36
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-rivals .venv-oldest .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache

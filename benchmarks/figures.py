@@ -1,0 +1,117 @@
+"""The figures of docs/benchmarks.md, drawn from the stored results of `make rivals`.
+
+`python -m benchmarks.figures` writes docs/assets/images/benchmarks-NAME.svg, and the same for dark pages.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "rivals" / "results.json"
+IMAGES = ROOT / "docs" / "assets" / "images"
+OURS = "embedtrain"
+KINDS = {"dense": "dense", "reranker": "reranker", "late_interaction": "late interaction", "sparse": "sparse"}
+THEMES = {"": {"text": "#1f2328", "grid": "#d0d7de"}, "-dark": {"text": "#e6edf3", "grid": "#30363d"}}
+ACCENT, OTHER, BEFORE = "#2f81f7", "#8b949e", "#bf8700"
+Run = dict[str, Any]
+
+
+def main() -> None:
+    """Draw all figures."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for name, draw in {"quality": quality, "speed": speed, "gradients": gradients}.items():
+        for suffix, colors in THEMES.items():
+            _save(f"benchmarks-{name}{suffix}", colors, lambda draw=draw: draw(results))
+
+
+def quality(results: dict[str, Any]) -> None:
+    """nDCG@10 at equal wall time: a panel for each kind of model and evaluation set, with standard deviations."""
+    kinds = [kind for kind in KINDS if any(run["kind"] == kind for run in results["runs"])]
+    sets = list(results["before"][kinds[0]])
+    figure, panels = plt.subplots(len(kinds), len(sets), figsize=(4.4 * len(sets), 1.9 * len(kinds)), squeeze=False)
+    for kind, row in zip(kinds, panels, strict=True):
+        for name, axes in zip(sets, row, strict=True):
+            of_library = _by_library(results["runs"], kind, "time")
+            values = {library: [run["metrics"][name] for run in runs] for library, runs in of_library.items()}
+            _bars(axes, values, f"{KINDS[kind]}, {name}")
+            axes.axvline(results["before"][kind][name], color=BEFORE, linewidth=1, linestyle="--")
+    figure.supxlabel("nDCG@10 at equal wall time; dashed: before training", fontsize=9)
+
+
+def speed(results: dict[str, Any]) -> None:
+    """Real tokens per second of the trainings at equal steps."""
+    kinds = [kind for kind in KINDS if any(run["kind"] == kind for run in results["runs"])]
+    figure, panels = plt.subplots(1, len(kinds), figsize=(3.6 * len(kinds), 2.4), squeeze=False)
+    for kind, axes in zip(kinds, panels[0], strict=True):
+        of_library = _by_library(results["runs"], kind, "steps")
+        values = {
+            library: [run["tokens_per_step"] / run["step_seconds"] for run in runs]
+            for library, runs in of_library.items()
+        }
+        _bars(axes, values, KINDS[kind], start=0)
+    figure.supxlabel("real tokens per second, two CPU ranks", fontsize=9)
+
+
+def gradients(results: dict[str, Any]) -> None:
+    """Relative error of the gradient over four ranks."""
+    rows = [row for row in results["gradients"] if row["error"] is not None]
+    _, axes = plt.subplots(figsize=(7, 0.32 * len(rows) + 0.8))
+    labels = [f"{row['library']}, {KINDS[row['kind']]}" for row in rows][::-1]
+    values = [max(row["error"], 1e-8) for row in rows][::-1]
+    colors = [ACCENT if row["library"] == OURS else OTHER for row in rows][::-1]
+    axes.barh(labels, values, color=colors, height=0.65)
+    axes.set_xscale("log")
+    axes.set_xlabel("relative error of the gradient on 4 ranks, against the same batch in one process", fontsize=9)
+
+
+def _by_library(runs: Sequence[Run], kind: str, mode: str) -> dict[str, list[Run]]:
+    chosen = [run for run in runs if run["kind"] == kind and run["mode"] == mode]
+    return {
+        name: [run for run in chosen if run["library"] == name] for name in dict.fromkeys(r["library"] for r in chosen)
+    }
+
+
+def _bars(axes: Axes, values: dict[str, list[float]], title: str, start: float | None = None) -> None:
+    """A horizontal bar for each library: the mean, with the standard deviation."""
+    names = list(values)[::-1]
+    means = [mean(values[name]) for name in names]
+    deviations = [stdev(values[name]) if len(values[name]) > 1 else 0.0 for name in names]
+    colors = [ACCENT if name == OURS else OTHER for name in names]
+    axes.barh(names, means, xerr=deviations, color=colors, height=0.65, error_kw={"elinewidth": 1, "capsize": 2})
+    low, high = min(means), max(m + d for m, d in zip(means, deviations, strict=True))
+    axes.set_xlim(0 if start == 0 or low < 0.3 * high else max(0.0, low - 0.6 * (high - low) - 0.02), None)
+    axes.set_title(title, fontsize=9, loc="left")
+
+
+def _save(name: str, colors: dict[str, str], draw: Callable[[], None]) -> None:
+    style = {
+        "font.size": 8,
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "embedtrain",  # the same bytes each time
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "x",
+        "axes.axisbelow": True,
+        "grid.color": colors["grid"],
+        "axes.edgecolor": colors["grid"],
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), colors["text"]),
+    }
+    with plt.rc_context(style):
+        draw()
+        plt.tight_layout()
+        plt.savefig(IMAGES / f"{name}.svg", transparent=True, metadata={"Date": None})
+        plt.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training side by side with other libraries, each in an environment of its own."""

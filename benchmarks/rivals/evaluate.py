@@ -1,0 +1,186 @@
+"""nDCG@10 of a trained model of any kind, by other code than that of the libraries that are compared.
+
+`python -m benchmarks.rivals.evaluate KIND MODEL QLEN DLEN SET...` prints `{set: value}` as one line of JSON. Each SET
+is a directory in the layout of BEIR. Models compute in fp32 on one thread, or on the GPU if there is one.
+
+- dense: cosine similarities of the vectors of sentence-transformers; of a directory of transformers alone, the mean of
+  the last hidden states.
+- reranker: the logit of transformers' AutoModelForSequenceClassification orders the best 20 documents of BM25.
+- late_interaction: exact MaxSim of sentence-transformers' MultiVectorEncoder.
+- sparse: dot products of sentence-transformers' SparseEncoder.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import pytrec_eval
+import torch
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
+
+DEPTH = 100  # documents per query that are given to pytrec_eval
+RERANKED = 20
+BATCH = 32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Scores = Callable[[list[str], list[str]], torch.Tensor]
+LOADING: dict[str, Any] = {"local_files_only": True, "device": DEVICE, "model_kwargs": {"dtype": torch.float32}}
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Texts by id, and the judgements of pytrec_eval."""
+
+    queries: dict[str, str]
+    documents: dict[str, str]
+    qrels: dict[str, dict[str, int]]
+
+
+def read_set(directory: Path) -> RetrievalSet:
+    """Read a directory of BEIR; queries without judgements are left out."""
+    qrels: dict[str, dict[str, int]] = {}
+    for line in (directory / "qrels" / "test.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        query, document, score = line.split("\t")
+        qrels.setdefault(query, {})[document] = int(score)
+    queries = {row["_id"]: row["text"] for row in _rows(directory / "queries.jsonl") if row["_id"] in qrels}
+    documents = {
+        row["_id"]: (row.get("title", "") + " " + row["text"]).strip() for row in _rows(directory / "corpus.jsonl")
+    }
+    return RetrievalSet(queries, documents, qrels)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    compressed = path.with_name(path.name + ".gz")
+    data = gzip.decompress(compressed.read_bytes()) if compressed.is_file() else path.read_bytes()
+    return [json.loads(line) for line in data.decode("utf-8").split("\n") if line]
+
+
+def dense_scores(model: Path, query_length: int, document_length: int) -> Scores:
+    """Cosine similarities [Q, N] of texts."""
+    if (model / "modules.json").is_file():
+        encoder = SentenceTransformer(str(model), **LOADING)
+    else:
+        transformer = Transformer(str(model), model_kwargs={"dtype": torch.float32})
+        pooling = Pooling(transformer.get_embedding_dimension(), "mean")
+        encoder = SentenceTransformer(modules=[transformer, pooling, Normalize()], device=DEVICE)
+
+    def encode(texts: list[str], length: int) -> torch.Tensor:
+        encoder.max_seq_length = length
+        return encoder.encode(texts, batch_size=BATCH, convert_to_tensor=True, normalize_embeddings=True)
+
+    return lambda queries, documents: encode(queries, query_length) @ encode(documents, document_length).T
+
+
+def sparse_scores(model: Path, query_length: int, document_length: int) -> Scores:
+    """Dot products [Q, N] of weights of words."""
+    encoder = SparseEncoder(str(model), **LOADING)
+
+    def scores(queries: list[str], documents: list[str]) -> torch.Tensor:
+        encoder.max_seq_length = query_length
+        of_queries = encoder.encode_query(queries, batch_size=BATCH)
+        encoder.max_seq_length = document_length
+        of_documents = encoder.encode_document(documents, batch_size=BATCH)
+        return torch.sparse.mm(of_queries, of_documents.T).to_dense()
+
+    return scores
+
+
+def late_interaction_scores(model: Path, query_length: int, document_length: int) -> Scores:
+    """Sums [Q, N] of each query token's largest similarity."""
+    encoder = MultiVectorEncoder(str(model), **LOADING)
+    transformer = encoder[0]
+    if transformer.query_expansion is None:
+        transformer.query_length = query_length
+    else:  # its length is that of queries
+        transformer.query_expansion = transformer.query_expansion | {"length": query_length}
+    transformer.document_length = document_length
+
+    def scores(queries: list[str], documents: list[str]) -> torch.Tensor:
+        of_queries = encoder.encode_query(queries, batch_size=BATCH)
+        of_documents = encoder.encode_document(documents, batch_size=BATCH)
+        return encoder.similarity(of_queries, of_documents)
+
+    return scores
+
+
+SCORES = {"dense": dense_scores, "sparse": sparse_scores, "late_interaction": late_interaction_scores}
+
+
+def retrieve(scores: Scores, data: RetrievalSet) -> dict[str, dict[str, float]]:
+    """The best documents of each query."""
+    matrix = scores(list(data.queries.values()), list(data.documents.values())).float().cpu()
+    ids = list(data.documents)
+    best = matrix.topk(min(DEPTH, len(ids)))
+    return {
+        query: {ids[index]: value for index, value in zip(columns, values, strict=True)}
+        for query, columns, values in zip(data.queries, best.indices.tolist(), best.values.tolist(), strict=True)
+    }
+
+
+def bm25(data: RetrievalSet) -> dict[str, list[str]]:
+    """The best `RERANKED` documents of each query by BM25."""
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(list(data.documents.values()), show_progress=False), show_progress=False)
+    words = bm25s.tokenize(list(data.queries.values()), show_progress=False)
+    found = index.retrieve(words, k=min(RERANKED, len(data.documents)), show_progress=False).documents.tolist()
+    ids = list(data.documents)
+    return {query: [ids[row] for row in rows] for query, rows in zip(data.queries, found, strict=True)}
+
+
+@torch.inference_mode()
+def rerank(model: Path, max_length: int, data: RetrievalSet) -> dict[str, dict[str, float]]:
+    """The candidates of BM25 with the logit of their pair; pairs of similar length are in one batch."""
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).to(DEVICE).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    pairs = [(query, document) for query, documents in bm25(data).items() for document in documents]
+    pairs.sort(key=lambda pair: len(data.queries[pair[0]]) + len(data.documents[pair[1]]))
+    run: dict[str, dict[str, float]] = {}
+    for start in range(0, len(pairs), BATCH):
+        batch = pairs[start : start + BATCH]
+        texts = ([data.queries[query] for query, _ in batch], [data.documents[document] for _, document in batch])
+        inputs = tokenizer(*texts, truncation=True, max_length=max_length, padding=True, return_tensors="pt")
+        logits = classifier(**inputs.to(DEVICE)).logits[:, 0].tolist()
+        for (query, document), logit in zip(batch, logits, strict=True):
+            run.setdefault(query, {})[document] = logit
+    return run
+
+
+def ndcg(data: RetrievalSet, run: dict[str, dict[str, float]]) -> float:
+    """Mean nDCG@10 over all judged queries."""
+    values = pytrec_eval.RelevanceEvaluator(data.qrels, {"ndcg_cut.10"}).evaluate(run)
+    return sum(row["ndcg_cut_10"] for row in values.values()) / len(data.qrels)
+
+
+def main() -> None:
+    """Evaluate on every set."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=[*SCORES, "reranker"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("query_length", type=int)
+    parser.add_argument("document_length", type=int)
+    parser.add_argument("sets", type=Path, nargs="+")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    results = {}
+    lengths = options.query_length, options.document_length
+    for directory in options.sets:
+        data = read_set(directory)
+        if options.kind == "reranker":
+            run = rerank(options.model, sum(lengths), data)
+        else:
+            run = retrieve(SCORES[options.kind](options.model, *lengths), data)
+        results[directory.name] = ndcg(data, run)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

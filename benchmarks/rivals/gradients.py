@@ -1,0 +1,69 @@
+"""The gradient of a batch over several ranks, compared with that of the same batch and library in one process.
+
+It is read from the optimizer state that each library saves after its first step: the first moment of AdamW is then a
+tenth of the gradient, without clipping. Nothing of a library has to be changed to see it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.measure import markdown
+from benchmarks.rivals.launch import load_or, observe
+from benchmarks.rivals.libraries import Library
+from benchmarks.rivals.settings import Settings
+from benchmarks.rivals.trainings import Comparison
+
+RANKS = (1, 2, 4)
+BATCH = 16
+
+
+def measure(settings: Settings) -> str:
+    """A row for each kind of model and library."""
+    lines = []
+    for kind in settings.kinds:
+        comparison = Comparison(settings, kind)
+        for library in comparison.installed:
+            path = settings.output / "results" / f"gradients-{kind}-{library.name}.json"
+            values = load_or(path, lambda c=comparison, lib=library: _compare(c, lib))
+            lines.append([kind, library.name, *values["cells"]])
+    header = ["kind", "library", *(f"{n} ranks: norm / norm in one process" for n in RANKS[1:])]
+    header += [f"{n} ranks: relative error" for n in RANKS[1:]]
+    return markdown(header, lines)
+
+
+def _compare(comparison: Comparison, library: Library) -> dict[str, Any]:
+    print(f"{comparison.kind} {library.name} gradients ...", flush=True)
+    gradients = {}
+    for ranks in RANKS:
+        name = f"gradients-{ranks}"
+        training = comparison.training(
+            library, name, seed=1, rows=BATCH, steps=1, global_batch=BATCH, ranks=ranks, save_every=1, max_grad_norm=0.0
+        )
+        seen = observe(library, training, comparison.folder(library, name))
+        gradients[ranks] = read_gradient(Path(training.output)) if seen.finished else None
+    exact = gradients[1]
+    norms, errors = [], []
+    for ranks in RANKS[1:]:
+        gradient = gradients[ranks]
+        if exact is None or gradient is None:
+            norms.append("fails")
+            errors.append("fails")
+        else:
+            norms.append(f"{float(gradient.norm() / exact.norm()):.4f}")
+            errors.append(f"{float((gradient - exact).norm() / exact.norm()):.0e}")
+    return {"cells": [*norms, *errors]}
+
+
+def read_gradient(run: Path) -> Tensor | None:
+    """The first moments of all parameters in the newest checkpoint of a run, in one vector [P]."""
+    if files := sorted(run.rglob("optimizer*.pt")) + sorted(run.rglob("optimizer*.bin")):  # of transformers, accelerate
+        state = torch.load(files[-1], map_location="cpu", weights_only=True)["state"]
+        return torch.cat([state[index]["exp_avg"].double().flatten() for index in sorted(state)])
+    shards = [load_file(path) for path in sorted(run.rglob("optimizer*.safetensors"))]
+    names = sorted({name for shard in shards for name in shard if "exp_avg_sq" not in name and "exp_avg" in name})
+    values = [shard[name].double().flatten() for name in names for shard in shards if name in shard]
+    return torch.cat(values) if values else None

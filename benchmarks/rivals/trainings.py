@@ -1,0 +1,219 @@
+"""The trainings of a comparison: their settings, the order they run in, and what is stored of each."""
+
+import dataclasses
+import gzip
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals import docstrings
+from benchmarks.rivals.launch import ENVIRONMENT, Observation, load_or, observe
+from benchmarks.rivals.libraries import Library, libraries_of
+from benchmarks.rivals.scripts.common import Training
+from benchmarks.rivals.settings import PRECISIONS, Settings
+
+PRECISION_STEPS = 6  # of the trainings that choose the precision
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A training, what was observed of it, and nDCG@10 by evaluation set."""
+
+    library: Library
+    training: Training
+    seen: Observation
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The trainings of one kind of model by all libraries that train it and are installed."""
+
+    settings: Settings
+    kind: str
+
+    @property
+    def installed(self) -> list[Library]:
+        """Ours first."""
+        chosen = [library for library in libraries_of(self.kind) if library.name in self.settings.libraries]
+        return [library for library in chosen if library.installed]
+
+    @property
+    def libraries(self) -> list[Library]:
+        """Those whose quality is compared, ours first."""
+        return [library for library in self.installed if library.trains_alike]
+
+    @cached_property
+    def model(self) -> Path:
+        """The directory that every training of this kind starts from."""
+        folder = self.settings.output / "start"
+        if not (folder / "done").is_file():
+            arguments = [str(folder), *([self.settings.model] if self.settings.model else [])]
+            run_module("benchmarks.rivals.start_models", "models", *arguments)
+            (folder / "done").touch()
+        return folder / self.kind
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The training rows, with mined negatives where the shape asks for them."""
+        shape = self.settings.shapes[self.kind]
+        if not shape.negatives:
+            return read_rows(self.settings.train)
+        path = self.settings.output / "mined.jsonl"
+        if not path.is_file():
+            run_module("benchmarks.rivals.start_models", "negatives", str(self.settings.train), str(path))
+        return [row for row in read_rows(path) if len(row["neg"]) >= shape.negatives]
+
+    @property
+    def sets(self) -> dict[str, Path]:
+        """The evaluation sets by name."""
+        folder = self.settings.output / "library-docs"
+        if not folder.is_dir():
+            docstrings.write_set(folder)
+        return {path.name: path for path in (*self.settings.in_domain, folder, *self.settings.out_of_domain)}
+
+    def training(self, library: Library, name: str, *, seed: int, rows: int | None = None, **changes: Any) -> Training:
+        """The settings of a training: the shape of this kind, with changes; of so many rows, drawn by the seed."""
+        shape, folder = self.settings.shapes[self.kind], self.folder(library, name)
+        data = self.settings.output / "data" / f"{self.kind}-{seed}-{rows}.jsonl"
+        if not data.is_file():
+            data.parent.mkdir(parents=True, exist_ok=True)
+            drawn = random.Random(seed).sample(self.rows, rows or len(self.rows))
+            data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in drawn))
+        fields = dataclasses.asdict(shape) | {
+            "kind": self.kind,
+            "model": str(self.model),
+            "data": str(data),
+            "output": str(folder / "run"),
+            "events": str(folder / "events.jsonl"),
+            "ranks": self.settings.ranks,
+            "seed": seed,
+            "precision": PRECISIONS[0],
+            "max_grad_norm": 1.0,
+            "save_every": 0,
+            "resume": False,
+        }
+        return Training(**(fields | changes))
+
+    def folder(self, library: Library, name: str) -> Path:
+        """Where a training works."""
+        return self.settings.output / "work" / f"{self.kind}-{library.name}-{name}"
+
+    def measured(self, library: Library, name: str, training: Callable[[], Training], *, evaluated: bool) -> Measured:
+        """A training and the metrics of its model, measured once."""
+
+        def measure() -> dict[str, Any]:
+            folder = self.folder(library, name)
+            shutil.rmtree(folder, ignore_errors=True)
+            print(f"{self.kind} {library.name} {name} ...", flush=True)
+            planned = training()
+            seen = observe(library, planned, folder)
+            metrics = evaluate(planned, self.sets.values()) if evaluated and seen.finished else {}
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            return {"training": dataclasses.asdict(planned), "seen": dataclasses.asdict(seen), "metrics": metrics}
+
+        stored = load_or(self.settings.output / "results" / f"{self.kind}-{library.name}-{name}.json", measure)
+        return Measured(library, Training(**stored["training"]), Observation(**stored["seen"]), stored["metrics"])
+
+    def rounds(self) -> Iterator[tuple[int, Library]]:
+        """Seeds and libraries in the order of the trainings: another library goes first with every seed."""
+        for round_number, seed in enumerate(self.settings.seeds):
+            start = round_number % len(self.libraries)
+            for library in self.libraries[start:] + self.libraries[:start]:
+                yield seed, library
+
+    def precision(self, library: Library) -> str:
+        """The precision in which its steps are faster here."""
+        steps = {name: self.short(library, name).seen for name in PRECISIONS}
+        finished = [name for name, seen in steps.items() if seen.finished]
+        return min(finished, key=lambda name: steps[name].step_seconds, default=PRECISIONS[0])
+
+    def short(self, library: Library, precision: str) -> Measured:
+        """A training of a few steps."""
+        steps, seed = PRECISION_STEPS, self.settings.seeds[0]
+        rows = steps * self.settings.shapes[self.kind].global_batch
+
+        def training() -> Training:
+            name = f"short-{precision}"
+            return self.training(library, name, seed=seed, rows=rows, steps=steps, precision=precision)
+
+        return self.measured(library, f"short-{precision}", training, evaluated=False)
+
+    def equal_steps(self, library: Library, seed: int) -> Measured:
+        """The steps of the shape, on exactly as many rows as they need."""
+        shape, name = self.settings.shapes[self.kind], f"steps-{seed}"
+
+        def training() -> Training:
+            rows, precision = shape.steps * shape.global_batch, self.precision(library)
+            return self.training(library, name, seed=seed, rows=rows, precision=precision)
+
+        return self.measured(library, name, training, evaluated=True)
+
+    def equal_time(self, library: Library, seed: int) -> Measured:
+        """As many steps as the slowest library's wall time of the equal steps allows, from start-up to saved model."""
+        own = [self.equal_steps(library, seed).seen for seed in self.settings.seeds]
+        own = [seen for seen in own if seen.finished]
+        limit = self.time_limit()
+        step_seconds = min(seen.step_seconds for seen in own)
+        spent = max(seen.seconds for seen in own)
+        steps = self.settings.shapes[self.kind].steps + int((limit - spent) / step_seconds)
+        if spent >= 0.95 * limit:  # it is the one that sets the limit
+            return self.equal_steps(library, seed)
+        name = f"time-{seed}"
+        return self.measured(
+            library,
+            name,
+            lambda: self.training(library, name, seed=seed, steps=steps, precision=self.precision(library)),
+            evaluated=True,
+        )
+
+    def before(self) -> dict[str, float]:
+        """nDCG@10 of the start model."""
+
+        def measure() -> dict[str, Any]:
+            library = self.libraries[0]
+            training = self.training(library, "before", seed=self.settings.seeds[0])
+            return evaluate(dataclasses.replace(training, output=str(self.model)), self.sets.values())
+
+        return load_or(self.settings.output / "results" / f"{self.kind}-before.json", measure)
+
+    def time_limit(self) -> float:
+        """Wall seconds of the slowest library at equal steps, the mean over the seeds."""
+        means = []
+        for library in self.libraries:
+            seen = [self.equal_steps(library, seed).seen for seed in self.settings.seeds]
+            means.append(sum(each.seconds for each in seen if each.finished) / len(seen))
+        return max(means)
+
+
+def evaluate(training: Training, sets: Iterable[Path]) -> dict[str, float]:
+    """nDCG@10 of the trained model on each set, measured by libraries that are not ours."""
+    model = training.trained if Path(training.trained).is_dir() else training.output
+    lengths = str(training.query_max_length), str(training.document_max_length)
+    output = run_module("benchmarks.rivals.evaluate", training.kind, model, *lengths, *map(str, sets))
+    metrics: dict[str, float] = json.loads(output.splitlines()[-1])
+    return metrics
+
+
+def run_module(module: str, *arguments: str) -> str:
+    """Run a module of the benchmarks in a process of its own; returns what it prints."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file, compressed or not."""
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    return [json.loads(line) for line in text.split("\n") if line]

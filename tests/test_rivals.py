@@ -1,0 +1,161 @@
+"""The comparison with other libraries: what it observes of a training, reads from checkpoints, and stores."""
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.inputs import MINILM
+from benchmarks.rivals import docstrings, failures, quality
+from benchmarks.rivals.gradients import read_gradient
+from benchmarks.rivals.launch import Observation, load_or, observe
+from benchmarks.rivals.libraries import LIBRARIES, OURS, Library
+from benchmarks.rivals.scripts.common import Training
+from benchmarks.rivals.settings import SHAPES, Settings
+from benchmarks.rivals.trainings import Comparison
+
+# A library whose training reports its steps, and whose second rank is a process of its own.
+SCRIPT = """
+import subprocess, sys, time
+sys.path.insert(0, {scripts!r})
+from common import read_training
+training = read_training()
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={{"RANK": "1"}})
+for step in range(1, training.steps + 1):
+    time.sleep(0.2)
+    training.report("step", step)
+    if rank.poll() is not None:
+        print("RuntimeError: rank 1 is gone")
+        sys.exit(3)
+rank.kill()
+"""
+
+
+class Fake(Library):
+    """Runs one script in this environment."""
+
+    script: Path
+
+    def command(self, kind: str, settings: Path, ranks: int) -> list[str]:
+        """Python, the script and its settings."""
+        return [sys.executable, str(settings.parent.parent / "script.py"), str(settings)]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    fields = {name: getattr(SHAPES["dense"], name) for name in SHAPES["dense"].__slots__}
+    return Training(
+        **fields | {"steps": 4}, kind="dense", model="m", data="d", output=str(tmp_path / "run"),
+        events=str(tmp_path / "events.jsonl"), ranks=2, seed=1, precision="fp32", max_grad_norm=1.0, save_every=0,
+        resume=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    scripts = Path(docstrings.__file__).parent / "scripts"
+    (tmp_path / "script.py").write_text(SCRIPT.format(scripts=str(scripts)))
+    return Fake("fake", {"dense": "script.py"}, launcher="python")
+
+
+def test_a_training_is_observed(library: Library, training: Training, tmp_path: Path) -> None:
+    seen = observe(library, training, tmp_path / "work")
+    assert (seen.finished, seen.first_step, seen.last_step, len(seen.steps)) == (True, 1, 4, 4)
+    assert 0.2 <= seen.step_seconds < seen.seconds
+    assert seen.peak_mib > 1
+
+
+def test_a_killed_rank_and_the_last_error_are_observed(library: Library, training: Training, tmp_path: Path) -> None:
+    seen = observe(
+        library, training, tmp_path / "work", act_at=2, act=lambda ranks: ranks[1].send_signal(signal.SIGKILL)
+    )
+    assert seen.exit_code == 3
+    assert seen.last_step < 4
+    assert seen.acted_at is not None
+    assert "rank 1 is gone" in seen.tail[-1]
+
+
+def test_a_training_that_does_not_end_is_ended(library: Library, training: Training, tmp_path: Path) -> None:
+    seen = observe(library, replace(training, steps=100), tmp_path / "work", timeout=1.0)
+    assert seen.exit_code is None
+    assert seen.seconds < 20
+
+
+def test_gradients_are_the_first_moments_of_a_checkpoint(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, weight_decay=0.5)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    expected = torch.cat([weight.grad.double().flatten() for weight in weights if weight.grad is not None])
+    for folder, name in (("transformers/checkpoint-1", "optimizer.pt"), ("accelerate", "optimizer.bin")):
+        (tmp_path / folder).mkdir(parents=True)
+        torch.save(optimizer.state_dict(), tmp_path / folder / name)
+        torch.testing.assert_close(10 * read_gradient(tmp_path / folder), expected, rtol=1e-5, atol=1e-7)
+    moments = [optimizer.state[weight]["exp_avg"] for weight in weights]
+    for rank, rows in enumerate((slice(0, 2), slice(2, None))):  # shards of rows, as our checkpoints have them
+        shard = {f"{n}.exp_avg": moment[rows].contiguous() for n, moment in enumerate(moments)}
+        (tmp_path / "ours").mkdir(exist_ok=True)
+        save_file(shard, tmp_path / "ours" / f"optimizer-0000{rank}-of-00002.safetensors")
+    torch.testing.assert_close(10 * read_gradient(tmp_path / "ours"), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_differences_of_weights_are_relative_to_what_training_changed(tmp_path: Path, training: Training) -> None:
+    start, undisturbed, trained = (tmp_path / name for name in ("start", "undisturbed/run/model", "run/model"))
+    values = {"layer.weight": torch.zeros(4)}, {"layer.weight": torch.ones(4)}, {"layer.weight": torch.full((4,), 1.5)}
+    for folder, tensors in zip((start, undisturbed, trained), values, strict=True):
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "model.safetensors")
+    change = failures._weights_change(replace(training, model=str(start)), tmp_path / "undisturbed")
+    assert change == pytest.approx(0.5)
+
+
+def test_the_set_of_library_docs_has_distinct_texts(tmp_path: Path) -> None:
+    pairs = docstrings.pairs()
+    assert len(pairs) > docstrings.NUM_QUERIES
+    assert len({text for pair in pairs for text in pair}) == 2 * len(pairs)
+
+
+def test_results_are_measured_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+    for _ in range(2):
+        assert load_or(tmp_path / "a" / "b.json", lambda: {"calls": calls.append(1)}) == {"calls": None}
+    assert len(calls) == 1
+
+
+def test_another_library_goes_first_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "installed", True)
+    comparison = Comparison(Settings(output=tmp_path, libraries=tuple(LIBRARIES)), "dense")
+    names = [library.name for _, library in comparison.rounds()]
+    first = names[:: len(comparison.libraries)]
+    assert len(set(first)) == len(first) == 3
+    assert all(names.count(name) == 3 for name in names)
+
+
+def test_trainings_of_all_libraries_have_the_same_rows(tmp_path: Path) -> None:
+    comparison = Comparison(Settings(output=tmp_path, libraries=(OURS,)), "dense")
+    comparison.__dict__["model"] = tmp_path
+    trainings = [
+        comparison.training(library, "steps-1", seed=1, rows=64)
+        for library in LIBRARIES.values()
+        if "dense" in library.scripts
+    ]
+    assert len({training.data for training in trainings}) == 1
+    assert len({training.output for training in trainings}) == len(trainings)
+    rows = [json.loads(line) for line in Path(trainings[0].data).read_text().splitlines()]
+    assert len({row["query"] for row in rows}) == 64
+
+
+def test_real_tokens_are_counted_with_truncation(tmp_path: Path, training: Training) -> None:
+    rows = [{"query": "a b c", "pos": ["d " * 200], "neg": ["e f"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_pairs = replace(training, kind="reranker", negatives=1)
+    for planned, expected in ((training, 5 + 64), (replace(training, negatives=1), 5 + 64 + 4), (of_pairs, 96 + 8)):
+        of_rows = replace(planned, model=MINILM, data=str(tmp_path / "rows.jsonl"))
+        measured = quality.Measured(LIBRARIES[OURS], of_rows, Observation(), {})
+        assert quality.tokens_per_step(measured) == expected * of_rows.global_batch

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import yaml
@@ -69,10 +69,10 @@ _HELP = f"""embedtrain train: train a model; the same command resumes a run that
 
 {{choices}}
 
-{{options: name! model.path! data.train! train.epochs train.steps train.global_batch_size
+{{options: model.path! data.train! name train.epochs train.steps train.global_batch_size
   optim.lr model.max_length evaluation.sets checkpoint.every parallel.precision output_dir seed}}
 
-A recipe sets what is required. Yours: DIR/recipe/NAME.yaml, --config-dir DIR.
+Yours: DIR/recipe/NAME.yaml, --config-dir DIR. Or none: model.path, data.train.
 {LAUNCH_HELP}
   --cfg job           print the composed recipe, start nothing
   -m                  one run for each of several values: optim.lr=1e-5,2e-5"""
@@ -220,7 +220,17 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
     if is_cross_encoder:
         check_reranker_loss(str(chosen))
     register_recipes(changes_loss)
-    return _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
+    config = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
+    return _with_length_and_name(config)
+
+
+def _with_length_and_name(config: DictConfig) -> DictConfig:
+    """One epoch unless a recipe or the command line says otherwise; a run without a name has the model's."""
+    if not config.name and isinstance(config.model.path, str):
+        config.name = PurePath(config.model.path).name
+    if config.train.steps is None and config.train.epochs is None:
+        config.train.epochs = 1.0
+    return config
 
 
 def _compose(

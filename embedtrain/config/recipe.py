@@ -280,8 +280,8 @@ class DataConfig:
 class TrainConfig:
     """The length of training, and the sizes of batches and chunks."""
 
-    steps: int | None = None  # optimizer steps; set this or epochs
-    epochs: float | None = None  # passes over the data; set this or steps
+    steps: int | None = None  # optimizer steps; instead of epochs
+    epochs: float | None = None  # passes over the data; default: 1, if steps is not set
     # An earlier run of the same model, or one of its checkpoints: a new run starts with its weights, loss and optimizer
     # state, at step 0 of its own data and schedule. Of a run, the step that it exported.
     init_from: str | None = None
@@ -345,7 +345,7 @@ class ExportConfig:
 class Recipe:
     """All options of a run."""
 
-    name: str = ""  # name of the run, which a recipe sets
+    name: str = ""  # name of the run; default: that of the recipe, else the last part of model.path
     seed: int = 42  # seed of the data order, dropout and new weights
     output_dir: str = "runs/${name}"  # directory of the run; an existing run in it resumes
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -64,8 +64,6 @@ def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
         recipe = compose_recipe(training)
         if not any(argument.startswith(_CONFIG_DIR) or option_of(argument) == "recipe" for argument in training):
             recipe.name = recipe.name or "inspect"
-            if recipe.train.steps is None and recipe.train.epochs is None:
-                recipe.train.epochs = 1.0
         return _check_without_model(recipe), _compose_options(display)
     options = _compose_options([_as_list(argument) for argument in arguments])
     OptionChecks(options).require(

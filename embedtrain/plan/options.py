@@ -70,8 +70,6 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     recipe = apply_accelerate_config(compose_recipe(training))
     if not any(option_of(argument) == "recipe" for argument in training):
         recipe.name = recipe.name or "plan"
-    if recipe.train.steps is None and recipe.train.epochs is None:
-        recipe.train.epochs = 1.0
     data = recipe.data if recipe.data.train else replace(recipe.data, train=[TrainSource(path="none")])
     check_recipe(replace(recipe, data=data))
     return recipe, options

@@ -242,6 +242,14 @@ def test_a_mistake_is_named_with_option_and_value(argument, words):
         assert word in sentence
 
 
+def test_a_run_without_a_recipe_has_the_name_of_its_model_and_one_epoch():
+    (recipe,) = compose_recipes(["model.path=models/all-MiniLM-L6-v2", "data.train=[x.jsonl]"])
+    assert (recipe.name, recipe.output_dir) == ("all-MiniLM-L6-v2", "runs/all-MiniLM-L6-v2")
+    assert (recipe.train.epochs, recipe.train.steps) == (1.0, None)
+    (named,) = compose_recipes(["model.path=m", "data.train=[x.jsonl]", "name=mine", "train.steps=5"])
+    assert (named.name, named.train.epochs, named.train.steps) == ("mine", None, 5)
+
+
 def test_a_missing_config_dir_is_named():
     assert "/no/such/folder" in error_of([*GOOD, "--config-dir", "/no/such/folder"])
 

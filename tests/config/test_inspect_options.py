@@ -40,7 +40,7 @@ def test_options_of_a_source():
 )
 def test_an_option_of_a_recipe_selects_its_data(argument):
     recipe, options = compose_inspect([argument, "data.train=[x]", "+problems=3", "examples=7"])
-    assert recipe.name == ("mine" if argument == "name=mine" else "inspect")
+    assert recipe.name == {"name=mine": "mine", MODEL: "m"}.get(argument, "inspect")
     assert [source.path for source in recipe.data.train] == ["x"]
     assert recipe.model.path == ("m" if argument == MODEL else None)
     assert recipe.train.epochs == (None if argument == "train.steps=3" else 1.0)

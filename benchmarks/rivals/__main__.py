@@ -8,6 +8,7 @@ Each training is stored when it ends: run the command again, and it continues.
 """
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--train", type=Path, help="JSONL rows with query, pos and neg")
     parser.add_argument("--in-domain", type=Path, nargs="+", help="evaluation sets in BEIR's layout")
     parser.add_argument("--out-of-domain", type=Path, nargs="+", default=[], help="further sets, beside library-docs")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of every training; on GPUs, one for each")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args(arguments)
     given = {name: getattr(options, name) for name in ("model", "train") if getattr(options, name)}
@@ -49,6 +51,7 @@ def main(arguments: list[str]) -> None:
         kinds=tuple(options.kinds),
         out_of_domain=tuple(path.resolve() for path in options.out_of_domain),
         seeds=tuple(options.seeds),
+        ranks=options.ranks,
         **given,
     )
     settings.output.mkdir(parents=True, exist_ok=True)
@@ -57,8 +60,11 @@ def main(arguments: list[str]) -> None:
         sections.append(f"## {TABLES[name]}\n\n{import_module(f'benchmarks.rivals.{name}').measure(settings)}")
         print(sections[-1], flush=True)
     if not options.tables:
+        from benchmarks.rivals.quality import summary
+
         (settings.output / "tables.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-        print(f"tables are in {settings.output / 'tables.md'}")
+        (settings.output / "results.json").write_text(json.dumps(summary(settings), indent=1) + "\n", encoding="utf-8")
+        print(f"tables.md and results.json are in {settings.output}")
 
 
 def _header(settings: "Settings") -> str:  # noqa: F821

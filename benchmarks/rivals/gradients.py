@@ -29,10 +29,17 @@ def measure(settings: Settings) -> str:
         for library in comparison.installed:
             path = settings.output / "results" / f"gradients-{kind}-{library.name}.json"
             values = load_or(path, lambda c=comparison, lib=library: _compare(c, lib))
-            lines.append([kind, library.name, *values["cells"]])
+            ratios = [_cell(values, ranks, "norm", ".4f") for ranks in RANKS[1:]]
+            errors = [_cell(values, ranks, "error", ".0e") for ranks in RANKS[1:]]
+            lines.append([kind, library.name, *ratios, *errors])
     header = ["kind", "library", *(f"{n} ranks: norm / norm in one process" for n in RANKS[1:])]
     header += [f"{n} ranks: relative error" for n in RANKS[1:]]
     return markdown(header, lines)
+
+
+def _cell(values: dict[str, Any], ranks: int, name: str, form: str) -> str:
+    value = values[str(ranks)]
+    return "fails" if value is None else format(value[name], form)
 
 
 def _compare(comparison: Comparison, library: Library) -> dict[str, Any]:
@@ -46,16 +53,15 @@ def _compare(comparison: Comparison, library: Library) -> dict[str, Any]:
         seen = observe(library, training, comparison.folder(library, name))
         gradients[ranks] = read_gradient(Path(training.output)) if seen.finished else None
     exact = gradients[1]
-    norms, errors = [], []
-    for ranks in RANKS[1:]:
-        gradient = gradients[ranks]
-        if exact is None or gradient is None:
-            norms.append("fails")
-            errors.append("fails")
-        else:
-            norms.append(f"{float(gradient.norm() / exact.norm()):.4f}")
-            errors.append(f"{float((gradient - exact).norm() / exact.norm()):.0e}")
-    return {"cells": [*norms, *errors]}
+    return {
+        str(ranks): None
+        if exact is None or gradient is None
+        else {
+            "norm": float(gradient.norm() / exact.norm()),
+            "error": float((gradient - exact).norm() / exact.norm()),
+        }
+        for ranks, gradient in gradients.items()
+    }
 
 
 def read_gradient(run: Path) -> Tensor | None:

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -142,11 +144,30 @@ def _ranks(pid: int) -> dict[int, psutil.Process]:
 
 
 def _peak_mib(process: psutil.Process) -> float:
+    """Peak of a rank's memory: what its GPU holds now if it uses one, otherwise its largest resident memory."""
+    if on_gpu := _gpu_mib().get(process.pid):
+        return on_gpu
     try:
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         return max((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), default=0.0)
     except OSError:
         return 0.0
+
+
+def _gpu_mib() -> dict[int, float]:
+    """Memory on GPUs by process; looked up at most once a second."""
+    now = int(time.time())
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    return _gpu_memory(now)
+
+
+@lru_cache(maxsize=1)
+def _gpu_memory(_second: int) -> dict[int, float]:
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    values = (line.split(",") for line in lines)
+    return {int(pid): float(mib) for pid, mib in values if mib.strip().replace(".", "").isdigit()}
 
 
 def _end_session(pid: int) -> None:

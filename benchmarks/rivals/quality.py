@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.measure import markdown
+from benchmarks.measure import machine, markdown
 from benchmarks.rivals.libraries import OURS, RERANKER, Library
 from benchmarks.rivals.scripts.common import Training
 from benchmarks.rivals.settings import PRECISIONS, Settings
@@ -97,6 +98,42 @@ def _speed(comparison: Comparison, trainings: dict[Library, list[Measured]]) -> 
 def _short(comparison: Comparison, library: Library, precision: str) -> str:
     seen = comparison.short(library, precision).seen
     return f"{seen.step_seconds:.2f} s" if seen.finished else "fails"
+
+
+def summary(settings: Settings) -> dict[str, Any]:
+    """What figures are drawn from: each training, the start models and the gradients, as they are stored."""
+    runs, before, gradients = [], {}, []
+    for kind in settings.kinds:
+        comparison = Comparison(settings, kind)
+        before[kind] = comparison.before()
+        for mode, train in (("steps", comparison.equal_steps), ("time", comparison.equal_time)):
+            for library in comparison.libraries:
+                trained = [train(library, seed) for seed in settings.seeds]
+                runs += [_as_json(kind, mode, measured) for measured in trained if measured.seen.finished]
+        for library in comparison.installed:
+            path = settings.output / "results" / f"gradients-{kind}-{library.name}.json"
+            if path.is_file():
+                value = list(json.loads(path.read_text()).values())[-1]
+                gradients.append({"kind": kind, "library": library.name, "error": value and value["error"]})
+    return {"machine": machine(), "before": before, "runs": runs, "gradients": gradients}
+
+
+def _as_json(kind: str, mode: str, measured: Measured) -> dict[str, Any]:
+    seen, training = measured.seen, measured.training
+    return {
+        "kind": kind,
+        "library": measured.library.name,
+        "mode": mode,
+        "seed": training.seed,
+        "precision": training.precision,
+        "steps": training.steps,
+        "seconds": round(seen.seconds, 1),
+        "step_seconds": round(seen.step_seconds, 3),
+        "first_step_seconds": round(seen.steps[0], 1),
+        "tokens_per_step": round(tokens_per_step(measured)),
+        "peak_mib": round(seen.peak_mib),
+        "metrics": {name: round(value, 4) for name, value in measured.metrics.items()},
+    }
 
 
 def tokens_per_step(measured: Measured) -> float:

@@ -97,15 +97,15 @@ def cases() -> list[Case]:
     xlmr = {**XLMR, **large, "vocab_size": 250002, "max_position_embeddings": 514} if gpu else XLMR
     size: dict[str, Any] = {"rows": 256, "chunk_tokens": 32768, "length": 256} if gpu else {}
     replicated, sharded = (
-        partial(ParallelConfig, strategy=Strategy.ddp),
-        partial(ParallelConfig, strategy=Strategy.fsdp),
+        partial(ParallelConfig, strategy=strategy, precision=Precision.bf16)
+        for strategy in (Strategy.ddp, Strategy.fsdp)
     )
     all_cases = [
         Case(name="XLM-R", config=xlmr, parallel=replicated(precision=Precision.fp32), **size),
         Case(
             name="XLM-R",
             config=xlmr,
-            parallel=replicated(precision=Precision.bf16),
+            parallel=replicated(),
             **{**size, "rows": 2 * _rows(size)},
         ),
         Case(name="Llama", config=LLAMA, parallel=replicated(), **size),
@@ -125,7 +125,7 @@ def cases() -> list[Case]:
 def measure(_: str = "", *, small: bool = False) -> str:
     """Measure all cases; `small`: one tiny model."""
     tiny = {**XLMR, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
-    ddp = ParallelConfig(strategy=Strategy.ddp)
+    ddp = ParallelConfig(strategy=Strategy.ddp, precision=Precision.bf16)
     rows = []
     for case in [Case(name="tiny", config=tiny, parallel=ddp, rows=4)] if small else cases():
         result = compare(case)

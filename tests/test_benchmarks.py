@@ -16,13 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-<<<<<<< HEAD
-from benchmarks import late_interaction, pipeline_ablation, reranking, sparse
-from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
-=======
 from benchmarks import late_interaction, pipeline_ablation, reranking, scale, sparse
-from benchmarks.comparison import Batches, StepResults, comparison_cells
->>>>>>> 2fde044 (plan documents=N: memory, time and traffic of an evaluation or mining; plans of encodings take less memory)
+from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import training as gpu

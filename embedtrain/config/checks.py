@@ -49,7 +49,8 @@ def check_recipe(recipe: Recipe) -> Recipe:
     """The recipe itself, if it can work; otherwise a ConfigError of the first check that fails."""
     check = OptionChecks(recipe)
     if not recipe.name:
-        raise ConfigError("no recipe is chosen: write recipe=NAME (listed by `embedtrain train --help`), or model.path= and data.train=")
+        names = "`embedtrain train --help` lists the names"
+        raise ConfigError(f"no recipe: write recipe=NAME ({names}), or model.path=MODEL data.train=[FILE]")
     check.seed("seed")
     check_model(recipe.model)
     _check_data(recipe.data)

@@ -22,6 +22,7 @@ OURS = "embedtrain"
 KINDS = {"dense": "dense", "reranker": "reranker", "late_interaction": "late interaction", "sparse": "sparse"}
 THEMES = {"": {"text": "#1f2328", "grid": "#d0d7de"}, "-dark": {"text": "#e6edf3", "grid": "#30363d"}}
 ACCENT, OTHER, BEFORE = "#2f81f7", "#8b949e", "#bf8700"
+ERROR: dict[str, Any] = {"capsize": 2}
 Run = dict[str, Any]
 
 
@@ -42,7 +43,7 @@ def quality(results: dict[str, Any]) -> None:
         for name, axes in zip(sets, row, strict=True):
             of_library = _by_library(results["runs"], kind, "time")
             values = {library: [run["metrics"][name] for run in runs] for library, runs in of_library.items()}
-            _bars(axes, values, f"{KINDS[kind]}, {name}")
+            _points(axes, values, f"{KINDS[kind]}, {name}")
             axes.axvline(results["before"][kind][name], color=BEFORE, linewidth=1, linestyle="--")
     figure.supxlabel("nDCG@10 at equal wall time; dashed: before training", fontsize=9)
 
@@ -80,16 +81,31 @@ def _by_library(runs: Sequence[Run], kind: str, mode: str) -> dict[str, list[Run
     }
 
 
-def _bars(axes: Axes, values: dict[str, list[float]], title: str, start: float | None = None) -> None:
-    """A horizontal bar for each library: the mean, with the standard deviation."""
-    names = list(values)[::-1]
-    means = [mean(values[name]) for name in names]
-    deviations = [stdev(values[name]) if len(values[name]) > 1 else 0.0 for name in names]
-    colors = [ACCENT if name == OURS else OTHER for name in names]
-    axes.barh(names, means, xerr=deviations, color=colors, height=0.65, error_kw={"elinewidth": 1, "capsize": 2})
-    low, high = min(means), max(m + d for m, d in zip(means, deviations, strict=True))
-    axes.set_xlim(0 if start == 0 or low < 0.3 * high else max(0.0, low - 0.6 * (high - low) - 0.02), None)
+def _bars(axes: Axes, values: dict[str, list[float]], title: str) -> None:
+    """A bar from 0 for each library."""
+    names, means, deviations = _summarize(values)
+    axes.barh(names, means, xerr=deviations, color=_colors(names), height=0.65, error_kw=ERROR)
     axes.set_title(title, fontsize=9, loc="left")
+
+
+def _points(axes: Axes, values: dict[str, list[float]], title: str) -> None:
+    """A point for each library, on an axis that does not start at 0."""
+    names, means, deviations = _summarize(values)
+    for name, value, deviation, color in zip(names, means, deviations, _colors(names), strict=True):
+        axes.errorbar([value], [name], xerr=[deviation], fmt="o", color=color, markersize=5, **ERROR)
+    axes.margins(y=0.2)
+    axes.set_title(title, fontsize=9, loc="left")
+
+
+def _summarize(values: dict[str, list[float]]) -> tuple[list[str], list[float], list[float]]:
+    """Names from bottom to top, means, and standard deviations."""
+    names = list(values)[::-1]
+    deviations = [stdev(values[name]) if len(values[name]) > 1 else 0.0 for name in names]
+    return names, [mean(values[name]) for name in names], deviations
+
+
+def _colors(names: Sequence[str]) -> list[str]:
+    return [ACCENT if name == OURS else OTHER for name in names]
 
 
 def _save(name: str, colors: dict[str, str], draw: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """nDCG@10 of a trained model of any kind, by other code than that of the libraries that are compared.
 
 `python -m benchmarks.rivals.evaluate KIND MODEL QLEN DLEN SET...` prints `{set: value}` as one line of JSON. Each SET
-is a directory in the layout of BEIR. Models compute in fp32 on one thread, or on the GPU if there is one.
+is a directory in the layout of BEIR. Models compute in fp32 on all cores, or on the GPU if there is one.
 
 - dense: cosine similarities of the vectors of sentence-transformers; of a directory of transformers alone, the mean of
   the last hidden states.
@@ -13,6 +13,7 @@ is a directory in the layout of BEIR. Models compute in fp32 on one thread, or o
 import argparse
 import gzip
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     results = {}
     lengths = options.query_length, options.document_length
     for directory in options.sets:

@@ -131,6 +131,7 @@ def planned_model(recipe: Recipe, options: PlanOptions) -> PlannedModel:
     precision = recipe.parallel.precision
     if precision is Precision.auto:  # of GPUs that are not here
         precision = Precision.bf16
+        recipe = replace(recipe, parallel=replace(recipe.parallel, precision=precision))
     meta = build_meta_encoder(recipe)
     encoder, token_vectors = meta.encoder, meta.token_vectors
     length = options.tokens_per_text or meta.max_length

@@ -26,8 +26,8 @@ No GPU, data or weights are needed: only a model's configuration is downloaded.
 The exit code is 0 if the training fits in memory, and 1 if it does not.
 
 {options: gpus gpus_per_node gpu_memory bandwidth_node bandwidth_network tflops tokens_per_text
-  texts_per_row documents queries top_k tokens_per_query index search_tflops
-  tokens_per_second json}
+  texts_per_row documents queries top_k tokens_per_query index.dtype index.scan_dtype index.place
+  search_tflops tokens_per_second json}
 
 `embedtrain train --help` explains the options of training and lists recipes."""
 

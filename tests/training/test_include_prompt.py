@@ -137,8 +137,8 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
     assert model_identity(model.source, Precision.fp32, world)["include_prompt"] is False
     vector_cache = VectorCache(Path("vectors"), {})
     directories = {
-        vector_cache.for_texts(PromptedTexts(texts, "", prompt), model.tokenizer, None, 24).directory
-        for prompt in ("", "a ", ["a "])
+        vector_cache.for_texts(prompted, prompted.text_keys(world), model.tokenizer, None, 24).directory
+        for prompted in (PromptedTexts(texts, "", prompt) for prompt in ("", "a ", ["a "]))
     }
     assert len(directories) == 3
     return actual, model.source.include_prompt

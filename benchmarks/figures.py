@@ -36,7 +36,7 @@ def main() -> None:
 
 def quality(results: dict[str, Any]) -> None:
     """nDCG@10 at equal wall time: a panel for each kind of model and evaluation set, with standard deviations."""
-    kinds = [kind for kind in KINDS if any(run["kind"] == kind for run in results["runs"])]
+    kinds = _kinds(results["runs"], "time")
     sets = list(results["before"][kinds[0]])
     figure, panels = plt.subplots(len(kinds), len(sets), figsize=(4.4 * len(sets), 1.9 * len(kinds)), squeeze=False)
     for kind, row in zip(kinds, panels, strict=True):
@@ -50,7 +50,7 @@ def quality(results: dict[str, Any]) -> None:
 
 def speed(results: dict[str, Any]) -> None:
     """Real tokens per second of the trainings at equal steps."""
-    kinds = [kind for kind in KINDS if any(run["kind"] == kind for run in results["runs"])]
+    kinds = _kinds(results["runs"], "steps")
     figure, panels = plt.subplots(1, len(kinds), figsize=(3.6 * len(kinds), 2.4), squeeze=False)
     for kind, axes in zip(kinds, panels[0], strict=True):
         of_library = _by_library(results["runs"], kind, "steps")
@@ -58,7 +58,7 @@ def speed(results: dict[str, Any]) -> None:
             library: [run["tokens_per_step"] / run["step_seconds"] for run in runs]
             for library, runs in of_library.items()
         }
-        _bars(axes, values, KINDS[kind], start=0)
+        _bars(axes, values, KINDS[kind])
     figure.supxlabel("real tokens per second, two CPU ranks", fontsize=9)
 
 
@@ -71,7 +71,11 @@ def gradients(results: dict[str, Any]) -> None:
     colors = [ACCENT if row["library"] == OURS else OTHER for row in rows][::-1]
     axes.barh(labels, values, color=colors, height=0.65)
     axes.set_xscale("log")
-    axes.set_xlabel("relative error of the gradient on 4 ranks, against the same batch in one process", fontsize=9)
+    axes.set_xlabel("relative error of the gradient on 4 ranks", fontsize=9)
+
+
+def _kinds(runs: Sequence[Run], mode: str) -> list[str]:
+    return [kind for kind in KINDS if any(run["kind"] == kind and run["mode"] == mode for run in runs)]
 
 
 def _by_library(runs: Sequence[Run], kind: str, mode: str) -> dict[str, list[Run]]:

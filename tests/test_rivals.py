@@ -3,13 +3,14 @@
 import json
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import figures
 from benchmarks.inputs import MINILM
 from benchmarks.rivals import docstrings, failures, quality
 from benchmarks.rivals.gradients import read_gradient
@@ -17,7 +18,7 @@ from benchmarks.rivals.launch import Observation, load_or, observe
 from benchmarks.rivals.libraries import LIBRARIES, OURS, Library
 from benchmarks.rivals.scripts.common import Training
 from benchmarks.rivals.settings import SHAPES, Settings
-from benchmarks.rivals.trainings import Comparison
+from benchmarks.rivals.trainings import Comparison, draw
 
 # A library whose training reports its steps, and whose second rank is a process of its own.
 SCRIPT = """
@@ -115,6 +116,18 @@ def test_differences_of_weights_are_relative_to_what_training_changed(tmp_path: 
     assert change == pytest.approx(0.5)
 
 
+def test_the_message_of_a_failure_is_that_of_a_rank() -> None:
+    lines = [
+        "[rank1]: Traceback",
+        "[rank1]: OSError: [Errno 28] No space left",
+        "torch.ChildFailedError: ",
+        "traceback : To",
+    ]
+    assert failures._message(Observation(tail=lines)) == "OSError: [Errno 28] No space left"
+    assert failures._message(Observation(tail=["error: a|b", "ended"])) == "error: a\\|b"
+    assert failures._message(Observation(tail=["ended"])) == "ended"
+
+
 def test_the_set_of_library_docs_has_distinct_texts(tmp_path: Path) -> None:
     pairs = docstrings.pairs()
     assert len(pairs) > docstrings.NUM_QUERIES
@@ -151,6 +164,15 @@ def test_trainings_of_all_libraries_have_the_same_rows(tmp_path: Path) -> None:
     assert len({row["query"] for row in rows}) == 64
 
 
+def test_rows_are_drawn_by_the_seed_and_without_equal_texts() -> None:
+    rows = [{"query": f"q{n}", "pos": [f"d{n // 2}"], "neg": [f"n{n}", f"m{n}"]} for n in range(20)]
+    drawn = draw(rows, 6, 1, 1)
+    assert drawn == draw(rows, 6, 1, 1) != draw(rows, 6, 2, 1)
+    assert [row["neg"] for row in drawn] == [[f"n{row['query'][1:]}"] for row in drawn]
+    distinct = draw(rows, 10, 1, 0, distinct=True)
+    assert sorted(row["pos"][0] for row in distinct) == sorted(f"d{n}" for n in range(10))
+
+
 def test_real_tokens_are_counted_with_truncation(tmp_path: Path, training: Training) -> None:
     rows = [{"query": "a b c", "pos": ["d " * 200], "neg": ["e f"]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -159,3 +181,44 @@ def test_real_tokens_are_counted_with_truncation(tmp_path: Path, training: Train
         of_rows = replace(planned, model=MINILM, data=str(tmp_path / "rows.jsonl"))
         measured = quality.Measured(LIBRARIES[OURS], of_rows, Observation(), {})
         assert quality.tokens_per_step(measured) == expected * of_rows.global_batch
+
+
+def test_tables_and_figures_of_stored_results(
+    tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slowest library sets the wall time; another one trains for more steps in it."""
+    monkeypatch.setattr(Library, "installed", True)
+    settings = Settings(output=tmp_path, libraries=(OURS, "accelerate"), kinds=("dense",))
+    for folder in ("start", "library-docs", "results"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "start" / "done").touch()
+    (tmp_path / "start" / "dense").symlink_to(MINILM)
+    (tmp_path / "rows.jsonl").write_text('{"query": "a", "pos": ["b"], "neg": []}\n')
+    stored = replace(training, model=MINILM, data=str(tmp_path / "rows.jsonl"), steps=30)
+    metrics = {"dev-en": 0.5, "library-docs": 0.25}
+
+    def store(name: str, seconds: float, **changes: int) -> None:
+        steps = [5.0 + seconds * step for step in range(8)]
+        seen = Observation(exit_code=0, seconds=5 + 30 * seconds, steps=steps, peak_mib=100.0)
+        content = {"training": asdict(replace(stored, **changes)), "seen": asdict(seen), "metrics": metrics}
+        (tmp_path / "results" / f"dense-{name}.json").write_text(json.dumps(content))
+
+    for library, seconds in ((OURS, 1.0), ("accelerate", 2.0)):
+        for name in ("short-fp32", "short-bf16"):
+            store(f"{library}-{name}", seconds)
+        for seed in settings.seeds:
+            store(f"{library}-steps-{seed}", seconds, seed=seed)
+            store(f"{library}-time-{seed}", seconds, seed=seed, steps=60)
+    (tmp_path / "results" / "dense-before.json").write_text(json.dumps(metrics))
+    tables = quality.measure(settings)
+    assert "after 65 s of wall time" in tables
+    assert [line.split(" | ")[1] for line in tables.splitlines() if line.startswith("| accelerate | 30")] == [
+        "30",
+        "30",
+    ]
+    assert "| accelerate | fp32 | 192 (192 to 192) | 2.00 (2.00 to 2.00) |" in tables
+    (tmp_path / "results.json").write_text(json.dumps(quality.summary(settings)))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    figures.main()
+    assert "accelerate" in (tmp_path / "benchmarks-quality-dark.svg").read_text()

@@ -2,7 +2,7 @@
 
 make rivals                                        everything, with the environments of the libraries
 python -m benchmarks.rivals gradients              one table
-python -m benchmarks.rivals --kinds dense --libraries embedtrain accelerate quality
+python -m benchmarks.rivals quality --kinds dense --libraries embedtrain accelerate
 
 Each training is stored when it ends: run the command again, and it continues.
 """

@@ -7,6 +7,7 @@ weights has lost nothing.
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,8 +27,10 @@ from benchmarks.rivals.settings import Settings
 from benchmarks.rivals.trainings import Comparison
 
 STEPS, SAVE_EVERY, DISTURBED_AT = 12, 4, 6
-LIMIT = 240  # seconds after which a training that does not end is ended
+LIMIT = 150  # seconds after which a training that does not end is ended
 SEED = 1
+# "RuntimeError: ..." or "error: ...", also behind torchrun's "[rank0]: "
+_ERROR = re.compile(r"(?:\[\w+\]:)?\s*((?:[\w.]*(?:Error|Exception)|error): .*)")
 
 
 def measure(settings: Settings) -> str:
@@ -64,6 +67,8 @@ def observe_failures(comparison: Comparison, library: Library) -> dict[str, Any]
         return dataclasses.asdict(seen) | {"weights": _weights_change(planned, base / "undisturbed")}
 
     results = {"undisturbed": run("undisturbed", training("undisturbed"))}
+    if results["undisturbed"]["exit_code"] != 0:
+        return results
     results["killed"] = run("killed", training("killed"), act_at=DISTURBED_AT, act=_kill_last_rank)
     shutil.copytree(base / "killed" / "run", base / "elastic" / "run", symlinks=True)
     results["resumed"] = run("resumed", training("killed", resume=True))
@@ -132,6 +137,9 @@ def _tables(results: list[tuple[str, dict[str, Any]]]) -> list[str]:
     kills, disks, costs = [], [], []
     for name, runs in results:
         seen = {key: Observation(**{k: v for k, v in run.items() if k != "weights"}) for key, run in runs.items()}
+        if not seen["undisturbed"].finished:
+            kills.append([name, f"an undisturbed run with checkpoints {_full(seen['undisturbed'])}", *["-"] * 5])
+            continue
         killed, saving = seen["killed"], seen["undisturbed"]
         ended = f"{killed.seconds - (killed.acted_at or 0):.0f} s"
         kills.append(
@@ -176,9 +184,10 @@ def _full(seen: Observation) -> str:
 
 
 def _message(seen: Observation) -> str:
-    """The last line that names an error."""
-    lines = [line.strip() for line in seen.tail if "rror" in line or "annot" in line or "No space" in line]
-    return (lines[-1] if lines else (seen.tail or ["no output"])[-1])[:160].replace("|", "\\|").replace("`", "'")
+    """The last error of a rank, or a sentence that begins with "error:"; the last line if there is neither."""
+    errors = [match[1] for line in seen.tail if (match := _ERROR.match(line)) and "ChildFailedError" not in line]
+    message = (errors or seen.tail or ["no output"])[-1]
+    return message[:160].replace("|", "\\|").replace("`", "'")
 
 
 def _stall(seen: Observation) -> float:

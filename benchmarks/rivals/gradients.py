@@ -4,6 +4,7 @@ It is read from the optimizer state that each library saves after its first step
 tenth of the gradient, without clipping. Nothing of a library has to be changed to see it.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.rivals.trainings import Comparison
 
 RANKS = (1, 2, 4)
 BATCH = 16
+LIMIT = 120  # seconds that one step may take, from the command to the saved model
 
 
 def measure(settings: Settings) -> str:
@@ -44,14 +46,26 @@ def _cell(values: dict[str, Any], ranks: int, name: str, form: str) -> str:
 
 def _compare(comparison: Comparison, library: Library) -> dict[str, Any]:
     print(f"{comparison.kind} {library.name} gradients ...", flush=True)
-    gradients = {}
+    gradients: dict[int, Tensor | None] = dict.fromkeys(RANKS)
     for ranks in RANKS:
         name = f"gradients-{ranks}"
         training = comparison.training(
-            library, name, seed=1, rows=BATCH, steps=1, global_batch=BATCH, ranks=ranks, save_every=1, max_grad_norm=0.0
+            library,
+            name,
+            seed=1,
+            rows=BATCH,
+            distinct=True,
+            steps=1,
+            global_batch=BATCH,
+            ranks=ranks,
+            save_every=1,
+            max_grad_norm=0.0,
         )
-        seen = observe(library, training, comparison.folder(library, name))
-        gradients[ranks] = read_gradient(Path(training.output)) if seen.finished else None
+        shutil.rmtree(comparison.folder(library, name), ignore_errors=True)  # of an interrupted measurement
+        seen = observe(library, training, comparison.folder(library, name), timeout=LIMIT)
+        if not seen.finished:  # on more ranks neither
+            break
+        gradients[ranks] = read_gradient(Path(training.output))
     exact = gradients[1]
     return {
         str(ranks): None

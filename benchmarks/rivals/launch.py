@@ -44,7 +44,7 @@ class Observation:
         saves: time of each checkpoint, as the library reports it.
         peak_mib: largest peak of a rank's memory: resident, or on the GPU.
         first_step: number of the first step, which tells where a run resumed.
-        tail: last lines of its output.
+        tail: last lines of its output, of which torchrun alone prints about fifty when a rank fails.
         last_step: number of the last step.
         acted_at: time of what was done to it.
     """
@@ -101,6 +101,7 @@ def observe(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
+            cwd=folder,  # some libraries write to it
             start_new_session=True,
         )
         while process.poll() is None:
@@ -117,7 +118,7 @@ def observe(
         _end_session(process.pid)
     seen.seconds = time.time() - started
     _read_events(events, started, seen)
-    seen.tail = log.read_text(errors="replace").splitlines()[-40:]
+    seen.tail = log.read_text(errors="replace").splitlines()[-200:]
     return seen
 
 

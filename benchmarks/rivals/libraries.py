@@ -12,7 +12,7 @@ KINDS = (DENSE, RERANKER, LATE_INTERACTION, SPARSE)
 OURS = "embedtrain"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Library:
     """One library.
 

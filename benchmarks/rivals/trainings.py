@@ -3,15 +3,17 @@
 import dataclasses
 import gzip
 import json
+import math
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.rivals import docstrings
@@ -80,14 +82,27 @@ class Comparison:
             docstrings.write_set(folder)
         return {path.name: path for path in (*self.settings.in_domain, folder, *self.settings.out_of_domain)}
 
-    def training(self, library: Library, name: str, *, seed: int, rows: int | None = None, **changes: Any) -> Training:
-        """The settings of a training: the shape of this kind, with changes; of so many rows, drawn by the seed."""
+    def training(
+        self,
+        library: Library,
+        name: str,
+        *,
+        seed: int,
+        rows: int | None = None,
+        distinct: bool = False,
+        **changes: Any,
+    ) -> Training:
+        """The settings of a training: the shape of this kind, with changes; of so many rows, drawn by the seed.
+
+        `distinct`: no text occurs twice, so that no library leaves a row out of a batch.
+        """
         shape, folder = self.settings.shapes[self.kind], self.folder(library, name)
-        data = self.settings.output / "data" / f"{self.kind}-{seed}-{rows}.jsonl"
+        suffix = "-distinct" if distinct else ""
+        data = self.settings.output / "data" / f"{self.kind}-{seed}-{rows}{suffix}.jsonl"
         if not data.is_file():
             data.parent.mkdir(parents=True, exist_ok=True)
-            drawn = random.Random(seed).sample(self.rows, rows or len(self.rows))
-            data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in drawn))
+            drawn = draw(self.rows, rows or len(self.rows), seed, shape.negatives, distinct=distinct)
+            data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in drawn), encoding="utf-8")
         fields = dataclasses.asdict(shape) | {
             "kind": self.kind,
             "model": str(self.model),
@@ -159,14 +174,10 @@ class Comparison:
 
     def equal_time(self, library: Library, seed: int) -> Measured:
         """As many steps as the slowest library's wall time of the equal steps allows, from start-up to saved model."""
-        own = [self.equal_steps(library, seed).seen for seed in self.settings.seeds]
-        own = [seen for seen in own if seen.finished]
-        limit = self.time_limit()
-        step_seconds = min(seen.step_seconds for seen in own)
-        spent = max(seen.seconds for seen in own)
-        steps = self.settings.shapes[self.kind].steps + int((limit - spent) / step_seconds)
-        if spent >= 0.95 * limit:  # it is the one that sets the limit
+        usual, limit = self._usual(library), self.time_limit()
+        if usual.seconds >= 0.95 * limit:  # it is the one that sets the limit
             return self.equal_steps(library, seed)
+        steps = self.settings.shapes[self.kind].steps + int((limit - usual.seconds) / usual.step_seconds)
         name = f"time-{seed}"
         return self.measured(
             library,
@@ -186,12 +197,38 @@ class Comparison:
         return load_or(self.settings.output / "results" / f"{self.kind}-before.json", measure)
 
     def time_limit(self) -> float:
-        """Wall seconds of the slowest library at equal steps, the mean over the seeds."""
-        means = []
-        for library in self.libraries:
-            seen = [self.equal_steps(library, seed).seen for seed in self.settings.seeds]
-            means.append(sum(each.seconds for each in seen if each.finished) / len(seen))
-        return max(means)
+        """Wall seconds of the slowest library at equal steps."""
+        return max(self._usual(library).seconds for library in self.libraries)
+
+    def _usual(self, library: Library) -> "_Usual":
+        seen = [self.equal_steps(library, seed).seen for seed in self.settings.seeds]
+        finished = [each for each in seen if each.finished]
+        if not finished:
+            return _Usual(0.0, math.inf)
+        return _Usual(median(each.seconds for each in finished), median(each.step_seconds for each in finished))
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """Medians over the seeds of a library's trainings at equal steps: of their wall time, and of the time of a step."""
+
+    seconds: float
+    step_seconds: float
+
+
+def draw(
+    rows: Sequence[dict[str, Any]], count: int, seed: int, negatives: int, *, distinct: bool = False
+) -> list[dict[str, Any]]:
+    """`count` rows with the first `negatives` negatives of each, of which a library then needs to draw none."""
+    drawn: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for row in random.Random(seed).sample(rows, len(rows)):
+        shortened = {**row, "neg": row.get("neg", [])[:negatives]}
+        texts = {row["query"], *row["pos"], *shortened["neg"]}
+        if len(drawn) < count and not (distinct and texts & seen):
+            drawn.append(shortened)
+            seen |= texts
+    return drawn
 
 
 def evaluate(training: Training, sets: Iterable[Path]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "docker/README.md": "docker.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "measurements.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",

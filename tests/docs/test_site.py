@@ -125,7 +125,7 @@ def test_links_to_files_lead_to_the_repository_if_its_address_is_set():
     rendered = render(markdown, "https://host.example/me/it/")
     assert "[a](https://host.example/me/it/blob/main/recipes/minilm.yaml)" in rendered
     assert "[b](https://host.example/me/it/tree/main/tests/losses)" in rendered
-    assert "[c](benchmarks.md#speed) [d](mine.md) `x|y`" in rendered
+    assert "[c](measurements.md#speed) [d](mine.md) `x|y`" in rendered
     assert "echo [e](../recipes/f.yaml)" in rendered, "code stays as it is"
     assert "a (`recipes/minilm.yaml`) b (`tests/losses`)" in render(markdown, "")
 

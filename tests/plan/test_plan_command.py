@@ -183,8 +183,8 @@ def test_help_lists_the_options():
 
 
 def test_a_search_of_many_documents():
-    arguments = ["embedtrain.plan", shape(XLMR_LARGE), "model.pooling=cls", "documents=1000000000", "gpus=64"]
-    common = [*arguments, "tokens_per_text=128", "queries=100000", "gpu_memory=40"]
+    common = ["embedtrain.plan", shape(XLMR_LARGE), "model.pooling=cls", "documents=1000000000", "gpus=64"]
+    common += ["tokens_per_text=128", "queries=100000", "gpu_memory=40"]
     result = json.loads(call(*common, "index.scan_dtype=int8", "index.place=disk", "--json"))
     assert result["fits"] and result["on_device"]
     local = 1_000_000_000 / 64

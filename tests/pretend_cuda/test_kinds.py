@@ -144,7 +144,7 @@ def options_of(kind: Kind, inputs: Path, folder: Path) -> list[str]:
     return [*options, f"data.train=[{inputs / 'train.jsonl'}]", f"evaluation.sets=[{inputs / 'dev'}]"]
 
 
-QUICK = ("late interaction", "sparse", "heads, dimensions and precisions")
+QUICK = ("late interaction",)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, KINDS))

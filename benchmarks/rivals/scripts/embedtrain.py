@@ -49,23 +49,27 @@ def command(training: Training) -> list[str]:
     return [*launcher, *KIND[training.kind], *(f"{name}={value}" for name, value in options.items())]
 
 
+def _lines(metrics: Path) -> list[bytes]:
+    """Complete lines."""
+    content = metrics.read_bytes() if metrics.is_file() else b""
+    return content.split(b"\n")[:-1]
+
+
 def main(training: Training) -> int:
     """Run the command, and report the steps that appear in its metrics."""
     metrics = Path(training.output) / "metrics.jsonl"
-    position = metrics.stat().st_size if metrics.is_file() else 0
+    # A run that resumes takes back the rows after its checkpoint, so that the file becomes shorter.
+    seen = set(_lines(metrics))
     process = subprocess.Popen(command(training))
     running = True
     while running:
         running = process.poll() is None
-        if metrics.is_file():
-            with metrics.open("rb") as file:
-                file.seek(position)
-                for line in file:
-                    if line.endswith(b"\n"):
-                        position += len(line)
-                        row = json.loads(line)
-                        if "loss" in row:
-                            training.report("step", row["step"])
+        for line in _lines(metrics):
+            if line not in seen:
+                seen.add(line)
+                row = json.loads(line)
+                if "loss" in row:
+                    training.report("step", row["step"])
         time.sleep(POLL)
     if process.returncode == 0:
         training.report("end", training.steps)

@@ -91,7 +91,7 @@ bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not
 	$(BIN)/python -m benchmarks.gpu
 
 RIVALS := $(patsubst benchmarks/rivals/requirements/%.txt,.venv-rivals/%,$(wildcard benchmarks/rivals/requirements/*.txt))
-rivals: .venv $(RIVALS)  ## training side by side with other libraries: under two hours on two cores
+rivals: .venv $(RIVALS)  ## training side by side with other libraries: hours on two cores, and it continues after an interruption
 	$(BIN)/python -m benchmarks.rivals
 
 # The time stamp stays at 0 until the installation succeeds, so that an interrupted one is repeated.

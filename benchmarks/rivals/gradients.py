@@ -81,6 +81,7 @@ def _compare(comparison: Comparison, library: Library) -> dict[str, Any]:
 def read_gradient(run: Path) -> Tensor | None:
     """The first moments of all parameters in the newest checkpoint of a run, in one vector [P]."""
     if files := sorted(run.rglob("optimizer*.pt")) + sorted(run.rglob("optimizer*.bin")):  # of transformers, accelerate
+        # They store pickles; with weights_only, torch builds tensors and executes nothing.
         state = torch.load(files[-1], map_location="cpu", weights_only=True)["state"]
         return torch.cat([state[index]["exp_avg"].double().flatten() for index in sorted(state)])
     shards = [load_file(path) for path in sorted(run.rglob("optimizer*.safetensors"))]

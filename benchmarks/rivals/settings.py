@@ -19,7 +19,7 @@ class Shape:
         steps: steps of a comparison at equal steps.
         global_batch: rows per step.
         negatives: hard negatives of a row.
-        lr: peak learning rate, the best of a few for sentence-transformers.
+        lr: peak learning rate, tuned for none of the libraries.
         temperature: divisor of the scores.
     """
 

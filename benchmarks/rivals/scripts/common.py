@@ -1,4 +1,4 @@
-"""What every script is told, and how it reports its steps. Needs the standard library alone.
+"""The settings that every script reads, and the events that it reports. Needs the standard library alone.
 
 `python SCRIPT SETTINGS` or `torchrun --nproc-per-node N SCRIPT SETTINGS`: SETTINGS is a JSON file with the fields of
 `Training`.

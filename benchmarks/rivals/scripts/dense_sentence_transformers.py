@@ -19,7 +19,7 @@ from sentence_transformers.training_args import BatchSamplers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Training, read_training
-from trainer import ReportSteps, arguments
+from trainer import ReportSteps, arguments, train_and_save
 
 
 def columns(training: Training) -> Dataset:
@@ -46,10 +46,7 @@ def main(training: Training) -> None:
     trainer = SentenceTransformerTrainer(
         model=model, args=args, train_dataset=columns(training), loss=loss, callbacks=[ReportSteps(training)]
     )
-    trainer.train(resume_from_checkpoint=training.resume or None)
-    if trainer.is_world_process_zero():
-        model.save_pretrained(training.trained)
-    training.report("end", training.steps)
+    train_and_save(trainer, model, training)
 
 
 if __name__ == "__main__":

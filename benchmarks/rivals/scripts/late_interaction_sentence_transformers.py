@@ -15,7 +15,7 @@ from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipl
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Training, read_training
 from dense_sentence_transformers import columns
-from trainer import ReportSteps, arguments
+from trainer import ReportSteps, arguments, train_and_save
 
 
 def open_model(training: Training, device: str) -> MultiVectorEncoder:
@@ -44,10 +44,7 @@ def main(training: Training) -> None:
     trainer = MultiVectorEncoderTrainer(
         model=model, args=args, train_dataset=columns(training), loss=loss, callbacks=[ReportSteps(training)]
     )
-    trainer.train(resume_from_checkpoint=training.resume or None)
-    if trainer.is_world_process_zero():
-        model.save_pretrained(training.trained)
-    training.report("end", training.steps)
+    train_and_save(trainer, model, training)
 
 
 if __name__ == "__main__":

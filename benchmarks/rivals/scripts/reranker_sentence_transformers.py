@@ -16,7 +16,7 @@ from sentence_transformers.cross_encoder.losses import MultipleNegativesRankingL
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Training, read_training
 from dense_sentence_transformers import columns
-from trainer import ReportSteps, arguments
+from trainer import ReportSteps, arguments, train_and_save
 
 
 def main(training: Training) -> None:
@@ -37,10 +37,7 @@ def main(training: Training) -> None:
         loss=MultipleNegativesRankingLoss(model, **scaled),
         callbacks=[ReportSteps(training)],
     )
-    trainer.train(resume_from_checkpoint=training.resume or None)
-    if trainer.is_world_process_zero():
-        model.save_pretrained(training.trained)
-    training.report("end", training.steps)
+    train_and_save(trainer, model, training)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The loss is the softmax cross-entropy over the positive and the negatives of each row, so it needs negatives; a pair is
 one text without a separator. Recommended values that a training leaves open: learning rate 5e-6, no warm-up, no weight
-decay. The driver does not resume ("TODO: resume training").
+decay. The driver cannot resume.
 """
 
 import sys

@@ -43,3 +43,11 @@ def arguments(training: Training, *, lr: float, warmup: float, weight_decay: flo
         "use_cpu": device == "cpu",
         **({"ddp_backend": "gloo"} if device == "cpu" else {}),
     }
+
+
+def train_and_save(trainer: Any, model: Any, training: Training) -> None:
+    """Train a model of sentence-transformers, or resume from the newest checkpoint, and save it on rank 0."""
+    trainer.train(resume_from_checkpoint=training.resume or None)
+    if trainer.is_world_process_zero():
+        model.save_pretrained(training.trained)
+    training.report("end", training.steps)

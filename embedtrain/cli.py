@@ -52,6 +52,7 @@ def run_command(
             _with_user_errors(lambda: main(options), delay=0.0)
             _exit(0)
         set_allocator()
+        set_kernel_cache()
         if launch is not None and launches is not None:
             _with_user_errors(lambda: _run_ranks(launches, arguments, launch), delay=0.0)
         ignore_accelerate_environment()
@@ -102,6 +103,16 @@ def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def set_kernel_cache(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Limit the matrix products of a CPU whose kernels oneDNN keeps, unless the user has configured it.
+
+    It keeps 1,024 by default, one for each size of a product. Chunks differ in size, so few are used again after their
+    step, and the memory of a rank grows for hundreds of steps.
+    """
+    if not {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"} & environment.keys():
+        environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"
 
 
 def num_usable_cores() -> int:

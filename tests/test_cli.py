@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from embedtrain.cli import num_usable_cores, set_allocator, set_threads
+from embedtrain.cli import num_usable_cores, set_allocator, set_kernel_cache, set_threads
 from tests.conftest import ROOT
 
 SCRIPT = """
@@ -84,6 +84,20 @@ def test_only_unset_variables_are_set(given, threads, policy):
 def test_segments_of_gpu_memory_grow_unless_the_allocator_is_configured(given, added):
     environment = dict(given)
     set_allocator(environment)
+    assert environment == given | added
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}),
+        ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}, {}),
+        ({"DNNL_PRIMITIVE_CACHE_CAPACITY": "0"}, {}),
+    ],
+)
+def test_few_kernels_of_a_cpu_are_kept_unless_their_number_is_configured(given, added):
+    environment = dict(given)
+    set_kernel_cache(environment)
     assert environment == given | added
 
 

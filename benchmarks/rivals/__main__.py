@@ -17,6 +17,7 @@ from pathlib import Path
 
 TABLES = {
     "quality": "Quality, speed and memory",
+    "recommended": "One epoch of 3,072 rows with nothing but the data",
     "gradients": "The gradient of a batch of 16 rows over several ranks",
     "failures": "A killed rank, another number of ranks, a full disk",
 }

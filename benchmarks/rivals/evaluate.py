@@ -1,11 +1,13 @@
 """nDCG@10 of a trained model of any kind, by other code than that of the libraries that are compared.
 
-`python -m benchmarks.rivals.evaluate KIND MODEL QLEN DLEN SET...` prints `{set: value}` as one line of JSON. Each SET
-is a directory in the layout of BEIR. Models compute in fp32 on all cores, or on the GPU if there is one.
+`python -m benchmarks.rivals.evaluate KIND QLEN DLEN SET...` reads the directory of a model from each line of its
+standard input and answers with a line of JSON, `{set: value}`. Each SET is a directory in the layout of BEIR. Models
+compute in fp32 on all cores, or on the GPU if there is one.
 
 - dense: cosine similarities of the vectors of sentence-transformers; of a directory of transformers alone, the mean of
   the last hidden states.
-- reranker: the logit of transformers' AutoModelForSequenceClassification orders the best 20 documents of BM25.
+- reranker: the logit of transformers' AutoModelForSequenceClassification orders the best 10 documents of BM25, for
+  150 queries.
 - late_interaction: exact MaxSim of sentence-transformers' MultiVectorEncoder.
 - sparse: dot products of sentence-transformers' SparseEncoder.
 """
@@ -14,6 +16,7 @@ import argparse
 import gzip
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 DEPTH = 100  # documents per query that are given to pytrec_eval
-RERANKED = 20
+RERANKED, RERANKED_QUERIES = 10, 150  # documents per query, and queries of a set, that a reranker scores
 BATCH = 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Scores = Callable[[list[str], list[str]], torch.Tensor]
@@ -55,6 +58,12 @@ def read_set(directory: Path) -> RetrievalSet:
         row["_id"]: (row.get("title", "") + " " + row["text"]).strip() for row in _rows(directory / "corpus.jsonl")
     }
     return RetrievalSet(queries, documents, qrels)
+
+
+def first_queries(data: RetrievalSet, count: int) -> RetrievalSet:
+    """The same documents, and some of the queries."""
+    queries = dict(list(data.queries.items())[:count])
+    return RetrievalSet(queries, data.documents, {query: data.qrels[query] for query in queries})
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -160,10 +169,9 @@ def ndcg(data: RetrievalSet, run: dict[str, dict[str, float]]) -> float:
 
 
 def main() -> None:
-    """Evaluate on every set."""
+    """Evaluate each model on every set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=[*SCORES, "reranker"])
-    parser.add_argument("model", type=Path)
     parser.add_argument("query_length", type=int)
     parser.add_argument("document_length", type=int)
     parser.add_argument("sets", type=Path, nargs="+")
@@ -171,16 +179,19 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    results = {}
-    lengths = options.query_length, options.document_length
-    for directory in options.sets:
-        data = read_set(directory)
-        if options.kind == "reranker":
-            run = rerank(options.model, sum(lengths), data)
-        else:
-            run = retrieve(SCORES[options.kind](options.model, *lengths), data)
-        results[directory.name] = ndcg(data, run)
-    print(json.dumps(results))
+    sets = {directory.name: read_set(directory) for directory in options.sets}
+    for line in sys.stdin:
+        model, results = Path(line.strip()), {}
+        for name, data in sets.items():
+            if options.kind == "reranker":
+                data = first_queries(data, RERANKED_QUERIES)
+                run = rerank(model, options.query_length + options.document_length, data)
+            else:
+                run = retrieve(SCORES[options.kind](model, options.query_length, options.document_length), data)
+            results[name] = ndcg(data, run)
+        print(json.dumps(results), flush=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next training has the GPU
 
 
 if __name__ == "__main__":

@@ -53,13 +53,14 @@ def _quality(comparison: Comparison, trainings: dict[Library, list[Measured]]) -
         if not finished:
             lines.append([library.name, "-", "-", *["-"] * len(sets)])
             continue
-        values = [_spread([each.metrics[name] for each in finished], "{:.4f}") for name in sets]
+        values = [spread([each.metrics[name] for each in finished], "{:.4f}") for name in sets]
         steps, seconds = finished[0].training.steps, mean(each.seen.seconds for each in finished)
         lines.append([library.name, f"{steps}", f"{seconds:.0f} s", *values])
     return markdown(["library", "steps", "wall time", *sets], lines)
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
+    """Their mean and standard deviation."""
     deviation = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
     return form.format(mean(values)) + deviation
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from benchmarks.rivals.libraries import Library, libraries_of
 from benchmarks.rivals.scripts.common import Training
 from benchmarks.rivals.settings import PRECISIONS, Settings
 
+ROOT = Path(__file__).parents[2]
 PRECISION_STEPS = 6  # of the trainings that choose the precision
 
 
@@ -131,7 +132,7 @@ class Comparison:
             print(f"{self.kind} {library.name} {name} ...", flush=True)
             planned = training()
             seen = observe(library, planned, folder)
-            metrics = evaluate(planned, self.sets.values()) if evaluated and seen.finished else {}
+            metrics = self.metrics(planned.trained) if evaluated and seen.finished else {}
             shutil.rmtree(folder / "run", ignore_errors=True)
             return {"training": dataclasses.asdict(planned), "seen": dataclasses.asdict(seen), "metrics": metrics}
 
@@ -186,15 +187,42 @@ class Comparison:
             evaluated=True,
         )
 
-    def before(self) -> dict[str, float]:
-        """nDCG@10 of the start model."""
+    def before(self, name: str = "before", model: Path | None = None) -> dict[str, float]:
+        """nDCG@10 of a model before training, the start model unless another is given."""
+        path = self.settings.output / "results" / f"{self.kind}-{name}.json"
+        return load_or(path, lambda: self.metrics(str(model or self.model)))
 
-        def measure() -> dict[str, Any]:
-            library = self.libraries[0]
-            training = self.training(library, "before", seed=self.settings.seeds[0])
-            return evaluate(dataclasses.replace(training, output=str(self.model)), self.sets.values())
+    def metrics(self, model: str) -> dict[str, float]:
+        """nDCG@10 of a directory of a model on each set."""
+        evaluator = self._evaluator
+        assert evaluator.stdin is not None
+        assert evaluator.stdout is not None
+        evaluator.stdin.write(model + "\n")
+        evaluator.stdin.flush()
+        if not (line := evaluator.stdout.readline()):
+            sys.exit(f"{model} could not be evaluated: its error is above")
+        values: dict[str, float] = json.loads(line)
+        return values
 
-        return load_or(self.settings.output / "results" / f"{self.kind}-before.json", measure)
+    @cached_property
+    def _evaluator(self) -> subprocess.Popen[str]:
+        """A process that evaluates all models of this kind, so that it imports its libraries and reads the sets once.
+
+        It ends with the end of its input, which is that of this process.
+        """
+        shape = self.settings.shapes[self.kind]
+        lengths = str(shape.query_max_length), str(shape.document_max_length)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.rivals.evaluate",
+            self.kind,
+            *lengths,
+            *map(str, self.sets.values()),
+        ]
+        return subprocess.Popen(
+            command, env=os.environ | ENVIRONMENT, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def time_limit(self) -> float:
         """Wall seconds of the slowest library at equal steps."""
@@ -231,22 +259,10 @@ def draw(
     return drawn
 
 
-def evaluate(training: Training, sets: Iterable[Path]) -> dict[str, float]:
-    """nDCG@10 of the trained model on each set, measured by libraries that are not ours."""
-    model = training.trained if Path(training.trained).is_dir() else training.output
-    lengths = str(training.query_max_length), str(training.document_max_length)
-    output = run_module("benchmarks.rivals.evaluate", training.kind, model, *lengths, *map(str, sets))
-    metrics: dict[str, float] = json.loads(output.splitlines()[-1])
-    return metrics
-
-
-def run_module(module: str, *arguments: str) -> str:
-    """Run a module of the benchmarks in a process of its own; returns what it prints."""
+def run_module(module: str, *arguments: str) -> None:
+    """Run a module of the benchmarks in a process of its own."""
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True
-    )
-    return done.stdout
+    subprocess.run(command, env=os.environ | ENVIRONMENT, cwd=ROOT, check=True, capture_output=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -146,7 +146,10 @@ def bm25(data: RetrievalSet) -> dict[str, list[str]]:
 
 @torch.inference_mode()
 def rerank(model: Path, max_length: int, data: RetrievalSet) -> dict[str, dict[str, float]]:
-    """The candidates of BM25 with the logit of their pair; pairs of similar length are in one batch."""
+    """The candidates of BM25 with the logit of their pair; pairs of similar length are in one batch.
+
+    Tevatron, which writes reranker_config.json, trains and scores a pair as one text without token types.
+    """
     classifier = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).to(DEVICE).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = [(query, document) for query, documents in bm25(data).items() for document in documents]
@@ -155,7 +158,12 @@ def rerank(model: Path, max_length: int, data: RetrievalSet) -> dict[str, dict[s
     for start in range(0, len(pairs), BATCH):
         batch = pairs[start : start + BATCH]
         texts = ([data.queries[query] for query, _ in batch], [data.documents[document] for _, document in batch])
-        inputs = tokenizer(*texts, truncation=True, max_length=max_length, padding=True, return_tensors="pt")
+        options = {"truncation": True, "max_length": max_length, "padding": True, "return_tensors": "pt"}
+        if (model / "reranker_config.json").is_file():
+            joined = [f"{query} {document}" for query, document in zip(*texts, strict=True)]
+            inputs = tokenizer(joined, return_token_type_ids=False, **options)
+        else:
+            inputs = tokenizer(*texts, **options)
         logits = classifier(**inputs.to(DEVICE)).logits[:, 0].tolist()
         for (query, document), logit in zip(batch, logits, strict=True):
             run.setdefault(query, {})[document] = logit
@@ -180,11 +188,12 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     sets = {directory.name: read_set(directory) for directory in options.sets}
+    if options.kind == "reranker":
+        sets = {name: first_queries(data, RERANKED_QUERIES) for name, data in sets.items()}
     for line in sys.stdin:
         model, results = Path(line.strip()), {}
         for name, data in sets.items():
             if options.kind == "reranker":
-                data = first_queries(data, RERANKED_QUERIES)
                 run = rerank(model, options.query_length + options.document_length, data)
             else:
                 run = retrieve(SCORES[options.kind](model, options.query_length, options.document_length), data)

@@ -35,6 +35,7 @@ def train(
     accelerator = Accelerator(
         mixed_precision="bf16" if training.precision == "bf16" else "no",
         cpu=not has_gpu,
+        step_scheduler_with_optimizer=False,  # otherwise a step for each process, and its state is of their number
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
     )
     set_seed(training.seed)
@@ -50,10 +51,7 @@ def train(
     )
     optimizer = torch.optim.AdamW(parameter_groups(model, training), fused=True)
     warmup = WARMUP if training.warmup is None else round(training.warmup * training.steps)
-    # The scheduler of accelerate takes a step for each process.
-    scheduler = get_linear_schedule_with_warmup(
-        optimizer, warmup * accelerator.num_processes, training.steps * accelerator.num_processes
-    )
+    scheduler = get_linear_schedule_with_warmup(optimizer, warmup, training.steps)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     step = load_newest(accelerator, training) if training.resume else 0
     model.train()

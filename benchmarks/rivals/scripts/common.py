@@ -1,4 +1,4 @@
-"""The settings that every script reads, and the events that it reports. Needs the standard library alone.
+"""The settings that every script reads, the events that it reports, and its end.
 
 `python SCRIPT SETTINGS` or `torchrun --nproc-per-node N SCRIPT SETTINGS`: SETTINGS is a JSON file with the fields of
 `Training`.
@@ -79,6 +79,18 @@ class Training:
         if int(os.environ.get("RANK", "0")) == 0:
             with open(self.events, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"event": event, "step": step, "time": time.time()}) + "\n")
+
+
+def end_process_group() -> None:
+    """Leave the process group of torch, which libraries do not at the end of a training.
+
+    A process that ends with a group of gloo aborts at times, and a finished training would count as failed.
+    """
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def read_training() -> Training:

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers.trainer import DEFAULT_CALLBACKS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Training, read_training
+from common import Training, end_process_group, read_training
 from trainer import ReportSteps, arguments
 
 FROM_FIT = (
@@ -59,6 +59,7 @@ def main(training: Training) -> None:
         loss_kwargs={"ibn_w": 1.0, "cln_w": 1.0, "angle_w": 0.02, "ibn_tau": tau},
     )
     training.report("end", training.steps)
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from FlagEmbedding.abc.finetune.reranker import (
 from FlagEmbedding.finetune.reranker.encoder_only.base import EncoderOnlyRerankerRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Training, read_training
+from common import Training, end_process_group, read_training
 from trainer import ReportSteps, arguments
 
 
@@ -43,6 +43,7 @@ def main(training: Training) -> None:
     runner.trainer.add_callback(ReportSteps(training))
     runner.run()
     training.report("end", training.steps)
+    end_process_group()
 
 
 if __name__ == "__main__":

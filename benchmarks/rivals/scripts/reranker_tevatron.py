@@ -17,7 +17,7 @@ from tevatron.reranker.trainer import RerankerTrainer
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Training, read_training
+from common import Training, end_process_group, read_training
 from tevatron_data import write_data
 from trainer import ReportSteps, arguments
 
@@ -54,6 +54,7 @@ def main(training: Training) -> None:
     trainer.train()
     trainer.save_model()
     training.report("end", training.steps)
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tevatron.retriever.splade_trainer import SpladeTrainer
 from transformers import AutoTokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Training, read_training
+from common import Training, end_process_group, read_training
 from tevatron_data import write_data
 from trainer import ReportSteps, arguments
 
@@ -60,6 +60,7 @@ def main(training: Training) -> None:
     if trainer.is_world_process_zero():
         tokenizer.save_pretrained(training.trained)
     training.report("end", training.steps)
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common import Training
+from common import Training, end_process_group
 from transformers import TrainerCallback
 
 
@@ -51,3 +51,4 @@ def train_and_save(trainer: Any, model: Any, training: Training) -> None:
     if trainer.is_world_process_zero():
         model.save_pretrained(training.trained)
     training.report("end", training.steps)
+    end_process_group()

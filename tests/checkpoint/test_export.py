@@ -15,7 +15,7 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain.checkpoint.export import replacement
 from embedtrain.checkpoint.export.model_export import checkpoint_weights, load_checkpoint_encoder
-from embedtrain.checkpoint.export.verify import PROBES, export_tolerance
+from embedtrain.checkpoint.export.verify import PROBES, export_tolerance, max_relative_difference
 from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import ModelConfig, Pooling
@@ -193,3 +193,11 @@ def test_bf16_weights_are_exported_as_bf16(ranks, rows, tmp_path):
     with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as reader:
         specs = checkpoint_weights(reader).specs
     assert {spec.dtype for spec in specs.values()} == {torch.float32}
+
+
+def test_a_difference_is_relative_to_the_mean_norm_of_vectors_below_it():
+    expected = torch.diag(torch.tensor([2.0, 4.0, 9.0, 0.0]))  # of a sparse model, as the run that was rejected
+    assert max_relative_difference(expected + 0.1 * torch.eye(4), expected) == pytest.approx(0.1 / 3.75)
+    assert max_relative_difference(1.5 * expected, expected) == pytest.approx(0.5)
+    assert max_relative_difference(torch.zeros(2, 3), torch.zeros(2, 3)) == 0.0
+    assert max_relative_difference(torch.zeros(2, 3), torch.zeros(2, 4)) == float("inf")

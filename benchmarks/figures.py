@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -51,8 +52,11 @@ def quality(results: dict[str, Any]) -> None:
 def speed(results: dict[str, Any]) -> None:
     """Real tokens per second of the trainings at equal steps."""
     kinds = _kinds(results["runs"], "steps")
-    figure, panels = plt.subplots(1, len(kinds), figsize=(3.6 * len(kinds), 2.4), squeeze=False)
-    for kind, axes in zip(kinds, panels[0], strict=True):
+    rows = math.ceil(len(kinds) / 2)
+    figure, panels = plt.subplots(rows, 2, figsize=(8.8, 1.9 * rows), squeeze=False)
+    for axes in panels.flat[len(kinds) :]:
+        axes.remove()
+    for kind, axes in zip(kinds, panels.flat, strict=False):
         of_library = _by_library(results["runs"], kind, "steps")
         values = {
             library: [run["tokens_per_step"] / run["step_seconds"] for run in runs]

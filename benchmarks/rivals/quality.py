@@ -55,7 +55,8 @@ def _quality(comparison: Comparison, trainings: dict[Library, list[Measured]]) -
             continue
         values = [spread([each.metrics[name] for each in finished], "{:.4f}") for name in sets]
         steps, seconds = finished[0].training.steps, mean(each.seen.seconds for each in finished)
-        lines.append([library.name, f"{steps}", f"{seconds:.0f} s", *values])
+        part = "" if len(finished) == len(measured) else f", {len(finished)} of {len(measured)} runs"
+        lines.append([library.name + part, f"{steps}", f"{seconds:.0f} s", *values])
     return markdown(["library", "steps", "wall time", *sets], lines)
 
 

@@ -74,30 +74,19 @@ def test_only_unset_variables_are_set(given, threads, policy):
 
 
 @pytest.mark.parametrize(
-    ("given", "added"),
+    ("set_default", "given", "added"),
     [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {}),
+        (set_allocator, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (set_allocator, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
+        (set_allocator, {"PYTORCH_CUDA_ALLOC_CONF": ""}, {}),
+        (set_kernel_cache, {}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}),
+        (set_kernel_cache, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}, {}),
+        (set_kernel_cache, {"DNNL_PRIMITIVE_CACHE_CAPACITY": "0"}, {}),
     ],
 )
-def test_segments_of_gpu_memory_grow_unless_the_allocator_is_configured(given, added):
+def test_memory_of_chunks_of_many_sizes_is_limited_unless_the_user_has_configured_it(set_default, given, added):
     environment = dict(given)
-    set_allocator(environment)
-    assert environment == given | added
-
-
-@pytest.mark.parametrize(
-    ("given", "added"),
-    [
-        ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}),
-        ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}, {}),
-        ({"DNNL_PRIMITIVE_CACHE_CAPACITY": "0"}, {}),
-    ],
-)
-def test_few_kernels_of_a_cpu_are_kept_unless_their_number_is_configured(given, added):
-    environment = dict(given)
-    set_kernel_cache(environment)
+    set_default(environment)
     assert environment == given | added
 
 

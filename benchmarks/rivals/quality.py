@@ -34,34 +34,34 @@ def _of_kind(comparison: Comparison) -> str:
     in_time = {library: [comparison.equal_time(library, seed) for seed in seeds] for library in comparison.libraries}
     return f"""### {title}: nDCG@10 after {shape.steps} steps of {shape.global_batch} rows
 
-{_quality(comparison, of_library)}
+{quality_table(comparison.before(), of_library)}
 
 ### {title}: nDCG@10 after {comparison.time_limit():.0f} s of wall time, from the command to the saved model
 
-{_quality(comparison, in_time)}
+{quality_table(comparison.before(), in_time)}
 
 ### {title}: speed and memory of these trainings
 
 {_speed(comparison, of_library)}"""
 
 
-def _quality(comparison: Comparison, trainings: dict[Library, list[Measured]]) -> str:
-    sets = list(comparison.sets)
-    lines: list[list[str]] = [["before training", "", "", *(f"{v:.4f}" for v in comparison.before().values())]]
+def quality_table(before: dict[str, float], trainings: dict[Library, list[Measured]]) -> str:
+    """nDCG@10 of each set `before` training and after it; trainings that failed are left out and counted."""
+    sets = list(before)
+    lines: list[list[str]] = [["before training", "", "", *(f"{value:.4f}" for value in before.values())]]
     for library, measured in trainings.items():
         finished = [each for each in measured if each.seen.finished]
         if not finished:
             lines.append([library.name, "-", "-", *["-"] * len(sets)])
             continue
-        values = [spread([each.metrics[name] for each in finished], "{:.4f}") for name in sets]
+        values = [_spread([each.metrics[name] for each in finished], "{:.4f}") for name in sets]
         steps, seconds = finished[0].training.steps, mean(each.seen.seconds for each in finished)
         part = "" if len(finished) == len(measured) else f", {len(finished)} of {len(measured)} runs"
         lines.append([library.name + part, f"{steps}", f"{seconds:.0f} s", *values])
     return markdown(["library", "steps", "wall time", *sets], lines)
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Their mean and standard deviation."""
+def _spread(values: Sequence[float], form: str) -> str:
     deviation = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
     return form.format(mean(values)) + deviation
 

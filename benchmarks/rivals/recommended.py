@@ -8,9 +8,8 @@ few rows with many negatives instead.
 from pathlib import Path
 
 from benchmarks.inputs import MINILM
-from benchmarks.measure import markdown
 from benchmarks.rivals.libraries import DENSE, OURS, Library
-from benchmarks.rivals.quality import spread
+from benchmarks.rivals.quality import quality_table
 from benchmarks.rivals.scripts.common import Training
 from benchmarks.rivals.settings import Settings
 from benchmarks.rivals.trainings import Comparison, Measured
@@ -24,17 +23,10 @@ LIBRARIES = (OURS, "sentence-transformers", "FlagEmbedding", "tevatron")
 def measure(settings: Settings) -> str:
     """A row for each library."""
     comparison = Comparison(settings, DENSE)
-    sets = list(comparison.sets)
     before = comparison.before("minilm", Path(MINILM))
-    lines = [["before training", *["-"] * 3, *(f"{before[name]:.4f}" for name in sets)]]
-    for library in comparison.libraries:
-        if library.name in LIBRARIES:
-            measured = [_train(comparison, library, seed) for seed in settings.seeds]
-            first = measured[0].training
-            values = [spread([each.metrics[name] for each in measured], "{:.4f}") for name in sets]
-            seconds = sum(each.seen.seconds for each in measured) / len(measured)
-            lines.append([library.name, f"{first.global_batch}", f"{first.steps}", f"{seconds:.0f} s", *values])
-    return markdown(["library", "rows per step", "steps", "wall time", *sets], lines)
+    libraries = [library for library in comparison.libraries if library.name in LIBRARIES]
+    trained = {library: [_train(comparison, library, seed) for seed in settings.seeds] for library in libraries}
+    return quality_table(before, trained)
 
 
 def _train(comparison: Comparison, library: Library, seed: int) -> Measured:

@@ -9,9 +9,9 @@ from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.row_checks import RowCheck
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.shared_build import build
-from embedtrain.data.cache.source_report import RowCheck
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import find_parts, source_names

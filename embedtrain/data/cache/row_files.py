@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import concatenate_files, read_metadata, write_array, write_metadata
+from embedtrain.data.cache.row_checks import RowCheck
 from embedtrain.data.cache.row_store import (
     EXTRA_COLUMNS,
     MAX_NEGATIVES,
@@ -25,7 +26,7 @@ from embedtrain.data.cache.row_store import (
     RowRange,
     field_name,
 )
-from embedtrain.data.cache.source_report import RowCheck, RowStatistics
+from embedtrain.data.cache.source_report import RowStatistics
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader

@@ -22,8 +22,8 @@ TABLES = (
     "plan",
     "startup",
 )
-# Slow; data_memory and scale need a lot of disk space as well.
-ON_DEMAND = ("data_memory", "pipeline_ablation", "scale", "many_ranks")
+# Slow; data_memory and scale need a lot of disk space as well, defaults needs other data sets.
+ON_DEMAND = ("data_memory", "pipeline_ablation", "scale", "many_ranks", "defaults")
 
 
 def main() -> None:

@@ -79,7 +79,11 @@ def observe_failures(comparison: Comparison, library: Library) -> dict[str, Any]
         with small_disk(Path(full.output)) as disk:
             results["full"] = run("full", full, act_at=DISTURBED_AT, act=lambda _: _fill(disk))
             (disk / "ballast").unlink(missing_ok=True)
-            results["after full"] = run("after full", dataclasses.replace(full, resume=True))
+            resumed = dataclasses.replace(full, resume=True)
+            results["after full"] = run("after full", resumed)
+            if results["after full"]["exit_code"] != 0:
+                _remove_second_checkpoint(Path(full.output))
+                results["from the first"] = run("from the first", resumed)
     shutil.rmtree(base)
     return results
 
@@ -104,6 +108,12 @@ def _fill(disk: Path) -> None:
     size = shutil.disk_usage(disk).free
     with (disk / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size - 2**20)
+
+
+def _remove_second_checkpoint(run: Path) -> None:
+    """Leave the checkpoint that is complete, as a person would who has seen the other fail."""
+    for path in sorted(run.rglob(f"*[-_]{2 * SAVE_EVERY}")):
+        shutil.rmtree(path)
 
 
 def _weights_change(training: Training, undisturbed: Path) -> float | None:
@@ -152,7 +162,9 @@ def _tables(results: list[tuple[str, dict[str, Any]]]) -> list[str]:
             ]
         )
         if "full" in runs:
-            disks.append([name, _full(seen["full"]), *_resumed(runs["after full"], seen["after full"])])
+            second = "from the first" in runs
+            first = _resumed(runs["from the first"], seen["from the first"]) if second else ("-", "-")
+            disks.append([name, _full(seen["full"]), *_resumed(runs["after full"], seen["after full"]), *first])
         costs.append([name, f"{_stall(saving):.2f} s", f"{saving.step_seconds:.2f} s", f"{saving.steps[0]:.0f} s"])
     resumed = ["resumes at step", "its weights differ by"]
     kill_header = [
@@ -164,7 +176,9 @@ def _tables(results: list[tuple[str, dict[str, Any]]]) -> list[str]:
         resumed[1],
     ]
     cost_header = ["library", "a checkpoint delays a step by", "a step takes", "first step after"]
-    tables = [(kill_header, kills), (["library", "what is printed", *resumed], disks), (cost_header, costs)]
+    removed = "without the incomplete checkpoint: at step"
+    disk_header = ["library", "what is printed", *resumed, removed, resumed[1]]
+    tables = [(kill_header, kills), (disk_header, disks), (cost_header, costs)]
     return [markdown(header, lines) for header, lines in tables if lines]
 
 

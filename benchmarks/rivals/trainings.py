@@ -175,11 +175,11 @@ class Comparison:
 
     def equal_time(self, library: Library, seed: int) -> Measured:
         """As many steps as the slowest library's wall time of the equal steps allows, from start-up to saved model."""
-        usual, limit = self._usual(library), self.time_limit()
-        if usual.seconds >= 0.95 * limit:  # it is the one that sets the limit
+        usual = self._usual(library)
+        more = int((self.time_limit() - usual.seconds) / usual.step_seconds)
+        if not more:
             return self.equal_steps(library, seed)
-        steps = self.settings.shapes[self.kind].steps + int((limit - usual.seconds) / usual.step_seconds)
-        name = f"time-{seed}"
+        steps, name = self.settings.shapes[self.kind].steps + more, f"time-{seed}"
         return self.measured(
             library,
             name,

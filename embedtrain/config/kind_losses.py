@@ -132,6 +132,6 @@ def _check_infonce(loss: InfoNCEConfig, kind: ModelKind, check: OptionChecks) ->
     check.require(
         not loss.learn_temperature or temperature is None or low <= temperature <= high,
         "temperature",
-        f"{'is the default 0.02 and ' if loss.temperature is None else ''}must be within "
+        f"{f'is the default {VECTOR_TEMPERATURE} and ' if loss.temperature is None else ''}must be within "
         f"temperature_bounds={written([low, high])}",
     )

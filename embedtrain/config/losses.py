@@ -21,7 +21,7 @@ from embedtrain.config.loss_choices import (
 )
 
 # Of similarities of vectors, which differ by at most 2.
-VECTOR_TEMPERATURE = 0.02
+VECTOR_TEMPERATURE = 0.05
 # Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
 VECTOR_TEMPERATURE_BOUNDS = (0.01, 1.0)
 TOKEN_TEMPERATURE_BOUNDS = (0.01, 32.0)
@@ -58,7 +58,7 @@ class InfoNCEConfig(LossConfig):
     """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
 
     name: str = "infonce"
-    # Scores are divided by it; default: 0.02 for similarities of vectors, 1 for MaxSim, 0.05 for MeanMaxSim.
+    # Scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim.
     temperature: float | None = None
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.
@@ -205,8 +205,8 @@ class DistillScoresConfig(LossConfig):
     """KL divergence of a row's softmax from the teacher's (Hinton et al., 2015; Lin et al., 2021)."""
 
     name: str = "distill_scores"
-    # The student's scores are divided by it; default: 0.02 for similarities of vectors, 0.05 for MeanMaxSim, 1 for
-    # MaxSim, for a cross-encoder's logits and with `normalize_scores`.
+    # The student's scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim,
+    # for a cross-encoder's logits and with `normalize_scores`.
     temperature: float | None = None
     teacher_temperature: float = 1.0  # the teacher's scores are divided by it
     similarity: Similarity = Similarity.cosine

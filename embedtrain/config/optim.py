@@ -81,7 +81,7 @@ class OptimConfig:
     """The optimizer, its schedule and gradient clipping."""
 
     name: OptimizerName = OptimizerName.adamw
-    lr: float = 2e-5  # the peak learning rate, at the end of warm-up
+    lr: float = 5e-5  # the peak learning rate, at the end of warm-up; models of billions of weights: 1e-6 to 2e-5
     weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay rates of the two moments
     eps: float = 1e-8  # added to the root of the second moment

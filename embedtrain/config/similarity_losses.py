@@ -83,7 +83,7 @@ class DistillSimilaritiesConfig(TeacherConfig):
     """Divergence of each query's softmax over the documents of the global batch from a teacher's."""
 
     name: str = "distill_similarities"
-    temperature: float | None = None  # the student's similarities are divided by it; default: 0.02
+    temperature: float | None = None  # the student's similarities are divided by it; default: 0.05
     teacher_temperature: float | None = None  # the teacher's cosines are divided by it; default: as `temperature`
     divergence: Divergence = Divergence.kl
     candidates: CandidateSet = CandidateSet.batch

@@ -225,7 +225,7 @@ CASES = [
     option("optim.decay_shape", DecayShape.cosine),
     option("optim.power", 0.0, optim__schedule=ScheduleKind.polynomial),
     option("optim.power", 2.0),
-    option("optim.min_lr", 3e-5),
+    option("optim.min_lr", 6e-5),
     option("optim.min_lr", -1e-7),
     option("optim.min_lr_ratio", 1.5),
     option("optim.min_lr_ratio", 0.1, optim__min_lr=1e-6),

@@ -81,7 +81,7 @@ def row_divergence(divergence: Divergence, student: Tensor, teacher: Tensor) -> 
 
 
 def distilled(config: DistillSimilaritiesConfig):
-    student_temperature = config.temperature or 0.02
+    student_temperature = config.temperature or 0.05
     temperatures = student_temperature, config.teacher_temperature or student_temperature
     if config.divergence is Divergence.mse:
         temperatures = 1.0, 1.0

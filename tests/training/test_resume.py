@@ -96,7 +96,7 @@ REJECTED = [
         "train.gradient_accumulation_steps=2",
         "train.gradient_accumulation_steps=1, this run has train.gradient_accumulation_steps=2",
     ),
-    ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
+    ("loss.temperature=0.5", "loss.temperature=0.05, this run has loss.temperature=0.5"),
     ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
     ("optim.name=lion", "written with optim.name=adamw, this run has optim.name=lion"),
     ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
@@ -147,7 +147,7 @@ def test_documents_of_other_rows_are_part_of_the_identity(rows):
 
 
 ALLOWED = [
-    ("optim.lr=0.5", Effect.changes_training, "optim.lr 2e-05 -> 0.5"),
+    ("optim.lr=0.5", Effect.changes_training, "optim.lr 5e-05 -> 0.5"),
     ("optim.betas=[0.9,0.95]", Effect.changes_training, "optim.betas [0.9, 0.999] -> [0.9, 0.95]"),
     ("train.steps=20", Effect.changes_training, "train.steps 10 -> 20"),
     ("parallel.precision=fp32", Effect.changes_training, "parallel.precision auto -> fp32"),
@@ -177,7 +177,7 @@ def test_changes_are_grouped_by_effect(rows):
     assert describe_changes(folder, compose(rows)[0]) == {}
     recipe, _ = compose(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
     assert list(describe_changes(folder, recipe).values()) == [
-        f"{Effect.changes_training.value.format(step=4)}: optim.lr 2e-05 -> 0.5",
+        f"{Effect.changes_training.value.format(step=4)}: optim.lr 5e-05 -> 0.5",
         f"{Effect.changes_rounding.value.format(step=4)}: parallel.compile False -> True",
         f"{Effect.no_effect.value.format(step=4)}: train.log_every 10 -> 3, tracking.wandb False -> True",
     ]
@@ -272,5 +272,5 @@ def test_a_run_resumes_with_another_recipe_and_reports_changes_once(ranks, tmp_p
     assert "loss.implementation auto -> tiled, parallel.strategy auto -> fsdp" in lines[1]
     assert lines[2].endswith("without effect on training: checkpoint.layout sharded -> full")
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())][-1] == "step-00000003"
-    with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=0.02, this run has"):
+    with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=0.05, this run has"):
         ranks(2, run_without_base, "name=t", *common, *changed, "loss.temperature=0.5")

@@ -41,7 +41,7 @@ class BiEncoder(nn.Module):
 def main(training: Training) -> None:
     """Train and save."""
     tokenizer = AutoTokenizer.from_pretrained(training.model)
-    multiple = 8 if training.precision == "bf16" else None
+    multiple = 8 if torch.cuda.is_available() else None
     temperature = 0.05 if training.temperature is None else training.temperature
 
     def tokens(texts: list[str], max_length: int) -> BatchEncoding:

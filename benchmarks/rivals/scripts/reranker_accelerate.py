@@ -41,7 +41,7 @@ def main(training: Training) -> None:
             truncation=True,
             max_length=max_length,
             padding=True,
-            pad_to_multiple_of=8 if training.precision == "bf16" else None,
+            pad_to_multiple_of=8 if torch.cuda.is_available() else None,
             return_tensors="pt",
         )
 

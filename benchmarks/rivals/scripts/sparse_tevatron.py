@@ -1,6 +1,6 @@
 """SpladeModel and SpladeTrainer of Tevatron, as `examples/splade` recommends.
 
-It gathers negatives from all ranks; the FLOPS loss is of each rank's own batch, at full weight from the first step.
+It gathers negatives from all ranks, and the FLOPS loss is that of all ranks' rows, at full weight from the first step.
 Recommended values that a training leaves open: learning rate 5e-6, 10 % warm-up, no weight decay, temperature 1, FLOPS
 weights 0.01 and 0.01, 8 workers.
 """

@@ -222,3 +222,14 @@ def test_tables_and_figures_of_stored_results(
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     figures.main()
     assert "accelerate" in (tmp_path / "benchmarks-quality-dark.svg").read_text()
+    for seed in settings.seeds:  # 2.1 s before the slowest: one more step
+        store(f"{OURS}-steps-{seed}", 1.93, seed=seed)
+    assert Comparison(settings, "dense").equal_time(LIBRARIES[OURS], seed=1).training.steps == 60
+
+
+def test_the_second_checkpoint_is_removed(tmp_path: Path) -> None:
+    for name in ("checkpoint-4", "checkpoint-8", "model/checkpoint-8", "step_4", "step_8", "checkpoint-18"):
+        (tmp_path / name).mkdir(parents=True)
+    failures._remove_second_checkpoint(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"checkpoint-4", "model", "step_4", "checkpoint-18"}

@@ -138,7 +138,7 @@ def test_the_console_command_lists_its_commands():
             assert command.summary in output
     assert call("embedtrain.commands", "--version") == f"embedtrain {__version__}\n"
     assert "optim.lr=0.5\n" in call("embedtrain.commands", "train", "optim.lr=0.5", "--help", "optim")
-    assert "optim.lr=2.0e-05\n" in call("embedtrain.commands", "--help", "optim")
+    assert "optim.lr=5.0e-05\n" in call("embedtrain.commands", "--help", "optim")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_values_and_required_options(capsys):
 @pytest.mark.parametrize(
     ("command", "topic", "contained", "absent"),
     [
-        ("train", "optim", ["optim.lr=2.0e-05\n", "optim.schedule=linear\n", "constant"], "train.steps"),
+        ("train", "optim", ["optim.lr=5.0e-05\n", "optim.schedule=linear\n", "constant"], "train.steps"),
         ("train", "train.steps", ["train.steps=null\n    optimizer steps"], "train.epochs"),
         ("train", "steps", ["train.steps=null\n"], "optim."),
         ("train", "loss", ["loss.temperature=null\n"], "optim."),

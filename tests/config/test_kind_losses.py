@@ -66,7 +66,7 @@ CASES = [
     (
         InfoNCEConfig(learn_temperature=True, temperature_bounds=[0.1, 0.5]),
         ModelKind.dense,
-        r"loss\.temperature=null: .* 0\.02 .*\[0\.1,0\.5\]",
+        r"loss\.temperature=null: .* 0\.05 .*\[0\.1,0\.5\]",
     ),
     (InfoNCEConfig(learn_temperature=True, temperature=40.0), LATE, r"loss\.temperature=40\.0: .*\[0\.01,32\.0\]"),
 ]

@@ -107,7 +107,7 @@ def test_the_recipe_can_be_searched(browser, pages):
       const rows = [...document.querySelectorAll("#recipe tr")].filter((row) => row.checkVisibility());
       return rows.map((row) => row.textContent);
     })()"""
-    assert browser.evaluate(search) == ["optim.lr2.0e-05"]
+    assert browser.evaluate(search) == ["optim.lr5.0e-05"]
 
 
 def test_a_text_is_highlighted_in_both_maps(browser, pages):

@@ -91,7 +91,7 @@ def test_several_runs(tmp_path):
     assert "2 runs compared" in page.text
     assert page.text.index("What differs") > page.text.index("Gradient norm"), "results come before the recipes"
     differs = page.text[page.text.index("What differs") : page.text.index("Recipe", page.text.index("What differs"))]
-    assert "optim.lr 2.0e-05 0.5" in differs
+    assert "optim.lr 5.0e-05 0.5" in differs
     assert "version torch 2.13.0 2.99.0" in differs
     assert "model.nested.only not set here" in differs
     assert "seed" not in differs

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,7 +27,9 @@ import subprocess, sys, time
 sys.path.insert(0, {scripts!r})
 from common import read_training
 training = read_training()
-rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={{"RANK": "1"}})
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+rank = subprocess.Popen(command, env={{"RANK": "1"}}, start_new_session=True)
+print(rank.pid)
 for step in range(1, training.steps + 1):
     time.sleep(0.2)
     training.report("step", step)
@@ -85,6 +88,7 @@ def test_a_training_that_does_not_end_is_ended(library: Library, training: Train
     seen = observe(library, replace(training, steps=100), tmp_path / "work", timeout=1.0)
     assert seen.exit_code is None
     assert seen.seconds < 20
+    assert not psutil.pid_exists(int(seen.tail[0]))
 
 
 def test_gradients_are_the_first_moments_of_a_checkpoint(tmp_path: Path) -> None:

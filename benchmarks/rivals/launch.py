@@ -1,5 +1,6 @@
 """Start a training, and observe it from outside: its steps, its memory, what it prints, and how it ends."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -115,7 +116,7 @@ def observe(
             if time.time() - started > timeout:
                 break
         seen.exit_code = process.poll()
-        _end_session(process.pid)
+        _end(process.pid)
     seen.seconds = time.time() - started
     _read_events(events, started, seen)
     seen.tail = log.read_text(errors="replace").splitlines()[-200:]
@@ -171,9 +172,11 @@ def _gpu_memory(_second: int) -> dict[int, float]:
     return {int(pid): float(mib) for pid, mib in values if mib.strip().replace(".", "").isdigit()}
 
 
-def _end_session(pid: int) -> None:
-    """End what a training has left running."""
+def _end(pid: int) -> None:
+    """End what a training has left running: its session, and, if it has not ended, ranks in sessions of their own."""
     left = [process for process in psutil.process_iter() if _session(process) == pid]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left += psutil.Process(pid).children(recursive=True)
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=10)

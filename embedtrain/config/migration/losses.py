@@ -2,7 +2,7 @@
 
 from embedtrain.config.conversions import Row, integers, number, one_of, same
 
-_SCALE = "`loss.temperature=0.05`, the default as well, for its default scale of 20 (temperature = 1 / scale)"
+_SCALE = "`loss.temperature=0.05`, which is 1 / its default scale of 20 and the default here"
 _DISTANCES = {name: name for name in ("cosine", "euclidean", "manhattan")}
 
 # Arguments of the losses of sentence-transformers.

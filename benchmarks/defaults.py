@@ -43,6 +43,7 @@ DATA_SETS = {
 OTHER = SHARED / "cranfield"  # no training has seen anything like it
 BATCHES, RATES, TEMPERATURES = (32, 64, 256), (2e-5, 5e-5, 1e-4), (0.02, 0.05)
 BASE: Options = {"train.global_batch_size": 64, "optim.lr": 5e-5, "loss.temperature": 0.02}
+NEGATIVES, MINED = "negatives", 7  # of data.train; hard negatives that all-MiniLM-L6-v2 mines from the rows
 # One option at a time, of BASE.
 VARIATIONS: dict[str, list[object]] = {
     "seed": [1],
@@ -52,6 +53,7 @@ VARIATIONS: dict[str, list[object]] = {
     "loss.mask_duplicates": ["false"],
     "loss.directions": ["[query_document,document_query]"],
     "parallel.precision": ["fp32"],
+    NEGATIVES: [1, 3, MINED],
 }
 
 
@@ -78,6 +80,7 @@ def measure() -> str:
         names = [name for name, data in DATA_SETS.items() if data.train.is_file()]
         for name in names:
             smaller_set(DATA_SETS[name].evaluation, root / name)
+            mined_rows(root, name)
         others = [smaller_set(OTHER, root / OTHER.name)] if OTHER.is_dir() else []
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             jobs = {
@@ -113,15 +116,15 @@ def _train(root: Path, row: Options, name: str, others: list[Path]) -> list[floa
     """nDCG@10 of each evaluation set after the training, which is stored."""
     result = root / f"{name} {label(row)}.json".replace("/", "-")
     if not result.is_file():
-        data = DATA_SETS[name]
         sets = [root / name, *others]
+        source = {"path": mined_rows(root, name), NEGATIVES: row[NEGATIVES]} if NEGATIVES in row else _rows_of(name)
         with tempfile.TemporaryDirectory(prefix="embedtrain-bench-") as folder:
-            options = BASE | row | {
+            options = BASE | {key: value for key, value in row.items() if key != NEGATIVES} | {
                 "name": "defaults",
                 "output_dir": folder,
                 "model.path": MINILM,
                 "model.max_length": MAX_LENGTH,
-                "data.train": f"[{{path: {data.train}, max_rows: {MAX_ROWS}}}]",
+                "data.train": _sources(source),
                 "train.epochs": 1,
                 "evaluation.sets": f"[{','.join(map(str, sets))}]",
                 "evaluation.at_start": "false",
@@ -135,3 +138,20 @@ def _train(root: Path, row: Options, name: str, others: list[Path]) -> list[floa
         result.write_text(json.dumps([found[path.name] for path in sets]))
     values: list[float] = json.loads(result.read_text())
     return values
+
+
+def mined_rows(root: Path, name: str) -> Path:
+    """The rows with hard negatives, mined once for each data set."""
+    folder = root / f"mined-{name}"
+    if not list(folder.glob("*.jsonl")):
+        options = [f"model={MINILM}", f"data={_sources(_rows_of(name))}", f"output_dir={folder}", f"negatives={MINED}"]
+        subprocess.run([sys.executable, "-m", "embedtrain.mine", *options], check=True, stdout=subprocess.DEVNULL)
+    return next(folder.glob("*.jsonl"))
+
+
+def _rows_of(name: str) -> Options:
+    return {"path": DATA_SETS[name].train, "max_rows": MAX_ROWS}
+
+
+def _sources(source: Options) -> str:
+    return f"[{{{', '.join(f'{key}: {value}' for key, value in source.items())}}}]"

@@ -18,6 +18,8 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from benchmarks.rivals.libraries import ACTIVE_WORDS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "rivals" / "results.json"
 IMAGES = ROOT / "docs" / "assets" / "images"
@@ -40,7 +42,7 @@ def main() -> None:
 def quality(results: dict[str, Any]) -> None:
     """nDCG@10 at equal wall time: a panel for each kind of model and evaluation set, with standard deviations."""
     kinds = _kinds(results["runs"], "time")
-    sets = list(results["before"][kinds[0]])
+    sets = [name for name in results["before"][kinds[0]] if name != ACTIVE_WORDS]
     figure, panels = plt.subplots(len(kinds), len(sets), figsize=(4.4 * len(sets), 1.9 * len(kinds)), squeeze=False)
     for kind, row in zip(kinds, panels, strict=True):
         for name, axes in zip(sets, row, strict=True):

@@ -7,9 +7,10 @@ compute in fp32 on all cores, or on the GPU if there is one.
 - dense: cosine similarities of the vectors of sentence-transformers; of a directory of transformers alone, the mean of
   the last hidden states.
 - reranker: the logit of transformers' AutoModelForSequenceClassification orders the best 10 documents of BM25, for
-  150 queries.
+  100 queries.
 - late_interaction: exact MaxSim of sentence-transformers' MultiVectorEncoder.
-- sparse: dot products of sentence-transformers' SparseEncoder.
+- sparse: dot products of sentence-transformers' SparseEncoder. The answer also has the mean number of active words of a
+  document, over all sets.
 """
 
 import argparse
@@ -30,11 +31,14 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from benchmarks.rivals.libraries import ACTIVE_WORDS
+
 DEPTH = 100  # documents per query that are given to pytrec_eval
-RERANKED, RERANKED_QUERIES = 10, 150  # documents per query, and queries of a set, that a reranker scores
+RERANKED, RERANKED_QUERIES = 10, 100  # documents per query, and queries of a set, that a reranker scores
 BATCH = 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Scores = Callable[[list[str], list[str]], torch.Tensor]
+# Scores [Q, N] of queries and documents; of sparse vectors also [N], the number of active words of each document.
+Scores = Callable[[list[str], list[str]], tuple[torch.Tensor, torch.Tensor | None]]
 LOADING: dict[str, Any] = {"local_files_only": True, "device": DEVICE, "model_kwargs": {"dtype": torch.float32}}
 
 
@@ -85,19 +89,23 @@ def dense_scores(model: Path, query_length: int, document_length: int) -> Scores
         encoder.max_seq_length = length
         return encoder.encode(texts, batch_size=BATCH, convert_to_tensor=True, normalize_embeddings=True)
 
-    return lambda queries, documents: encode(queries, query_length) @ encode(documents, document_length).T
+    def scores(queries: list[str], documents: list[str]) -> tuple[torch.Tensor, None]:
+        return encode(queries, query_length) @ encode(documents, document_length).T, None
+
+    return scores
 
 
 def sparse_scores(model: Path, query_length: int, document_length: int) -> Scores:
     """Dot products [Q, N] of weights of words."""
     encoder = SparseEncoder(str(model), **LOADING)
 
-    def scores(queries: list[str], documents: list[str]) -> torch.Tensor:
+    def scores(queries: list[str], documents: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         encoder.max_seq_length = query_length
         of_queries = encoder.encode_query(queries, batch_size=BATCH)
         encoder.max_seq_length = document_length
         of_documents = encoder.encode_document(documents, batch_size=BATCH)
-        return torch.sparse.mm(of_queries, of_documents.T).to_dense()
+        words = of_documents.coalesce().indices()[0].bincount(minlength=len(documents))
+        return torch.sparse.mm(of_queries, of_documents.T).to_dense(), words
 
     return scores
 
@@ -112,10 +120,10 @@ def late_interaction_scores(model: Path, query_length: int, document_length: int
         transformer.query_expansion = transformer.query_expansion | {"length": query_length}
     transformer.document_length = document_length
 
-    def scores(queries: list[str], documents: list[str]) -> torch.Tensor:
+    def scores(queries: list[str], documents: list[str]) -> tuple[torch.Tensor, None]:
         of_queries = encoder.encode_query(queries, batch_size=BATCH)
         of_documents = encoder.encode_document(documents, batch_size=BATCH)
-        return encoder.similarity(of_queries, of_documents)
+        return encoder.similarity(of_queries, of_documents), None
 
     return scores
 
@@ -123,9 +131,9 @@ def late_interaction_scores(model: Path, query_length: int, document_length: int
 SCORES = {"dense": dense_scores, "sparse": sparse_scores, "late_interaction": late_interaction_scores}
 
 
-def retrieve(scores: Scores, data: RetrievalSet) -> dict[str, dict[str, float]]:
-    """The best documents of each query."""
-    matrix = scores(list(data.queries.values()), list(data.documents.values())).float().cpu()
+def retrieve(matrix: torch.Tensor, data: RetrievalSet) -> dict[str, dict[str, float]]:
+    """The best documents of each query by their scores [Q, N]."""
+    matrix = matrix.float().cpu()
     ids = list(data.documents)
     best = matrix.topk(min(DEPTH, len(ids)))
     return {
@@ -170,6 +178,16 @@ def rerank(model: Path, max_length: int, data: RetrievalSet) -> dict[str, dict[s
     return run
 
 
+def evaluate(scores: Scores, sets: dict[str, RetrievalSet]) -> dict[str, float]:
+    """nDCG@10 on each set, and the mean number of active words of a document if its vectors are sparse."""
+    results, words = {}, []
+    for name, data in sets.items():
+        matrix, of_documents = scores(list(data.queries.values()), list(data.documents.values()))
+        results[name] = ndcg(data, retrieve(matrix, data))
+        words += [] if of_documents is None else [of_documents]
+    return results | ({ACTIVE_WORDS: torch.cat(words).float().mean().item()} if words else {})
+
+
 def ndcg(data: RetrievalSet, run: dict[str, dict[str, float]]) -> float:
     """Mean nDCG@10 over all judged queries."""
     values = pytrec_eval.RelevanceEvaluator(data.qrels, {"ndcg_cut.10"}).evaluate(run)
@@ -190,14 +208,13 @@ def main() -> None:
     sets = {directory.name: read_set(directory) for directory in options.sets}
     if options.kind == "reranker":
         sets = {name: first_queries(data, RERANKED_QUERIES) for name, data in sets.items()}
+    lengths = options.query_length, options.document_length
     for line in sys.stdin:
-        model, results = Path(line.strip()), {}
-        for name, data in sets.items():
-            if options.kind == "reranker":
-                run = rerank(model, options.query_length + options.document_length, data)
-            else:
-                run = retrieve(SCORES[options.kind](model, options.query_length, options.document_length), data)
-            results[name] = ndcg(data, run)
+        model = Path(line.strip())
+        if options.kind == "reranker":
+            results = {name: ndcg(data, rerank(model, sum(lengths), data)) for name, data in sets.items()}
+        else:
+            results = evaluate(SCORES[options.kind](model, *lengths), sets)
         print(json.dumps(results), flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the next training has the GPU

@@ -27,7 +27,7 @@ from benchmarks.rivals.settings import Settings
 from benchmarks.rivals.trainings import Comparison
 
 STEPS, SAVE_EVERY, DISTURBED_AT = 12, 4, 6
-LIMIT = 150  # seconds after which a training that does not end is ended
+LIMIT = 100  # seconds after which a training that does not end is ended
 SEED = 1
 # "RuntimeError: ..." or "error: ...", also behind torchrun's "[rank0]: "
 _ERROR = re.compile(r"(?:\[\w+\]:)?\s*((?:[\w.]*(?:Error|Exception)|error): .*)")

@@ -20,7 +20,7 @@ from benchmarks.rivals.trainings import Comparison
 
 RANKS = (1, 2, 4)
 BATCH = 16
-LIMIT = 120  # seconds that one step may take, from the command to the saved model
+LIMIT = 75  # seconds that one step may take, from the command to the saved model
 
 
 def measure(settings: Settings) -> str:

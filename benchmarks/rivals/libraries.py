@@ -10,6 +10,8 @@ ENVIRONMENTS = FOLDER.parents[1] / ".venv-rivals"
 DENSE, RERANKER, LATE_INTERACTION, SPARSE = "dense", "reranker", "late_interaction", "sparse"
 KINDS = (DENSE, RERANKER, LATE_INTERACTION, SPARSE)
 OURS = "embedtrain"
+# What is measured of sparse models beside nDCG@10: the mean number of words of a document that have a weight.
+ACTIVE_WORDS = "active words"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

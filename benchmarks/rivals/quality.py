@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.measure import machine, markdown
-from benchmarks.rivals.libraries import OURS, RERANKER, Library
+from benchmarks.rivals.libraries import ACTIVE_WORDS, OURS, RERANKER, Library
 from benchmarks.rivals.scripts.common import Training
 from benchmarks.rivals.settings import PRECISIONS, Settings
 from benchmarks.rivals.trainings import Comparison, Measured
@@ -46,15 +46,15 @@ def _of_kind(comparison: Comparison) -> str:
 
 
 def quality_table(before: dict[str, float], trainings: dict[Library, list[Measured]]) -> str:
-    """nDCG@10 of each set `before` training and after it; trainings that failed are left out and counted."""
-    sets = list(before)
-    lines: list[list[str]] = [["before training", "", "", *(f"{value:.4f}" for value in before.values())]]
+    """The metrics of each set `before` training and after it; trainings that failed are left out and counted."""
+    sets = {name: "{:.0f}" if name == ACTIVE_WORDS else "{:.4f}" for name in before}
+    lines: list[list[str]] = [["before training", "", "", *(sets[name].format(before[name]) for name in sets)]]
     for library, measured in trainings.items():
         finished = [each for each in measured if each.seen.finished]
         if not finished:
             lines.append([library.name, "-", "-", *["-"] * len(sets)])
             continue
-        values = [_spread([each.metrics[name] for each in finished], "{:.4f}") for name in sets]
+        values = [_spread([each.metrics[name] for each in finished], form) for name, form in sets.items()]
         steps, seconds = finished[0].training.steps, mean(each.seen.seconds for each in finished)
         part = "" if len(finished) == len(measured) else f", {len(finished)} of {len(measured)} runs"
         lines.append([library.name + part, f"{steps}", f"{seconds:.0f} s", *values])

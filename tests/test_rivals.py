@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from benchmarks import figures
 from benchmarks.inputs import MINILM
-from benchmarks.rivals import docstrings, failures, quality
+from benchmarks.rivals import docstrings, evaluate, failures, quality
 from benchmarks.rivals.gradients import read_gradient
 from benchmarks.rivals.launch import Observation, load_or, observe
-from benchmarks.rivals.libraries import LIBRARIES, OURS, Library
+from benchmarks.rivals.libraries import ACTIVE_WORDS, LIBRARIES, OURS, Library
 from benchmarks.rivals.scripts.common import Training
 from benchmarks.rivals.settings import SHAPES, Settings
 from benchmarks.rivals.trainings import Comparison, draw
@@ -237,3 +237,12 @@ def test_the_second_checkpoint_is_removed(tmp_path: Path) -> None:
     failures._remove_second_checkpoint(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"checkpoint-4", "model", "step_4", "checkpoint-18"}
+
+
+def test_active_words_of_sparse_models_are_a_metric() -> None:
+    data = evaluate.RetrievalSet({"q": "a"}, {"d1": "b", "d2": "c"}, {"q": {"d1": 1}})
+    for words, expected in ((None, {"set": 1.0}), (torch.tensor([3, 2]), {"set": 1.0, ACTIVE_WORDS: 2.5})):
+        matrix = torch.tensor([[0.9, 0.8]])
+        assert evaluate.evaluate(lambda _queries, _documents, found=(matrix, words): found, {"set": data}) == expected
+    before = {"set": 0.5, ACTIVE_WORDS: 120.4}
+    assert quality.quality_table(before, {}).splitlines()[-1] == "| before training |  |  | 0.5000 | 120 |"

@@ -36,7 +36,7 @@ class Shape:
 
 SHAPES = {
     DENSE: Shape(steps=30, global_batch=64, negatives=0, lr=5e-4, temperature=0.05),
-    RERANKER: Shape(steps=20, global_batch=16, negatives=3, lr=2e-4, temperature=1.0),
+    RERANKER: Shape(steps=30, global_batch=16, negatives=3, lr=2e-4, temperature=1.0),
     LATE_INTERACTION: Shape(steps=30, global_batch=32, negatives=0, lr=3e-4, temperature=1.0),
     SPARSE: Shape(steps=30, global_batch=32, negatives=0, lr=1e-4, temperature=1.0),
 }

@@ -34,6 +34,7 @@ def command(training: Training) -> list[str]:
     options = {
         "name": "rival",
         "output_dir": training.output,
+        "data.cache_dir": str(Path(training.output).parent / "cache"),  # of this training alone, as that of the others
         "model.path": training.model,
         "data.train": json.dumps([source | lengths]).replace('"', ""),
         "train.steps": training.steps,

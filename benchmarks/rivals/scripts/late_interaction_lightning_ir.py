@@ -44,6 +44,7 @@ def main(training: Training) -> None:
         "normalization_strategy": "l2",
         "add_marker_tokens": True,
         "projection": "linear_no_bias",
+        "doc_mask_scoring_tokens": "punctuation",  # not in the recipe; as the start model and the other libraries
     }
     model = {
         "class_path": "lightning_ir.BiEncoderModule",

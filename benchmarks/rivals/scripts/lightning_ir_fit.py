@@ -2,7 +2,8 @@
 
 What the library has not: negatives from other ranks, and a temperature. Recommended values that a training leaves open:
 learning rate 1e-5 (every recipe), weight decay 0.01 (`configs/optimizer.yaml`), no warm-up (no recipe has one), one
-worker (`configs/data/fine-tune-msmarco.yaml`).
+worker (`configs/data/fine-tune-msmarco.yaml`). AdamW is not fused, as it is in the other trainers, because Lightning
+rejects that together with clipping in bf16.
 """
 
 import json

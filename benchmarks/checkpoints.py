@@ -167,7 +167,7 @@ def _table(action: str, names: list[str], costs: dict[str, list[Cost]], size: in
         cpu = statistics.median(cost.cpu_seconds for cost in costs[name])
         metrics = (f"{seconds:.2f}", f"{size / MB / seconds:,.0f}", _spread(ratios), f"{cpu:.2f}", f"{extra:,.0f}")
         rows.append([name, *metrics, f"{extra * MB / model_bytes:.2f}"])
-    header = [f"{action} {size / MB:,.0f} MB", "wall s", "MB/s", f"times {names[0]}", "CPU s, all ranks"]
+    header = [f"{action} {size / MB:,.0f} MB", "wall s", "MB/s", f"speed relative to {names[0]}", "CPU s, all ranks"]
     return markdown([*header, "max extra MB per rank", f"relative to the model's {model_bytes / MB:,.0f} MB"], rows)
 
 

@@ -144,8 +144,9 @@ def mined_rows(root: Path, name: str) -> Path:
     """The rows with hard negatives, mined once for each data set."""
     folder = root / f"mined-{name}"
     if not list(folder.glob("*.jsonl")):
-        options = [f"model={MINILM}", f"data={_sources(_rows_of(name))}", f"output_dir={folder}", f"negatives={MINED}"]
-        subprocess.run([sys.executable, "-m", "embedtrain.mine", *options], check=True, stdout=subprocess.DEVNULL)
+        data, limits = f"data={_sources(_rows_of(name))}", [f"negatives={MINED}", f"max_length={MAX_LENGTH}"]
+        command = [sys.executable, "-m", "embedtrain.mine", f"model={MINILM}", data, f"output_dir={folder}", *limits]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("*.jsonl"))
 
 

@@ -1,6 +1,7 @@
 """The device of this rank: its memory, errors when it is exhausted, threads that use it, and deterministic kernels."""
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -39,6 +40,17 @@ def free_memory(device: torch.device, local_size: int = 1) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(psutil.virtual_memory().available) // local_size
+
+
+def return_freed_memory() -> None:
+    """Give memory that this process has freed back to the system, where glibc allocates it.
+
+    It keeps what is freed for later allocations. If each of these is a little larger than the last, none fits, and the
+    process grows.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # Names in torch: AMX and AVX512 on x86, and those of ARM. Other CPUs convert bf16 to fp32 and back for every product.

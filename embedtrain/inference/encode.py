@@ -21,6 +21,7 @@ from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole, Tokens
+from embedtrain.distributed.device import return_freed_memory
 from embedtrain.distributed.sharding import unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
@@ -329,6 +330,7 @@ class SentenceEncoder:
         if work.vector_cache is not None and block.stored is not None:
             stored = block.vectors.with_values(block.stored.wait())
             stored = work.vector_cache.write(stored, block.distinct, block.chunks, self.world, mapped=work.mapped)
+            return_freed_memory()
         self.progress(work.label, block.num_done, len(work.plan))
         return stored if work.mapped else block.vectors, block.distinct
 

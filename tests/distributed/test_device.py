@@ -16,12 +16,14 @@ from embedtrain.distributed.device import (
     deterministic_algorithms,
     explain_out_of_memory,
     free_memory,
+    return_freed_memory,
     thread_initializer,
     total_memory,
 )
 from embedtrain.distributed.watchdog.activity import activity, set_activity
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import OutOfMemory
+from tests.memory import anonymous_mb
 
 GIB = 2**30
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
@@ -48,6 +50,16 @@ def test_memory_that_is_reserved_but_not_used_is_free(gpu):
 def test_ranks_of_a_node_share_its_memory():
     assert total_memory(CPU, 4) == total_memory(CPU) // 4
     assert free_memory(CPU, 4) < free_memory(CPU) / 3
+
+
+def test_freed_memory_is_returned_to_the_system():
+    blocks = [bytearray(b"1") * 100_000 for _ in range(2000)]  # below the size from which glibc maps each block alone
+    last = blocks.pop()  # as long as it is in use, glibc returns nothing by itself
+    blocks.clear()
+    before = anonymous_mb()
+    return_freed_memory()
+    assert before - anonymous_mb() > 100
+    assert len(last) == 100_000
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def quality(results: dict[str, Any]) -> None:
     figure, panels = plt.subplots(len(kinds), len(sets), figsize=(4.4 * len(sets), 1.9 * len(kinds)), squeeze=False)
     for kind, row in zip(kinds, panels, strict=True):
         for name, axes in zip(sets, row, strict=True):
-            of_library = _by_library(results["runs"], kind, "time")
+            of_library = runs_by_library(results["runs"], kind, "time")
             values = {library: [run["metrics"][name] for run in runs] for library, runs in of_library.items()}
             _points(axes, values, f"{KINDS[kind]}, {name}")
             axes.axvline(results["before"][kind][name], color=BEFORE, linewidth=1, linestyle="--")
@@ -61,7 +61,7 @@ def speed(results: dict[str, Any]) -> None:
     for axes in panels.flat[len(kinds) :]:
         axes.remove()
     for kind, axes in zip(kinds, panels.flat, strict=False):
-        of_library = _by_library(results["runs"], kind, "steps")
+        of_library = runs_by_library(results["runs"], kind, "steps")
         values = {
             library: [run["tokens_per_step"] / run["step_seconds"] for run in runs]
             for library, runs in of_library.items()
@@ -87,7 +87,8 @@ def _kinds(runs: Sequence[Run], mode: str) -> list[str]:
     return [kind for kind in KINDS if any(run["kind"] == kind and run["mode"] == mode for run in runs)]
 
 
-def _by_library(runs: Sequence[Run], kind: str, mode: str) -> dict[str, list[Run]]:
+def runs_by_library(runs: Sequence[Run], kind: str, mode: str) -> dict[str, list[Run]]:
+    """The trainings of a kind of model at equal `steps` or equal `time`."""
     chosen = [run for run in runs if run["kind"] == kind and run["mode"] == mode]
     return {
         name: [run for run in chosen if run["library"] == name] for name in dict.fromkeys(r["library"] for r in chosen)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import figures
+from benchmarks import figures, result_tables
 from benchmarks.inputs import MINILM
 from benchmarks.rivals import docstrings, evaluate, failures, quality
 from benchmarks.rivals.gradients import read_gradient
@@ -226,6 +226,10 @@ def test_tables_and_figures_of_stored_results(
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     figures.main()
     assert "accelerate" in (tmp_path / "benchmarks-quality-dark.svg").read_text()
+    page = result_tables.with_tables("<!-- results: speed -->\nold\n<!-- end -->\nrest\n", tmp_path / "results.json")
+    assert page.splitlines()[-3:] == ["", "<!-- end -->", "rest"]
+    row = "| accelerate, a loop written by hand | 2.0 (2.0 to 2.0) times |"
+    assert page.splitlines()[2:6] == ["| library | dense |", "| --- | --- |", "| embedtrain | 1.00 s |", row]
     for seed in settings.seeds:  # 2.1 s before the slowest: one more step
         store(f"{OURS}-steps-{seed}", 1.93, seed=seed)
     assert Comparison(settings, "dense").equal_time(LIBRARIES[OURS], seed=1).training.steps == 60
@@ -246,3 +250,9 @@ def test_active_words_of_sparse_models_are_a_metric() -> None:
         assert evaluate.evaluate(lambda _queries, _documents, found=(matrix, words): found, {"set": data}) == expected
     before = {"set": 0.5, ACTIVE_WORDS: 120.4}
     assert quality.quality_table(before, {}).splitlines()[-1] == "| before training |  |  | 0.5000 | 120 |"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_stored_results() -> None:
+    page = result_tables.PAGE.read_text(encoding="utf-8")
+    assert page.count("<!-- results: ") == 7
+    assert page == result_tables.with_tables(page, figures.RESULTS)

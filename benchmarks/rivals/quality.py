@@ -134,7 +134,7 @@ def _as_json(kind: str, mode: str, measured: Measured) -> dict[str, Any]:
         "first_step_seconds": round(seen.steps[0], 1),
         "tokens_per_step": round(tokens_per_step(measured)),
         "peak_mib": round(seen.peak_mib),
-        "metrics": {name: round(value, 4) for name, value in measured.metrics.items()},
+        "metrics": {name: round(value, 6) for name, value in measured.metrics.items()},
     }
 
 

@@ -52,10 +52,13 @@ def _quality(kind: str, before: dict[str, float], runs: Sequence[Run]) -> str:
     start = ["before training", *(_value(name, value) for name, value in before.items())]
     lines = [start + [""] * (2 + len(before))]
     for library, trained in equal_steps.items():
-        longer = equal_time[library]
-        of_time = [f"{longer[0]['steps']}", f"{median(run['seconds'] for run in longer):.0f} s"]
-        cells = [_spread(name, trained) for name in before], [_spread(name, longer) for name in before]
-        lines.append([NAMES.get(library, library), *cells[0], *of_time, *cells[1]])
+        cells = [_spread(name, trained) for name in before]
+        if longer := equal_time.get(library):
+            cells += [f"{longer[0]['steps']}", f"{median(run['seconds'] for run in longer):.0f} s"]
+            cells += [_spread(name, longer) for name in before]
+        else:  # none of its trainings finished
+            cells += ["-"] * (2 + len(before))
+        lines.append([NAMES.get(library, library), *cells])
     return markdown(header, lines)
 
 
@@ -88,7 +91,7 @@ def _step_time(theirs: Sequence[Run], ours: Sequence[Run]) -> str:
     if theirs is ours:
         return f"{median(run['step_seconds'] for run in ours):.2f} s"
     seconds = {run["seed"]: run["step_seconds"] for run in ours}
-    ratios = [run["step_seconds"] / seconds[run["seed"]] for run in theirs]
+    ratios = [run["step_seconds"] / seconds[run["seed"]] for run in theirs if run["seed"] in seconds]
     return f"{median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}) times"
 
 

@@ -19,6 +19,16 @@ def anonymous_mb() -> float:
 
 
 @contextmanager
+def freed_memory() -> Iterator[None]:
+    """200 MB that this process has freed, and that glibc keeps within the block."""
+    blocks = [bytearray(b"1") * 100_000 for _ in range(2000)]  # smaller than those that glibc maps alone
+    last = blocks.pop()  # glibc returns by itself what is above the last block in use
+    blocks.clear()
+    yield
+    del last
+
+
+@contextmanager
 def memory_growth(peaks: list[float]) -> Iterator[None]:
     """Append the peak growth of memory within the block in MB, sampled every two milliseconds."""
     gc.collect()

@@ -23,7 +23,7 @@ from embedtrain.distributed.device import (
 from embedtrain.distributed.watchdog.activity import activity, set_activity
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import OutOfMemory
-from tests.memory import anonymous_mb
+from tests.memory import anonymous_mb, freed_memory
 
 GIB = 2**30
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
@@ -53,13 +53,10 @@ def test_ranks_of_a_node_share_its_memory():
 
 
 def test_freed_memory_is_returned_to_the_system():
-    blocks = [bytearray(b"1") * 100_000 for _ in range(2000)]  # below the size from which glibc maps each block alone
-    last = blocks.pop()  # as long as it is in use, glibc returns nothing by itself
-    blocks.clear()
-    before = anonymous_mb()
-    return_freed_memory()
-    assert before - anonymous_mb() > 100
-    assert len(last) == 100_000
+    with freed_memory():
+        before = anonymous_mb()
+        return_freed_memory()
+        assert before - anonymous_mb() > 100
 
 
 @pytest.mark.parametrize(

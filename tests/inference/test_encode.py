@@ -14,6 +14,7 @@ from embedtrain.errors import EmbedtrainError, TrainingError
 from embedtrain.inference import encode, encoding_plan
 from embedtrain.inference.vector_cache import VectorCache
 from tests.evaluation.tiny import TinyEncoder, sentence_encoder, sharded_encoder
+from tests.memory import anonymous_mb, freed_memory
 from tests.small import small_tokenizer, text
 
 TEXTS = [text(i, 1 + i % 9) for i in range(20)]
@@ -242,6 +243,18 @@ def test_interrupted_encoding_resumes(ranks, tmp_path):
     assert ranks(2, encode_with_cache, tmp_path / "resumed", texts)[0][1] == 0
     # Other texts do not share vectors.
     assert ranks(1, encode_with_cache, tmp_path / "resumed", texts[1:])[0][1] > 20
+
+
+def memory_returned(world, folder):
+    """MB of freed memory that a process had before it encoded and stored texts, and has no longer."""
+    with freed_memory():
+        before = anonymous_mb()
+        encode_with_cache(world, folder, TEXTS)
+        return before - anonymous_mb()
+
+
+def test_memory_that_a_stored_block_has_freed_is_returned(ranks, tmp_path):
+    assert ranks(1, memory_returned, tmp_path)[0] > 100
 
 
 def flip_stored_bits(world, folder, count):

@@ -117,7 +117,9 @@ def _train(root: Path, row: Options, name: str, others: list[Path]) -> list[floa
     result = root / f"{name} {label(row)}.json".replace("/", "-")
     if not result.is_file():
         sets = [root / name, *others]
-        source = {"path": mined_rows(root, name), NEGATIVES: row[NEGATIVES]} if NEGATIVES in row else _rows_of(name)
+        source = _rows_of(name)
+        if NEGATIVES in row:
+            source |= {"path": mined_rows(root, name), NEGATIVES: row[NEGATIVES]}
         with tempfile.TemporaryDirectory(prefix="embedtrain-bench-") as folder:
             options = BASE | {key: value for key, value in row.items() if key != NEGATIVES} | {
                 "name": "defaults",
@@ -141,7 +143,7 @@ def _train(root: Path, row: Options, name: str, others: list[Path]) -> list[floa
 
 
 def mined_rows(root: Path, name: str) -> Path:
-    """The rows with hard negatives, mined once for each data set."""
+    """All rows of a data set with hard negatives, mined once; a training draws its rows from them."""
     folder = root / f"mined-{name}"
     if not list(folder.glob("*.jsonl")):
         data, limits = f"data={_sources(_rows_of(name))}", [f"negatives={MINED}", f"max_length={MAX_LENGTH}"]

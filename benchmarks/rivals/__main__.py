@@ -17,7 +17,7 @@ from pathlib import Path
 
 TABLES = {
     "quality": "Quality, speed and memory",
-    "recommended": "One epoch of 3,072 rows with nothing but the data",
+    "recommended": "3,072 rows with nothing but the data",
     "gradients": "The gradient of a batch of 16 rows over several ranks",
     "failures": "A killed rank, another number of ranks, a full disk",
 }
@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--in-domain", type=Path, nargs="+", help="evaluation sets in BEIR's layout")
     parser.add_argument("--out-of-domain", type=Path, nargs="+", default=[], help="further sets, beside library-docs")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of every training; on GPUs, one for each")
+    parser.add_argument("--epochs", type=int, default=1, help="of `recommended`")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args(arguments)
     given = {name: getattr(options, name) for name in ("model", "train") if getattr(options, name)}
@@ -53,6 +54,7 @@ def main(arguments: list[str]) -> None:
         out_of_domain=tuple(path.resolve() for path in options.out_of_domain),
         seeds=tuple(options.seeds),
         ranks=options.ranks,
+        epochs=options.epochs,
         **given,
     )
     settings.output.mkdir(parents=True, exist_ok=True)

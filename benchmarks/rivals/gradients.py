@@ -63,8 +63,9 @@ def _compare(comparison: Comparison, library: Library) -> dict[str, Any]:
         )
         shutil.rmtree(comparison.folder(library, name), ignore_errors=True)  # of an interrupted measurement
         seen = observe(library, training, comparison.folder(library, name), timeout=LIMIT)
-        if not seen.finished:  # on more ranks neither
+        if seen.exit_code is None:  # it would hang on more ranks as well
             break
+        # Also of a process that crashes when it exits: the checkpoint was complete before.
         gradients[ranks] = read_gradient(Path(training.output))
     exact = gradients[1]
     return {

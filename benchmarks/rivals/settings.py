@@ -54,6 +54,7 @@ class Settings:
         libraries: names of those to compare.
         kinds: kinds of models.
         ranks: ranks of every training.
+        epochs: of the trainings with nothing but the data.
     """
 
     output: Path
@@ -65,4 +66,5 @@ class Settings:
     kinds: tuple[str, ...] = KINDS
     seeds: tuple[int, ...] = SEEDS
     ranks: int = 2
+    epochs: int = 1
     shapes: dict[str, Shape] = field(default_factory=lambda: dict(SHAPES))

@@ -5,6 +5,7 @@ import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from benchmarks import figures, result_tables
 from benchmarks.inputs import MINILM
-from benchmarks.rivals import docstrings, evaluate, failures, quality
+from benchmarks.rivals import docstrings, evaluate, failures, gradients, quality
 from benchmarks.rivals.gradients import read_gradient
 from benchmarks.rivals.launch import Observation, load_or, observe
 from benchmarks.rivals.libraries import ACTIVE_WORDS, LIBRARIES, OURS, Library
@@ -108,6 +109,23 @@ def test_gradients_are_the_first_moments_of_a_checkpoint(tmp_path: Path) -> None
         (tmp_path / "ours").mkdir(exist_ok=True)
         save_file(shard, tmp_path / "ours" / f"optimizer-0000{rank}-of-00002.safetensors")
     torch.testing.assert_close(10 * read_gradient(tmp_path / "ours"), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("exit_code", "read"), [(0, True), (1, True), (None, False)])
+def test_the_gradient_of_ranks_that_crash_at_their_exit_is_read(
+    exit_code: int | None, read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(output=tmp_path, libraries=(OURS,))
+    comparison, library = Comparison(settings, "dense"), LIBRARIES[OURS]
+    monkeypatch.setattr(Comparison, "training", lambda *_, ranks, **__: SimpleNamespace(output=tmp_path, ranks=ranks))
+
+    def observed(_: Library, training: Training, *__: object, timeout: float) -> Observation:
+        return Observation(exit_code=0 if training.ranks == 1 else exit_code)
+
+    monkeypatch.setattr(gradients, "observe", observed)
+    monkeypatch.setattr(gradients, "read_gradient", lambda _: torch.ones(3))
+    values = gradients._compare(comparison, library)
+    assert [values[ranks] == {"norm": 1.0, "error": 0.0} for ranks in "124"] == [True, read, read]
 
 
 def test_differences_of_weights_are_relative_to_what_training_changed(tmp_path: Path, training: Training) -> None:

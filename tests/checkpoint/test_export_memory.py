@@ -6,7 +6,12 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from tests.small import save_small, small_model, write_rows
+from embedtrain.checkpoint.export.sparse import word_weights_of_sentence_transformers
+from embedtrain.checkpoint.export.verify import PROBES
+from embedtrain.config.recipe import ModelConfig, ModelKind
+from tests.checkpoint.exporting import architecture_of, export_model
+from tests.memory import MB, memory_growth
+from tests.small import save_language_model, save_small, small_model, write_rows
 
 # Anonymous memory only: the system can drop pages of mapped files.
 _MEASURED = """
@@ -58,3 +63,17 @@ def test_memory_is_a_slice_of_the_model_or_one_copy_if_checked(tmp_path):
     assert max(grown["unchecked"], grown["bf16"]) < 0.2
     assert grown["checked"] < 1.5
     assert grown["onnx"] < 3.0
+
+
+def test_the_check_of_a_sparse_model_needs_the_logits_of_two_texts(tmp_path):
+    words, length, kind = 30_000, 512, ModelKind.sparse
+    model = small_model("bert", kind=kind, pooling=None)
+    model.config |= {"vocab_size": words, "max_position_embeddings": length}
+    path = save_language_model(model, tmp_path / "model")
+    built = architecture_of(tmp_path / "architecture", ModelConfig(path=str(path), kind=kind, max_length=length))
+    export_model(tmp_path / "out", built, check=False)
+    peaks: list[float] = []
+    with memory_growth(peaks):
+        word_weights_of_sentence_transformers(tmp_path / "out", built.source, PROBES)
+    logits = 4 * words * length / MB  # of the longest text
+    assert logits < peaks[0] < 8 * logits

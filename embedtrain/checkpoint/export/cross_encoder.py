@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from embedtrain.checkpoint.export.sentence_transformers import BATCH_SIZE, load_model, opening
 from embedtrain.data.pair_format import PairFormat, PairTruncation
 from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.data.text_format import Prompt
@@ -229,29 +230,21 @@ def scores_of_sentence_transformers(
 
     Raises CheckpointError if it cannot open the directory, or with another activation or maximal length.
     """
-    from sentence_transformers import CrossEncoder as Reranker
-
     assert source.head is not None
     has_chat = renders_pairs(directory)
-    try:
-        model = Reranker(
-            str(directory),
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
-            model_kwargs={"dtype": "float32"},
-        )
+    with opening(directory):
+        model = load_model("CrossEncoder", directory, source)
         activation = f"{type(model.activation_fn).__module__}.{type(model.activation_fn).__name__}"
         # A chat template has the prompts as well.
         pairs = [pair[:2] for pair in probe_pairs(texts)] if has_chat else formatted_pairs(source, texts)
         scores = model.predict(
-            pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True, show_progress_bar=False
+            pairs,
+            batch_size=BATCH_SIZE,
+            activation_fn=torch.nn.Identity(),
+            convert_to_tensor=True,
+            show_progress_bar=False,
         )
         length = model.max_seq_length
-    except Exception as error:
-        raise CheckpointError(
-            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
-        ) from error
     if activation != source.head.activation:
         raise CheckpointError(
             f"sentence-transformers opens {directory} with the activation {activation}, not {source.head.activation}"

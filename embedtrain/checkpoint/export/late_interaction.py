@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.export.cross_encoder import TRANSFORMER_MODULE, TRANSFORMER_SETTINGS, write_modules
+from embedtrain.checkpoint.export.sentence_transformers import BATCH_SIZE, load_model, opening
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.config.token_vectors import Expansion, TokenVectors
 from embedtrain.data.token_rows import TokenRowTokenizer
@@ -175,24 +176,12 @@ def token_vectors_of_transformers(
 
 def token_vectors_of_sentence_transformers(directory: Path, source: ModelSource, texts: tuple[str, ...]) -> Tensor:
     """The same by sentence-transformers; CheckpointError if it cannot open the directory, or has another score."""
-    from sentence_transformers import MultiVectorEncoder
-
     assert source.token_vectors is not None
-    try:
-        model = MultiVectorEncoder(
-            str(directory),
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
-            model_kwargs={"dtype": "float32"},
-        )
-        queries = model.encode_query(list(texts), show_progress_bar=False)
-        documents = model.encode_document(list(texts), show_progress_bar=False)
+    with opening(directory):
+        model = load_model("MultiVectorEncoder", directory, source)
+        queries = model.encode_query(list(texts), batch_size=BATCH_SIZE, show_progress_bar=False)
+        documents = model.encode_document(list(texts), batch_size=BATCH_SIZE, show_progress_bar=False)
         similarity = model.similarity_fn_name
-    except Exception as error:
-        raise CheckpointError(
-            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
-        ) from error
     if similarity != source.token_vectors.similarity.value:
         raise CheckpointError(
             f"sentence-transformers opens {directory} with the similarity {similarity}, not "

@@ -15,7 +15,8 @@ from embedtrain.checkpoint.export.cross_encoder import (
     write_modules,
 )
 from embedtrain.checkpoint.export.portable_files import write_tokenizer
-from embedtrain.config.sparse import SparseActivation, SparsePooling
+from embedtrain.checkpoint.export.sentence_transformers import BATCH_SIZE, load_model, opening
+from embedtrain.config.sparse import SparsePooling
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
@@ -27,6 +28,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import SPARSE
 from embedtrain.models.sparse_encoder import is_masked, language_model, language_model_class
+from embedtrain.models.sparse_head import activate
 from embedtrain.models.static_queries import IDF_FILE, QUERY_FOLDER, QUERY_WEIGHTS, STORED_WEIGHT, WEIGHTS, write_idf
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.models.types import ModelSource
@@ -171,26 +173,17 @@ def word_weights_of_transformers(
     rows = []
     with torch.no_grad():
         for text in texts:
-            weights = model(**tokenizer(text, truncation=True, return_tensors="pt")).logits[0].relu().log1p()
-            if source.words.activation is SparseActivation.log1p_relu:
-                weights = weights.log1p()
+            logits = model(**tokenizer(text, truncation=True, return_tensors="pt")).logits[0]
+            weights = activate(logits, source.words.activation)
             rows.append(weights.amax(dim=0) if source.words.pooling is SparsePooling.max else weights.sum(dim=0))
     return torch.stack([*rows, *_looked_up(directory, source, texts)])
 
 
 def word_weights_of_sentence_transformers(directory: Path, source: ModelSource, texts: tuple[str, ...]) -> Tensor:
     """Weights of words by sentence-transformers, [N, V]; a CheckpointError if it cannot open the directory."""
-    from sentence_transformers import SparseEncoder
-
-    try:
-        model = SparseEncoder(
-            str(directory),
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
-            model_kwargs={"dtype": "float32"},
-        )
-        assert source.words is not None
+    assert source.words is not None
+    with opening(directory):
+        model = load_model("SparseEncoder", directory, source)
         tasks = ["document"] if source.words.queries is None else ["document", "query"]
         weights = torch.cat(
             [
@@ -198,6 +191,7 @@ def word_weights_of_sentence_transformers(directory: Path, source: ModelSource, 
                     list(texts),
                     prompt="",
                     task=task,
+                    batch_size=BATCH_SIZE,
                     convert_to_tensor=True,
                     convert_to_sparse_tensor=False,
                     show_progress_bar=False,
@@ -206,10 +200,6 @@ def word_weights_of_sentence_transformers(directory: Path, source: ModelSource, 
             ]
         )
         prompts = dict(model.prompts)
-    except Exception as error:
-        raise CheckpointError(
-            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
-        ) from error
     for name, text in source.prompts.items():
         if prompts.get(name) != text:
             raise CheckpointError(

@@ -10,18 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import yaml
 from safetensors.torch import save
 
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, copy_adapter_config
+from embedtrain.checkpoint.export.sentence_transformers import load_model
 from embedtrain.checkpoint.export.usage import TAGS, describe_model, pipeline_tag
 from embedtrain.checkpoint.export.verify import (
-    PROBES,
     AdapterBase,
     ExportReference,
     check_adapter,
-    load_sentence_transformer,
+    probes_of_sentence_transformer,
     require_match,
 )
 from embedtrain.config.recipe import ModelKind
@@ -90,7 +89,7 @@ def check_task_adapters(directory: Path, adapters: Sequence[TaskAdapter], source
     for adapter, reference in checked:
         differences.append(check_adapter(directory / adapter.folder, adapter.base, source, reference))
     try:
-        model = load_sentence_transformer(directory, source)
+        model = load_model("SentenceTransformer", directory, source)
         for adapter in adapters:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -104,10 +103,10 @@ def check_task_adapters(directory: Path, adapters: Sequence[TaskAdapter], source
         ) from error
     for adapter, reference in checked:
         model.set_adapter(adapter.task)
-        vectors = model.encode(list(PROBES), prompt="", convert_to_tensor=True, show_progress_bar=False)
+        vectors = probes_of_sentence_transformer(model)
         subject = f"sentence-transformers opens {directory} with the adapter {adapter.task}"
         expected = reference.truncated(source.truncate_dim)
-        differences.append(require_match(torch.as_tensor(vectors).float().cpu(), expected, subject))
+        differences.append(require_match(vectors, expected, subject))
     return max(differences)
 
 

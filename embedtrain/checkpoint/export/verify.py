@@ -29,6 +29,7 @@ from embedtrain.checkpoint.export.late_interaction import (
 )
 from embedtrain.checkpoint.export.m3 import m3_of_transformers, probe_m3
 from embedtrain.checkpoint.export.reopen import open_encoder, open_tokenizer, tokenize_padded
+from embedtrain.checkpoint.export.sentence_transformers import BATCH_SIZE, load_model, opening
 from embedtrain.checkpoint.export.sparse import (
     probe_words,
     word_weights_of_sentence_transformers,
@@ -224,15 +225,10 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
     if source.words is not None:
         weights = word_weights_of_sentence_transformers(directory, source, PROBES)
         return require_match(weights, reference, f"sentence-transformers opens {directory}")
-    try:
-        model = load_sentence_transformer(directory, source)
-        # prompt="" overrides a default prompt, because the reference has none.
-        vectors = model.encode(list(PROBES), prompt="", convert_to_tensor=True, show_progress_bar=False)
+    with opening(directory):
+        model = load_model("SentenceTransformer", directory, source)
+        vectors = probes_of_sentence_transformer(model)
         prompts, length = dict(model.prompts), model.max_seq_length
-    except Exception as error:
-        raise CheckpointError(
-            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
-        ) from error
     for name, text in reference.prompts.items():
         if prompts.get(name) != text:
             raise CheckpointError(
@@ -245,20 +241,15 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
         )
     # Of a model of three representations, sentence-transformers computes the first.
     reference = reference.truncated(source.truncate_dim if source.m3 is None else source.dimension)
-    return require_match(torch.as_tensor(vectors).float().cpu(), reference, f"sentence-transformers opens {directory}")
+    return require_match(vectors, reference, f"sentence-transformers opens {directory}")
 
 
-def load_sentence_transformer(directory: Path, source: ModelSource) -> Any:
-    """The SentenceTransformer of a directory, in float32 on the CPU; raises whatever the library raises."""
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(
-        str(directory),
-        device="cpu",
-        local_files_only=True,
-        trust_remote_code=source.trust_remote_code,
-        model_kwargs={"dtype": "float32"},
+def probes_of_sentence_transformer(model: Any) -> Tensor:
+    """Embeddings of PROBES, [len(PROBES), D], without a prompt, even if the model has one by default."""
+    vectors = model.encode(
+        list(PROBES), prompt="", batch_size=BATCH_SIZE, convert_to_tensor=True, show_progress_bar=False
     )
+    return torch.as_tensor(vectors).float().cpu()
 
 
 def check_logit_score(directory: Path, source: ModelSource, reference: ExportReference) -> float:

@@ -2,7 +2,7 @@
 
 Every library has the settings that its documentation recommends (the first lines of its script name them), ours its
 defaults. Rows per rank are those of sentence-transformers' "Training Overview" for the others, whose examples have
-few rows with many negatives instead. One seed, so that all tables take less than two hours on two cores.
+few rows with many negatives instead. Every seed draws other rows.
 """
 
 from pathlib import Path
@@ -24,9 +24,13 @@ def measure(settings: Settings) -> str:
     """A row for each library."""
     comparison = Comparison(settings, DENSE)
     before = comparison.before("minilm", Path(MINILM))
-    libraries = [library for library in comparison.libraries if library.name in LIBRARIES]
-    seed = settings.seeds[0]
-    return quality_table(before, {library: [_train(comparison, library, seed)] for library in libraries})
+    trainings: dict[Library, list[Measured]] = {
+        library: [] for library in comparison.libraries if library.name in LIBRARIES
+    }
+    for seed, library in comparison.rounds():
+        if library in trainings:
+            trainings[library].append(_train(comparison, library, seed))
+    return quality_table(before, trainings)
 
 
 def _train(comparison: Comparison, library: Library, seed: int) -> Measured:

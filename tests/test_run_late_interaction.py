@@ -103,8 +103,8 @@ def test_every_layout_has_the_losses_of_one_rank(ranks, inputs, tmp_path, size, 
 
 @pytest.mark.slow
 def test_adapters_train_the_new_projection(ranks, inputs, tmp_path):
-    more = ("model.lora.rank=2", "optim.lr=1e-2", "export.check=true")
+    more = ("model.lora.rank=2", "optim.lr=1e-2", "export.check=true", "train.steps=12")
     output = ranks(2, run, *options(inputs, tmp_path / "run", *more, model="qwen3"))[0]
     assert ", in full: dense; " in output
-    first, last = (losses(tmp_path / "run")[step] for step in (1, 3))
-    assert last < first
+    values = list(losses(tmp_path / "run").values())
+    assert sum(values[-4:]) < sum(values[:4])

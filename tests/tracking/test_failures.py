@@ -191,7 +191,8 @@ def test_a_cache_directory_set_explicitly_is_not_replaced(workshop, tmp_path, br
 DISK = """
 import sys, torch
 from pathlib import Path
-from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe
+from embedtrain.config.tracking import TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
 from tests.tracking.test_failures import fill
@@ -229,7 +230,8 @@ def test_a_disk_that_fills_up(tmp_path):
 HANGS = """
 import psutil, sys, torch
 from pathlib import Path
-from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe
+from embedtrain.config.tracking import TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.cli import run_command
 from embedtrain.tracking import loggers

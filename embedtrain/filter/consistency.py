@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.row_format import format_row
-from embedtrain.data.sampling.permutation import make_key, permute
+from embedtrain.data.sampling.permutation import Purpose, make_key, permute
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
@@ -35,8 +35,6 @@ from embedtrain.mining.run import RowSearch
 from embedtrain.mining.sources import MiningSource
 
 REJECTED = "rejected"  # the directory of rows with the positives that were not kept
-# Purpose of the random key: other numbers are derived from the same seed.
-_PARTITION_KEY = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +211,7 @@ def partition(num_documents: int, size: int | None, seed: int) -> IntArray:
     """The part of each document, int64 [N]: parts of about `size` documents, drawn at random; None for one part."""
     if size is None or num_documents <= size:
         return np.zeros(num_documents, dtype=np.int64)
-    positions = permute(np.arange(num_documents), num_documents, make_key(seed, _PARTITION_KEY))
+    positions = permute(np.arange(num_documents), num_documents, make_key(seed, Purpose.filter_parts))
     return positions % -(-num_documents // size)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum, unique
 
 import numpy as np
 import torch.nn.functional as F
@@ -15,7 +16,15 @@ from embedtrain.losses.similarity import at_least_float32
 from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput, Prepared
 
 _LOSS_AT = "loss@"  # begins the names of metrics of truncated and quantised vectors
-_PRECISIONS = 2  # what `draw` draws
+
+
+@unique
+class Drawn(IntEnum):
+    """What `draw` draws for a batch: draws of one value would be the same."""
+
+    dims = 0
+    layers = 1
+    precisions = 2
 
 
 class CombinedLoss(EncodedLoss):
@@ -110,7 +119,7 @@ class Quantised(EncodedLoss):
     def _drawn(self, batch_info: BatchInfo) -> list[tuple[VectorPrecision, float]]:
         """The precisions of this batch and their weights, the most precise first."""
         first, *others = self.weights.items()
-        drawn = draw(len(others), self.per_step - 1, self.seed, batch_info.seed, _PRECISIONS)
+        drawn = draw(len(others), self.per_step - 1, self.seed, batch_info.seed, Drawn.precisions)
         return [first, *(others[index] for index in drawn)]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
@@ -162,7 +171,8 @@ class Matryoshka(EncodedLoss):
 
     def _drawn(self, batch_info: BatchInfo) -> list[int]:
         """Indices of the dimensions of this batch, the largest first."""
-        return [0, *(1 + index for index in draw(len(self.dims) - 1, self.per_step - 1, self.seed, batch_info.seed))]
+        drawn = draw(len(self.dims) - 1, self.per_step - 1, self.seed, batch_info.seed, Drawn.dims)
+        return [0, *(1 + index for index in drawn)]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """What the loss needs for each n of the batch."""
@@ -187,14 +197,14 @@ class Matryoshka(EncodedLoss):
         return LossOutput(local_loss, metrics, row_losses)
 
 
-def draw(num_items: int, count: int, seed: int, batch: int, *purpose: int) -> list[int]:
+def draw(num_items: int, count: int, seed: int, batch: int, what: Drawn) -> list[int]:
     """`count` of the numbers below `num_items`, ascending: a function of the run's seed and the number of the batch.
 
-    Every rank draws the same, and a resumed run what the whole run draws. Draws with another `purpose` are independent.
+    Every rank draws the same, and a resumed run what the whole run draws. Draws of different things are independent.
     """
     if count >= num_items:
         return list(range(num_items))
-    return sorted(np.random.default_rng([seed, batch, *purpose]).permutation(num_items)[:count].tolist())
+    return sorted(np.random.default_rng([seed, batch, what]).permutation(num_items)[:count].tolist())
 
 
 def _truncated(encoded: Encoded, dim: int) -> Encoded:

@@ -4,13 +4,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from embedtrain.losses.combine import add_row_losses, draw, prepare_losses
+from embedtrain.losses.combine import Drawn, add_row_losses, draw, prepare_losses
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.types import BatchInfo, EncodedLoss, Guide, Loss, LossOutput, Prepared
 
 # The key of `BatchInfo.guides` for the vectors of the last layer.
 LAST_LAYER = "the last layer"
-_LAYERS = 1  # what `draw` draws
 
 
 class Exit(NamedTuple):
@@ -60,7 +59,7 @@ class LayerLoss(EncodedLoss):
         metrics = {**output.metrics, "loss@last": local_loss.detach()}
         teacher = Guide(*(encoded.parts[0].values.detach() for encoded in (queries, documents)))
         guided = replace(batch_info, guides={**batch_info.guides, LAST_LAYER: teacher})
-        drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.seed, _LAYERS)
+        drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.seed, Drawn.layers)
         for layer, part, weight in (self.exits[index] for index in drawn):
             losses = [("loss", self.inner, weight)]
             if self.divergence is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.data.row_format import format_row
-from embedtrain.data.sampling.permutation import make_key, random_bits
+from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
@@ -28,9 +28,6 @@ from embedtrain.mining.pool import IntArray
 from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, scores_of
 from embedtrain.mining.run import RowSearch
 from embedtrain.mining.teacher import Teacher
-
-# Purpose of the random key: the data order derives other numbers from the same seed.
-_MINING_KEY = 5
 
 
 def merge_in_row_order(formats: IntArray, lines: dict[int, Iterator[str]]) -> Iterator[str]:
@@ -311,6 +308,6 @@ def _choose(
     indices = indices[~is_existing[indices]]
     count = max(0, options.negatives - num_existing)
     if options.sampling is Sampling.random and len(indices) > count:
-        bits = random_bits(make_key(options.seed, _MINING_KEY, query.key), keys[indices])
+        bits = random_bits(make_key(options.seed, Purpose.mined_negatives, query.key), keys[indices])
         indices = indices[np.sort(np.argsort(bits, kind="stable")[:count])]
     return indices[:count].astype(np.int64)

@@ -12,7 +12,7 @@ from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LossConfig
 from embedtrain.config.matryoshka import matryoshka_weights
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_losses
-from embedtrain.losses.combine import draw
+from embedtrain.losses.combine import Drawn, draw
 from embedtrain.losses.encoded import Encoded, Part
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 
@@ -100,9 +100,11 @@ def test_layers_of_sources_and_of_parts(ranks):
 def test_draws_are_functions_of_seed_and_batch():
     counts = Counter[int]()
     for batch in range(900):
-        drawn = draw(3, 2, 7, batch)
-        assert drawn == sorted(set(drawn)) == draw(3, 2, 7, batch)
+        drawn = draw(3, 2, 7, batch, Drawn.dims)
+        assert drawn == sorted(set(drawn)) == draw(3, 2, 7, batch, Drawn.dims)
         counts.update(drawn)
     assert all(abs(count - 600) < 60 for count in counts.values())
-    assert [draw(9, 3, 7, batch) for batch in range(9)] != [draw(9, 3, 8, batch) for batch in range(9)]
-    assert draw(3, 5, 7, 0) == [0, 1, 2]
+    assert [draw(9, 3, 7, batch, Drawn.dims) for batch in range(9)] != [
+        draw(9, 3, 8, batch, Drawn.dims) for batch in range(9)
+    ]
+    assert draw(3, 5, 7, 0, Drawn.dims) == [0, 1, 2]

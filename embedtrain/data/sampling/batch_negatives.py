@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sampling.permutation import make_keys, permute
-
-# Makes the random numbers independent of those of `plan` and `draw`, which have the same seed.
-_BATCH_NEGATIVES = 5
+from embedtrain.data.sampling.permutation import Purpose, make_keys, permute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ def draw_batch_negatives(batch: BatchDocuments, limits: NDArray[np.int64], seed:
     counts = np.minimum(limits, num_allowed)
     owners = np.repeat(np.arange(num_rows), counts)
     starts = (np.cumsum(counts) - counts)[owners]
-    keys = make_keys(seed, _BATCH_NEGATIVES, step, np.arange(num_rows))
+    keys = make_keys(seed, Purpose.batch_negatives, step, np.arange(num_rows))
     drawn = permute(np.arange(len(owners)) - starts, num_allowed[owners], keys[owners])
     # From indices among the allowed candidates to indices among all: the excluded candidate e, before which k others
     # are excluded, has e - k allowed ones before it.

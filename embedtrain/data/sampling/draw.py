@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sampling.permutation import make_keys, random_below, random_bits
+from embedtrain.data.sampling.permutation import Purpose, make_keys, random_below, random_bits
 
-# Makes the random numbers independent of those of `plan`, which has the same seed.
-_DRAW = 4
 NO_LIMIT = int(np.iinfo(np.int64).max)  # as the maximal number of negatives
 
 
@@ -49,7 +47,7 @@ def draw(
     num_others = num_negatives if lists is None else num_negatives + np.where(lists, num_positives - 1, 0)
     available = np.where(num_positives > 0, num_others, 0)
     counts = np.minimum(available, max_negatives)
-    keys = make_keys(seed, _DRAW, positions)
+    keys = make_keys(seed, Purpose.documents, positions)
     positive = np.where(num_positives > 0, random_below(random_bits(keys, 0), np.maximum(num_positives, 1)), -1)
 
     owners = np.repeat(np.arange(len(counts)), counts)

@@ -8,6 +8,7 @@ permutation is a Feistel network over two digits of unequal base with addition i
 values beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It is not meant for secrets.
 """
 
+from enum import IntEnum, unique
 from typing import TypeAlias
 
 import numpy as np
@@ -28,14 +29,31 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 _ONE = np.uint64(1)
 
 
-def make_key(*numbers: int) -> int:
-    """A key, 0 to 2^64 - 1, of several integers in this order, each below 2^64."""
-    return int(random_bits(_START, *numbers)[0])
+@unique
+class Purpose(IntEnum):
+    """What random numbers of a seed are for: uses of one purpose would draw the same numbers.
+
+    A value never changes: runs that resume, and repeated commands, would draw others.
+    """
+
+    row_order = 1  # of a source
+    source_order = 2  # of an epoch
+    batch_order = 3  # of the rows of a batch of which a share is mixed
+    documents = 4  # a row's positive and negatives
+    mixed_rows = 5  # the sources of the rows that are mixed into batches by source
+    filter_parts = 6  # the random partition of `filter`
+    batch_negatives = 7  # documents of other rows of the batch
+    mined_negatives = 8  # `mine` with sampling=random
 
 
-def make_keys(*numbers: int | Whole) -> Words:
+def make_key(seed: int, purpose: Purpose, *numbers: int) -> int:
+    """A key, 0 to 2^64 - 1, of a seed, a purpose and integers in this order, each below 2^64."""
+    return int(random_bits(_START, seed, purpose, *numbers)[0])
+
+
+def make_keys(seed: int, purpose: Purpose, *numbers: int | Whole) -> Words:
     """`make_key` of each tuple of numbers: uint64 [N]; arrays are int64 [N]."""
-    return random_bits(_START, *numbers)
+    return random_bits(_START, seed, purpose, *numbers)
 
 
 def random_bits(key: int | Words, *counters: int | Whole) -> Words:

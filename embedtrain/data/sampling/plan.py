@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.config.recipe import WeightMode
-from embedtrain.data.sampling.permutation import MAX_SIZE, make_key, make_keys, permute, random_bits
+from embedtrain.data.sampling.permutation import MAX_SIZE, Purpose, make_key, make_keys, permute, random_bits
 from embedtrain.errors import ConfigError
 
 # An epoch has 2^40 cells, so that a cell holds about one item at most. The product of the numbers of an item and a cell
@@ -69,11 +69,6 @@ class Interleaving:
         high = self.counts * (cell >> _HALF)
         low = self.counts * (cell & _LOW) - self._offsets + (_CELLS - 1)
         return (high + (low >> _HALF)) >> _HALF
-
-
-# Purposes of keys, so that no two uses of the seed share random numbers.
-_ROWS, _SOURCES, _BATCH = 1, 2, 3
-_MIXED = 5  # 4 is that of `draw`
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +164,9 @@ class BatchPlan:
         mixed_before, mixed_sources, mixed_rows = self._of_all_sources(epoch, step)
         sources, rows = np.concatenate([sources, mixed_sources]), np.concatenate([rows, mixed_rows])
         # Without shuffling, rows would be sorted by source and each rank would get its own sources.
-        shuffled = np.argsort(random_bits(make_key(self.seed, _BATCH, k), np.arange(len(rows))), kind="stable")
+        shuffled = np.argsort(
+            random_bits(make_key(self.seed, Purpose.batch_order, k), np.arange(len(rows))), kind="stable"
+        )
         first_position = epoch * self.rows_per_epoch + num_before + mixed_before
         return PlannedBatch(k, None, sources[shuffled], rows[shuffled], first_position)
 
@@ -177,7 +174,7 @@ class BatchPlan:
         """The number of mixed rows of the epoch before this batch; the sources and rows of those in this batch."""
         total = int(self._mixed_per_source.sum())
         start, stop = (_even_start(total, self.steps_per_epoch, i) for i in (step, step + 1))
-        key = make_key(self.seed, _MIXED if self.by_source else _SOURCES, epoch)
+        key = make_key(self.seed, Purpose.mixed_rows if self.by_source else Purpose.source_order, epoch)
         order = Interleaving(self._mixed_per_source, key)
         before = order.before(start)
         counts = order.before(stop) - before
@@ -190,7 +187,7 @@ class BatchPlan:
         """The source of this batch, the number of rows before it in batches by source, and its sources and rows."""
         if not self.by_source:
             return 0, 0, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        order = Interleaving(self._batches, make_key(self.seed, _SOURCES, epoch))
+        order = Interleaving(self._batches, make_key(self.seed, Purpose.source_order, epoch))
         before = order.before(step)
         source = int(np.argmax(order.before(step + 1) - before))
         num_rows, batches, index = (int(values[source]) for values in (self._own_per_source, self._batches, before))
@@ -204,7 +201,7 @@ class BatchPlan:
         """The rows at these positions in the infinite streams of their sources."""
         sizes = self.sizes[sources]
         passes, within = np.divmod(positions, sizes)
-        return permute(within, sizes, make_keys(self.seed, _ROWS, sources, passes))
+        return permute(within, sizes, make_keys(self.seed, Purpose.row_order, sources, passes))
 
 
 def _even_start(rows: int, parts: int, index: int) -> int:

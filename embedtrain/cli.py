@@ -16,6 +16,7 @@ from embedtrain.config.launch import Launch, split_launch_options
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact, Stopped
+from embedtrain.files import temporary_home
 from embedtrain.formatting import format_count, mask_passwords, printable, shorten_message
 from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
 from embedtrain.streams import SafeStream, protect_standard_streams
@@ -72,6 +73,7 @@ def run_command(
 def _prepare_process() -> None:
     raise_open_files()
     report_low_limits()
+    set_home()
     stop_after_launcher()
 
 
@@ -79,6 +81,20 @@ def _import_record() -> Callable[..., Any]:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return record
+
+
+def set_home(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Give a user without a home directory one that is temporary, and report it.
+
+    Libraries would keep their caches in a folder named `~` of the working directory.
+    """
+    if not os.path.isabs(os.path.expanduser("~")):
+        environment["HOME"] = str(temporary_home())
+        if _environment("RANK") == 0:
+            note = (
+                f"there is no home directory: libraries keep their caches in {environment['HOME']}; HOME names another"
+            )
+            print(note, file=sys.stderr, flush=True)
 
 
 def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -49,6 +50,39 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         raise
     finally:
         os.close(descriptor)
+
+
+def expand_user(path: str | Path) -> Path:
+    """The path with the home directory for a leading `~`; unchanged where there is none, or no user of that name.
+
+    A container or a job may run as a user without an entry in passwd and without HOME: `Path.expanduser` raises there.
+    """
+    return Path(os.path.expanduser(path))
+
+
+def has_home() -> bool:
+    """Whether HOME or passwd names a home directory of this process's user; a temporary one does not count."""
+    home = os.path.expanduser("~")
+    return os.path.isabs(home) and not home.startswith(str(_temporary_home()))
+
+
+def temporary_home() -> Path:
+    """The folder that takes the place of a home directory, below the folder for temporary files of this host.
+
+    It belongs to this user alone and is the same for all processes of the host. A folder of that name which somebody
+    else has made is not used.
+    """
+    directory = _temporary_home()
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        return directory
+    return Path(tempfile.mkdtemp(prefix=f"{directory.name}-"))
+
+
+def _temporary_home() -> Path:
+    return Path(tempfile.gettempdir(), f"embedtrain-{os.getuid()}")
 
 
 def write_json(path: Path, content: Any) -> None:

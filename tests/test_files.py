@@ -1,14 +1,19 @@
 """Atomic writes, and writing without following links."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from embedtrain.cli import set_home
+from embedtrain.data.cache.cache import cache_directory
+from embedtrain.data.sources.urls import local_path
 from embedtrain.errors import ConfigError
-from embedtrain.files import atomic_write, make_folder, open_append, remove_tree
+from embedtrain.files import atomic_write, expand_user, has_home, make_folder, open_append, remove_tree, temporary_home
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -117,3 +122,52 @@ def test_folders_are_neither_created_nor_deleted_through_links(tmp_path):
     remove_tree(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["victim"]
     assert (victim / "file").read_text() == "untouched"
+
+
+@pytest.fixture
+def no_home(tmp_path, monkeypatch):
+    """A user without HOME and without an entry in passwd."""
+
+    def no_entry(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "EMBEDTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"embedtrain-{os.getuid()}"
+
+
+def test_a_user_without_a_home_directory(no_home):
+    assert not has_home()
+    assert expand_user("~/rows.jsonl") == Path("~/rows.jsonl")
+    set_home()
+    assert Path(os.environ["HOME"]) == no_home == temporary_home()
+    assert no_home.stat().st_mode & 0o777 == 0o700
+    assert not has_home(), "other hosts do not see a temporary one"
+    assert expand_user("~/rows.jsonl") == no_home / "rows.jsonl"
+    assert cache_directory(None) == no_home / "cache"
+
+
+def test_a_folder_of_somebody_else_is_no_home_directory(no_home):
+    no_home.mkdir(mode=0o777)
+    no_home.chmod(0o777)
+    assert temporary_home() != no_home
+    assert temporary_home().stat().st_mode & 0o077 == 0
+
+
+def test_a_tilde_that_begins_a_file_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("~x.jsonl").write_text("{}")
+    assert expand_user("~x.jsonl").is_file()
+    assert local_path("~x.jsonl") == "~x.jsonl"
+
+
+def test_paths_are_expanded_by_functions_that_do_not_raise():
+    """`Path.expanduser` and `Path.home` raise where there is no home directory, and for `~x.jsonl`."""
+    used = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "embedtrain").rglob("*.py")
+        if re.search(r"(?<!os\.path)\.expanduser\(|\bPath\.home\(", path.read_text(encoding="utf-8"))
+    ]
+    assert used == []

@@ -10,6 +10,7 @@ from embedtrain.calibrate.options import CalibrateOptions, compose_calibrate
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.errors import ConfigError, DataError
+from embedtrain.files import expand_user
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from torch import Tensor
@@ -23,7 +24,7 @@ def compose(arguments: list[str]) -> CalibrateOptions:
     """The options, checked, with paths that exist."""
     options = compose_calibrate(arguments)
     require_models(model=options.model)
-    require_sources((), [str(Path(path).expanduser().absolute()) for path in options.paths])
+    require_sources((), [str(expand_user(path).absolute()) for path in options.paths])
     return options
 
 
@@ -45,7 +46,7 @@ def main(options: CalibrateOptions) -> Path:
         output_dir = Path(options.output_dir)
         with world.fail_together("checking output_dir"):
             if world.is_main:
-                output_dir = require_replaceable(output_dir, Path(options.model).expanduser())
+                output_dir = require_replaceable(output_dir, expand_user(options.model))
                 _require_outside(output_dir, options.model)
         texts = _sampled_texts(options, world)
         config = ModelConfig(
@@ -100,7 +101,7 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
 
 def _require_outside(output_dir: Path, model: str) -> None:
     """A ConfigError for a folder inside the model's directory, which would become part of its own copy."""
-    directory = Path(model).expanduser()
+    directory = expand_user(model)
     if directory.is_dir() and output_dir.resolve().is_relative_to(directory.resolve()):
         raise ConfigError(
             f"output_dir={output_dir} is inside {directory}, which is copied: name a folder outside of it"

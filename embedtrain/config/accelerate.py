@@ -7,7 +7,6 @@ Each key is translated, reported as without effect, or rejected. The keys are th
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,6 +16,7 @@ from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import Precision, Recipe, Strategy
 from embedtrain.config.validation import did_you_mean, written
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 
 _OPTION = "parallel.accelerate_config"
 _SHARDING = {
@@ -154,7 +154,7 @@ def translate_accelerate_config(path: str) -> AccelerateOptions:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        values = load_yaml(Path(path).expanduser(), yaml.SafeLoader)  # JSON is YAML too
+        values = load_yaml(expand_user(path), yaml.SafeLoader)  # JSON is YAML too
     except FileNotFoundError:
         raise ConfigError(f"{_OPTION}={path}: there is no such file; `accelerate config` writes one") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

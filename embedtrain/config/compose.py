@@ -53,6 +53,7 @@ from embedtrain.config.parsing import (
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 from embedtrain.formatting import mask_passwords
 
 Options = TypeVar("Options")
@@ -249,7 +250,7 @@ def _compose(
             raise ConfigError(f"{override}: settings of Hydra can name code to run, and embedtrain never runs code")
     search_path, directory = [], None
     if config_dir is not None:
-        directory = Path(config_dir).expanduser().absolute()
+        directory = expand_user(config_dir).absolute()
         if not directory.is_dir():
             raise ConfigError(f"--config-dir {config_dir}: there is no such directory")
         search_path = [f"hydra.searchpath=[{quote(f'file://{directory}')}]"]

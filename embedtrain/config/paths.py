@@ -10,6 +10,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.expected import is_expected
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.errors import ConfigError, DataError, ModelError
+from embedtrain.files import expand_user
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(@[\w./-]+)?")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?", re.IGNORECASE)
@@ -40,7 +41,7 @@ def require_models(**paths: str | None) -> None:
             continue
         if is_missing(path):
             raise ModelError(f"{option}={path}: there is no such directory")
-        directory = Path(path).expanduser()
+        directory = expand_user(path)
         if (directory / "recipe.yaml").is_file() and not (directory / "config.json").exists():
             exported = directory / "model"
             advice = (

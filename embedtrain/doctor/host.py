@@ -12,6 +12,7 @@ import psutil
 
 from embedtrain.distributed.world import World
 from embedtrain.doctor.finding import Finding, Level
+from embedtrain.files import expand_user
 from embedtrain.formatting import format_bytes, format_count
 
 # Names of findings that all ranks of a host share.
@@ -164,7 +165,7 @@ def check_disk(name: str, directory: Path, *, measure: bool) -> list[Finding]:
 
     If it does not exist, its nearest parent is checked. `measure`: write and read a file to measure the speed.
     """
-    directory = directory.expanduser().absolute()
+    directory = expand_user(directory).absolute()
     existing = _nearest_existing(directory)
     shown = f"{directory}" if existing == directory else f"{directory} (will be created in {existing})"
     if not existing.is_dir():
@@ -199,7 +200,7 @@ def check_shared_disk(name: str, directory: Path, world: World, hosts: list[str]
     """Whether all hosts see what rank 0 writes into the directory of option `name`. A collective."""
     if len(set(hosts)) == 1:
         return []
-    existing = _nearest_existing(directory.expanduser().absolute())
+    existing = _nearest_existing(expand_user(directory).absolute())
     path: Path | None = None
     with contextlib.suppress(OSError):
         if world.is_main:

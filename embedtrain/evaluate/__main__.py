@@ -12,6 +12,7 @@ from embedtrain.config.m3 import M3Config
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
+from embedtrain.files import expand_user
 from embedtrain.loading.command_model import command_model_config
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
@@ -173,7 +174,7 @@ def _open_encoder(
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     identity = _identity(options, model, world)
     directory = options.vectors_dir
-    return encoder, identity, VectorCache(Path(directory).expanduser(), identity) if directory else None
+    return encoder, identity, VectorCache(expand_user(directory), identity) if directory else None
 
 
 def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":

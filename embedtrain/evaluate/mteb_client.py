@@ -20,6 +20,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.evaluate.mteb_commands import CommandChannel, StartTask
 from embedtrain.evaluate.mteb_model import MAX_CHARACTERS, MtebSettings, ShardedModel
 from embedtrain.evaluation.evaluator import ResultCallback
+from embedtrain.files import expand_user
 from embedtrain.formatting import install_command
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
@@ -229,7 +230,7 @@ def _model_meta(model: EvaluatedModel, settings: MtebSettings) -> Any:
     identity = {**model.identity, "prompts": dict(settings.prompts), "max_length": tokenizer.max_length}
     identity |= {"tokenizer": tokenizer.fingerprint, "similarity": settings.similarity}
     digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
-    path = Path(model.name).expanduser()
+    path = expand_user(model.name)
     # mteb's names are `organization/model`; for a directory, its parent takes the place of the organization.
     name = "/".join(path.resolve().parts[-2:]) if path.exists() else model.name
     return ModelMeta.create_empty(

@@ -30,6 +30,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
+from embedtrain.files import expand_user
 
 DataAndNotes = tuple[EvaluationData, list[str]]
 
@@ -102,9 +103,9 @@ def check_paths(configs: Sequence[EvaluationSet], option: str) -> None:
     """Raise the errors about names and files that need no Hub: ConfigError for equal names, DataError for no file."""
     check_names(configs, option)
     for config in configs:
-        if not Path(config.path).expanduser().exists() and not may_be_hub_id(config.path, config.revision):
+        if not expand_user(config.path).exists() and not may_be_hub_id(config.path, config.revision):
             _reject_missing(config.path)
-        if config.candidates is not None and not Path(config.candidates).expanduser().is_file():
+        if config.candidates is not None and not expand_user(config.candidates).is_file():
             raise DataError(f"{option}, {config.path}: candidates={config.candidates}: no such file")
 
 
@@ -174,7 +175,7 @@ def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache |
 
 
 def _read(config: EvaluationSet, name: str, cache: Cache) -> DataAndNotes:
-    path = Path(config.path).expanduser()
+    path = expand_user(config.path)
     for option, value in (("revision", config.revision), ("qrels_revision", config.qrels_revision)):
         if value is not None and path.exists():
             raise ConfigError(
@@ -243,7 +244,7 @@ def _apply_ranking_options(
             raise ConfigError(
                 f"candidates={config.candidates} has no use with {config.path}, whose rows hold their own"
             )
-        path = Path(config.candidates).expanduser()
+        path = expand_user(config.candidates)
         data, more = with_candidates(data, read_run(path), str(path), first_stage="run")
         notes = notes + more
     if config.kind is SetKind.reranking and data.candidates is None:

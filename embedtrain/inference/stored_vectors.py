@@ -22,6 +22,7 @@ from torch import Tensor
 
 from embedtrain.data.types import TextRole
 from embedtrain.errors import DataError
+from embedtrain.files import expand_user
 
 INDEX_FILE, KEYS_FILE = "vectors.json", "keys.npy"
 FORMAT = 1
@@ -35,7 +36,7 @@ Keys = NDArray[np.bytes_]
 
 def is_stored_vectors(path: str) -> bool:
     """Whether a path is a directory of vectors instead of a model."""
-    return (Path(path).expanduser() / INDEX_FILE).is_file()
+    return (expand_user(path) / INDEX_FILE).is_file()
 
 
 def vector_keys(prompt: str, texts: Iterable[str]) -> Keys:
@@ -79,7 +80,7 @@ class StoredVectors:
     @classmethod
     def open(cls, path: str) -> Self:
         """Read the index and check the files; DataError if the directory is incomplete or of another format."""
-        directory = Path(path).expanduser()
+        directory = expand_user(path)
         try:
             index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
             stored = cls(directory, index)

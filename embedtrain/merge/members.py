@@ -29,6 +29,7 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.files import expand_user
 from embedtrain.merge.options import LoraMerge, MergeOptions, selected_steps
 from embedtrain.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
@@ -105,7 +106,7 @@ def open_members(options: MergeOptions) -> list[Member]:
 
 def open_member(path: str, option: str, options: MergeOptions) -> Member:
     """The model at a path, which `option` names in messages."""
-    local = Path(path).expanduser()
+    local = expand_user(path)
     if (local / MANIFEST).is_file():
         return _open_checkpoint(local.resolve().parent.parent, local, options)
     if (local / "recipe.yaml").is_file() and not (local / "config.json").exists():

@@ -1,7 +1,6 @@
 """Options of the commands that search documents for the queries of training rows."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from embedtrain.config.checks import check_train_sources
@@ -10,6 +9,7 @@ from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 
 Options = TypeVar("Options", bound="RowSearchOptions")
 
@@ -86,8 +86,8 @@ def _check_source(source: TrainSource, output_dir: str) -> None:
         "name",
         f"becomes the name of a file in {output_dir}; write one without / that does not start with a dot",
     )
-    directory = Path(source.path).expanduser()
-    if directory.is_dir() and Path(output_dir).expanduser().resolve().is_relative_to(directory.resolve()):
+    directory = expand_user(source.path)
+    if directory.is_dir() and expand_user(output_dir).resolve().is_relative_to(directory.resolve()):
         raise ConfigError(
             f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a directory outside"
         )

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
@@ -26,6 +25,7 @@ from embedtrain.data.sources.values import BadRow
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
+from embedtrain.files import expand_user
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.models.hub import split_revision
@@ -159,7 +159,7 @@ def corpus_parts(paths: Sequence[str]) -> list[Part]:
     """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder."""
     parts: list[Part] = []
     for path in paths:
-        corpus_files = sorted(Path(path).expanduser().glob("corpus.*")) if Path(path).expanduser().is_dir() else []
+        corpus_files = sorted(expand_user(path).glob("corpus.*")) if expand_user(path).is_dir() else []
         name, revision = split_revision(path)
         parts += resolve_parts(TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision))
     return parts

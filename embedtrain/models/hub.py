@@ -11,6 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.files import expand_user
 from embedtrain.hub import hub_is_reachable, is_local_path
 
 # Files of a Hub repository with the same weights in formats that are never read.
@@ -37,7 +38,7 @@ def resolve_directory(
     download, by default all except unused formats. A ConfigError if a revision is set for a local directory, a
     ModelError if there is no such directory or Hub repository.
     """
-    local = Path(path).expanduser()
+    local = expand_user(path)
     if local.is_dir():
         if revision is not None:
             raise ConfigError(
@@ -88,7 +89,7 @@ def download_configuration(model: ModelConfig) -> ModelConfig:
 
     Those of the tokenizer are among them for a cross-encoder, whose chat template may have its prompts.
     """
-    if model.path is None or model.config is not None or Path(model.path).expanduser().is_dir():
+    if model.path is None or model.config is not None or expand_user(model.path).is_dir():
         return model
     patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
     if model.kind is ModelKind.cross_encoder:
@@ -99,7 +100,7 @@ def download_configuration(model: ModelConfig) -> ModelConfig:
 
 def require_hub_id(path: str, option: str, revision: str | None = None) -> None:
     """Raise ModelError for a path that is no directory and that cannot be the id of a repository either."""
-    local = Path(path).expanduser()
+    local = expand_user(path)
     if local.exists():
         raise ModelError(f"{option}={path}: no such folder (it is a file)")
     if is_local_path(path) and (revision is None or path.count("/") != 1):
@@ -120,6 +121,6 @@ def one_line(error: BaseException) -> str:
 def split_revision(path: str) -> tuple[str, str | None]:
     """The id and the revision of `owner/name@revision`; a local path, or an id without a revision, has None."""
     match = _PINNED.fullmatch(path)
-    if match is None or Path(path).expanduser().exists():
+    if match is None or expand_user(path).exists():
         return path, None
     return match[1], match[2]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from embedtrain.config.heads import HeadInit
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import ModelError
+from embedtrain.files import expand_user
 from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.m3_files import is_m3
@@ -117,7 +118,7 @@ def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:
 
 def task_prompts(adapter: str | None) -> dict[str, str]:
     """The prompts of the task if the adapter is `DIR/adapters/TASK` of a directory with adapters of several tasks."""
-    folder = Path(adapter or "").expanduser().resolve()
+    folder = expand_user(adapter or "").resolve()
     path = folder.parent.parent / SETTINGS
     if adapter is None or folder.parent.name != TASKS_FOLDER or not path.is_file():
         return {}

@@ -15,6 +15,7 @@ from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.files import expand_user
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.configuration import check_config, read_config, reject_typos
 from embedtrain.models.directory_modules import read_directory_modules
@@ -119,7 +120,7 @@ def _from_path(model: ModelConfig) -> ModelSource:
     return replace(
         source,
         pooling=model.pooling or source.pooling,
-        commit=None if Path(model.path).expanduser().is_dir() else directory.name,
+        commit=None if expand_user(model.path).is_dir() else directory.name,
         normalize=source.normalize if model.normalize is None else model.normalize,
         tokenization=replace(source.tokenization, max_length=max_length),
         prompts=_template_prompts(source.head)
@@ -141,7 +142,7 @@ def _from_config(model: ModelConfig) -> ModelSource:
     options: Any = model.config
     try:
         if isinstance(options, str):
-            path = Path(options).expanduser()
+            path = expand_user(options)
             require_bounded_numbers(path / "config.json" if path.is_dir() else path)
             config = AutoConfig.from_pretrained(options, trust_remote_code=model.trust_remote_code)
         else:

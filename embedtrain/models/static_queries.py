@@ -17,7 +17,7 @@ from embedtrain.config.sparse import SparseQueries
 from embedtrain.config.sparse_checks import IDF
 from embedtrain.data.types import QueryWords
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.files import write_json
+from embedtrain.files import expand_user, write_json
 from embedtrain.models.file_references import read_json
 from embedtrain.models.security import require_safe_files
 from embedtrain.models.tokenizer_files import read_tokenizer
@@ -95,7 +95,7 @@ def static_queries_of(stored: StaticQueries | None, directory: Path | None, mode
         raise ConfigError("model.lora: adapters are not for static queries; leave it out")
     path = None if stored is None else stored.path
     if options.query_weights is not None:
-        path = None if options.query_weights == IDF else Path(options.query_weights).expanduser()
+        path = None if options.query_weights == IDF else expand_user(options.query_weights)
         if path is not None and not path.is_file():
             raise ConfigError(f"model.sparse.query_weights={options.query_weights}: there is no such file")
     trained = stored is not None and stored.trained

@@ -22,6 +22,7 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
 from embedtrain.pipeline.references import References, resolvers
 from embedtrain.pipeline.registry import KINDS, RUN, TRAIN, StageKind
@@ -82,7 +83,7 @@ def compose_pipeline(arguments: Sequence[str], *, check_paths: bool = True) -> P
 
 def _read(choice: str, config_dir: str | None) -> dict[str, Any] | None:
     """The content of a recipe's file if it is a pipeline; a file that cannot be read is reported by the composition."""
-    roots = [*([] if config_dir is None else [Path(config_dir).expanduser() / "recipe"]), folder("recipes")]
+    roots = [*([] if config_dir is None else [expand_user(config_dir) / "recipe"]), folder("recipes")]
     for root in roots:
         path = root / f"{choice}.yaml"
         if path.is_file() and path.resolve().is_relative_to(root.resolve()):

@@ -1,20 +1,19 @@
 """`python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]`: runs on one HTML page."""
 
 from embedtrain.cli import run_command
+from embedtrain.files import expand_user
 from embedtrain.report.options import ReportOptions, compose_report
 
 
 def main(options: ReportOptions) -> None:
     """Read the directories of the runs and write the page; nothing else is changed, even if a run is in progress."""
-    from pathlib import Path
-
     from embedtrain.errors import DataError
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.report.page import COMPARISON_FILE, REPORT_FILE, write_report
 
-    directories = [Path(run).expanduser() for run in options.runs]
+    directories = [expand_user(run) for run in options.runs]
     name = REPORT_FILE if len(directories) == 1 else COMPARISON_FILE
-    path = Path(options.output).expanduser() if options.output else directories[0] / name
+    path = expand_user(options.output) if options.output else directories[0] / name
     try:
         write_report(directories, path)
     except OSError as error:

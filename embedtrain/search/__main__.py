@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.errors import DataError
+from embedtrain.files import expand_user
 from embedtrain.formatting import decode_argument
 from embedtrain.search.options import SearchOptions, compose_search
 
@@ -29,7 +29,7 @@ def compose(arguments: list[str]) -> SearchOptions:
     """The options, checked, with paths that exist."""
     options = compose_search(arguments)
     require_models(model=options.model, reranker=options.reranker and options.reranker.path)
-    require_sources((), [str(Path(options.corpus).expanduser().absolute())])  # it cannot be an id on the Hub
+    require_sources((), [str(expand_user(options.corpus).absolute())])  # it cannot be an id on the Hub
     return options
 
 
@@ -46,7 +46,7 @@ def main(options: SearchOptions) -> None:
     from embedtrain.loading.reranker import open_reranker
     from embedtrain.tracking.console import Console
 
-    corpus = read_any_corpus(Path(options.corpus).expanduser())
+    corpus = read_any_corpus(expand_user(options.corpus))
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:
@@ -91,7 +91,7 @@ def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") ->
     if options.vectors_dir is None:
         return None
     identity = model_identity(model.source, resolve_precision(options.precision, world), world)
-    return VectorCache(Path(options.vectors_dir).expanduser(), {**identity, "index": options.index.dtype.value})
+    return VectorCache(expand_user(options.vectors_dir), {**identity, "index": options.index.dtype.value})
 
 
 def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:

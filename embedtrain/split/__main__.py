@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_sources
+from embedtrain.files import expand_user
 from embedtrain.split.options import DevCorpus, SplitOptions, compose_split
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def main(options: SplitOptions) -> None:
     from embedtrain.split.rows import file_names, open_sources
     from embedtrain.split.writing import require_new, write_split
 
-    output_dir = Path(options.output_dir).expanduser()
+    output_dir = expand_user(options.output_dir)
     sources = open_sources(options.data, options.on_error, options.cache_dir)
     names = file_names(sources)
     require_new(output_dir, names)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from embedtrain.config.checks import check_train_sources
@@ -12,6 +11,7 @@ from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import OnError
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 
 HELP = """embedtrain split: hold out queries of training rows as a retrieval set
 
@@ -56,9 +56,9 @@ def compose_split(arguments: list[str]) -> SplitOptions:
     check.at_least(1, "dev")
     check.seed("seed")
     check_train_sources(options.data, "data")
-    output_dir = Path(options.output_dir).expanduser()
+    output_dir = expand_user(options.output_dir)
     for source in options.data:
-        directory = Path(source.path).expanduser()
+        directory = expand_user(source.path)
         if directory.is_dir() and output_dir.resolve().is_relative_to(directory.resolve()):
             raise ConfigError(
                 f"output_dir={options.output_dir} is in {source.path}, whose files are all read as rows: write a "

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models
+from embedtrain.files import expand_user
 from embedtrain.static.options import StaticOptions, compose_static
 
 
@@ -30,7 +31,7 @@ def main(options: StaticOptions) -> Path:
         console, output_dir = Console(enabled=world.is_main), Path(options.output_dir)
         with world.fail_together("checking output_dir"):
             if world.is_main:
-                output_dir = require_replaceable(output_dir, Path(options.model).expanduser())
+                output_dir = require_replaceable(output_dir, expand_user(options.model))
         config = ModelConfig(
             path=options.model,
             pooling=options.pooling,

@@ -1,6 +1,5 @@
 """Saves a script in the run directory and submits it with sbatch, after checks that fail before the queue does."""
 
-import getpass
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError
-from embedtrain.files import open_append
+from embedtrain.files import expand_user, open_append
 from embedtrain.submit.script import sbatch_variable
 from embedtrain.submit.slurm_options import Launcher, SlurmConfig, ranks_per_node
 
@@ -148,7 +147,7 @@ def _submitted_jobs(directory: Path) -> list[str]:
 
 def _job_states() -> dict[str, str]:
     """States of this user's pending and running jobs by id; empty if SLURM does not answer."""
-    answer = call("squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%F %T")
+    answer = call("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F %T")
     rows = [] if answer is None else [line.split() for line in answer[1].splitlines()]
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
@@ -170,4 +169,4 @@ def require_local_paths(recipe: Recipe) -> None:
 
 def _is_missing(path: str) -> bool:
     is_hub_id = _HUB_ID.fullmatch(path) and not _FILE_NAME.search(path) and not path.startswith(".")
-    return not is_hub_id and not Path(path).expanduser().exists()
+    return not is_hub_id and not expand_user(path).exists()

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from pathlib import Path
 
 import yaml
 
@@ -13,6 +12,7 @@ from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.validation import OptionChecks, unknown_option
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 
 
 class Launcher(str, Enum):
@@ -172,7 +172,7 @@ def read_cluster(arguments: Sequence[str]) -> list[str]:
     paths = [argument.partition("=")[2] for argument in arguments if option_of(argument) == "slurm.cluster"]
     if not paths or paths[-1] in _NULLS:
         return []
-    path = Path(paths[-1].strip("'\"")).expanduser()
+    path = expand_user(paths[-1].strip("'\""))
     try:
         # Scalars as they are written: YAML reads 24:00:00 as a number.
         options = load_yaml(path, yaml.BaseLoader)

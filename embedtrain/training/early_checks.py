@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 
 from embedtrain.config.compressed import dims_of
 from embedtrain.config.loss_checks import guide_paths
@@ -20,6 +19,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
+from embedtrain.files import expand_user
 from embedtrain.losses.build import exit_layers, require_dimensions
 from embedtrain.models.build import build_encoder
 from embedtrain.models.early_exits import ExitPath, exit_path
@@ -60,7 +60,7 @@ def check_local_inputs(recipe: Recipe) -> None:
         ("model.lora.path", model.lora.path, model.lora.revision),
         *(("loss.guide", *split_revision(path)) for path in _guides(recipe)),
     ):
-        if path is not None and not Path(path).expanduser().is_dir():
+        if path is not None and not expand_user(path).is_dir():
             require_hub_id(path, option, revision)
     for source in recipe.data.train:
         _check_source(source)
@@ -108,7 +108,7 @@ def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSou
 
 
 def _check_source(source: TrainSource) -> None:
-    is_on_hub = may_be_hub_id(source.path, source.revision) and not Path(source.path).expanduser().exists()
+    is_on_hub = may_be_hub_id(source.path, source.revision) and not expand_user(source.path).exists()
     if not is_url(source.path) and not is_on_hub:
         resolve_parts(source)
 

@@ -1,7 +1,6 @@
 """Guides and teachers of a loss: frozen models that encode the same texts, or their vectors on disk."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, ModelError
+from embedtrain.files import expand_user
 from embedtrain.inference.principal_components import Moments, principal_components
 from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
 from embedtrain.loading.load import load_model
@@ -156,7 +156,7 @@ def teachers_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
     """The content of guides and teachers, which a resumed run must have: digests, and commits of ids of the Hub."""
     digests = dict[str, str]()
     for path in paths:
-        directory = Path(path).expanduser()
+        directory = expand_user(path)
         if is_stored_vectors(path):
             digests[path] = StoredVectors.open(path).digest
         elif directory.is_dir():

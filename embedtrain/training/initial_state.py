@@ -17,6 +17,7 @@ from embedtrain.checkpoint.step_directory import (
 from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import CheckpointError
+from embedtrain.files import expand_user
 from embedtrain.tracking.console import Console
 from embedtrain.training.resume import OPTIMIZER_NAME, read_state
 
@@ -62,7 +63,7 @@ def start_from(
 
 def _initial_checkpoint(path: str) -> Checkpoint:
     """A checkpoint, or of a run that of the step that it has exported."""
-    directory = Path(path).expanduser()
+    directory = expand_user(path)
     if (directory / MANIFEST).is_file():
         return open_checkpoint(directory)
     newest = find_checkpoint(directory / "checkpoints", "latest")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.selection import SourceSettings
 from embedtrain.data.train_data import TrainData
 from embedtrain.errors import CheckpointError
+from embedtrain.files import expand_user
 from embedtrain.formatting import format_count
 from embedtrain.models.hub import split_revision
 from embedtrain.records import read_record
@@ -256,7 +256,7 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
             )
         if option == TEACHERS:
             teacher = name.removeprefix(f"{TEACHERS}.")
-            restore = "restore its old files" if Path(teacher).expanduser().exists() else f"write {teacher}@{saved}"
+            restore = "restore its old files" if expand_user(teacher).exists() else f"write {teacher}@{saved}"
             raise CheckpointError(
                 f"{checkpoint.path} was written with other content of the loss's guide or teacher {teacher} (digest "
                 f"{saved}, this run has {now}): {restore}, {alternative}"

@@ -8,6 +8,7 @@ from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import Precision
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 from embedtrain.loading.command_model import command_model_config
 from embedtrain.vectors.options import VectorsOptions, compose_vectors
 
@@ -37,7 +38,7 @@ def main(options: VectorsOptions) -> Path:
     from embedtrain.tracking.console import Console
 
     quiet_libraries()
-    output_dir = Path(options.output_dir).expanduser()
+    output_dir = expand_user(options.output_dir)
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
         default = Precision.auto if world.device.type == "cuda" else Precision.fp32

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from embedtrain.config.checks import check_train_sources
@@ -14,6 +13,7 @@ from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import OnError, Pooling, Precision
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
+from embedtrain.files import expand_user
 
 HELP = f"""embedtrain vectors: a teacher's vectors of all texts of training data
 
@@ -80,9 +80,9 @@ def compose_vectors(arguments: list[str]) -> VectorsOptions:
     check.within(1, 1 << 20, "rows_per_part")
     check.positive("timeout")
     check_train_sources(options.data, "data")
-    output_dir = Path(options.output_dir).expanduser().resolve()
+    output_dir = expand_user(options.output_dir).resolve()
     for source in options.data:
-        directory = Path(source.path).expanduser()
+        directory = expand_user(source.path)
         if directory.is_dir() and output_dir.is_relative_to(directory.resolve()):
             raise ConfigError(
                 f"output_dir={options.output_dir} is in {source.path}, whose files are all read as rows: write a "

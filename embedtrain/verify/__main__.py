@@ -1,11 +1,11 @@
 """`python -m embedtrain.verify model=DIR`: whether libraries and serving engines compute the output of a model."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.paths import require_models
 from embedtrain.errors import CheckpointError, ModelError
+from embedtrain.files import expand_user
 from embedtrain.verify.options import VerifyOptions, compose_verify
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
@@ -34,7 +34,7 @@ def main(options: VerifyOptions) -> list["Outcome"]:
     from embedtrain.verify.engines import interpreters, run_engine
     from embedtrain.verify.probes import probe_model
 
-    directory, console = Path(options.model).expanduser().absolute(), Console()
+    directory, console = expand_user(options.model).absolute(), Console()
     if not directory.is_dir():
         raise ModelError(f"model={options.model} is not a directory: export the model, or download it first")
     pythons = interpreters(options)

@@ -325,3 +325,21 @@ def test_a_closed_pipe_does_not_stop_training(workshop, tmp_path):
     assert "BrokenPipe" not in done.stderr
     assert Path(tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_a_user_without_a_home_directory(workshop, tmp_path):
+    """The user ids of containers and of batch systems have no entry in passwd, and HOME may be unset."""
+    (tmp_path / "empty").touch()
+    script = 'for file in passwd nsswitch.conf; do mount --bind empty /etc/$file || exit; done; exec "$@"'
+    hide = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if subprocess.run([*hide, "true"], cwd=tmp_path, check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount a file")
+    kept = {name: os.environ[name] for name in ("PATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")}
+    done = subprocess.run(
+        [*hide, *command(workshop, tmp_path / "run")], env={**kept, "TMPDIR": str(tmp_path)}, cwd=tmp_path,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "there is no home directory" in done.stderr
+    assert (tmp_path / "run" / "model" / "README.md").is_file()
+    assert not (tmp_path / "~").exists()

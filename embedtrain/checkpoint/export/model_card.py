@@ -21,6 +21,7 @@ from embedtrain.config.checks import is_repository_name
 from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
 from embedtrain.data.sources.parts import may_be_hub_id
+from embedtrain.files import expand_user
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.report.bootstrap import CONFIDENCE
 from embedtrain.tracking.report.changes import Change
@@ -104,7 +105,7 @@ def _origin(path: str | None, base: str | None) -> str:
         return f"fine-tuned from `{base}`"
     local = Path(path)
     names = [part for part in local.parts if part not in (local.anchor, "..", "~")][-2:]
-    if local.parent == Path.home() or local.parent.parent.name in _HOMES:
+    if local.parent == expand_user("~") or local.parent.parent.name in _HOMES:
         names = names[-1:]  # the other is the name of a user
     return f"fine-tuned from a local model, `{'/'.join(names)}`," if names else "fine-tuned from a local model"
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from embedtrain.checksums import Checksums
 from embedtrain.errors import ConfigError
-from embedtrain.files import remove_tree, require_own_file
+from embedtrain.files import expand_user, remove_tree, require_own_file
 from embedtrain.models.export_record import RECORD
 
 _SCRATCH, _REPLACED = ".tmp", ".old.tmp"
@@ -52,7 +52,7 @@ def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
     A link is replaced without following it. Raises ConfigError if `output_dir` is a file, contains `run_dir`, or has
     files that no export has written.
     """
-    output_dir = output_dir.expanduser()
+    output_dir = expand_user(output_dir)
     if not output_dir.name:  # "." has no name to which a suffix can be added
         output_dir = output_dir.resolve()
     if output_dir.exists() and not output_dir.is_dir() and not output_dir.is_symlink():

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.verification import Verification
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.files import expand_user, has_home, temporary_home
 
 # A part of every key: raised whenever the format of cached files changes.
 FORMAT = 6
@@ -42,9 +43,11 @@ class Cache:
 def cache_directory(option: str | None) -> Path:
     """The directory of prepared data: `option` (data.cache_dir), else $EMBEDTRAIN_CACHE, else below ~/.cache."""
     if path := option or os.environ.get("EMBEDTRAIN_CACHE"):
-        return Path(path).expanduser()
+        return expand_user(path)
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path("~/.cache").expanduser()) / "embedtrain"
+    if not home and not has_home():
+        return temporary_home() / "cache"
+    return (Path(home) if home else expand_user("~/.cache")) / "embedtrain"
 
 
 def json_digest(value: Any) -> str:
@@ -130,8 +133,9 @@ _TRIAL_BYTES = 1 << 20  # a full disk may still accept an empty file
 def writable_cache_directory(option: str | None, fallback: Path, world: World, report: Callable[[str], None]) -> Path:
     """The directory of prepared data, the same on every rank. A collective.
 
-    A home directory that is full or read-only does not prevent training: unless `option` or $EMBEDTRAIN_CACHE names a
-    directory, data is prepared in `fallback`, which all ranks see, if a rank cannot write; `report` gets a note then.
+    A home directory that is missing, full or read-only does not prevent training: unless `option` or
+    $EMBEDTRAIN_CACHE names a directory, data is prepared in `fallback`, which all ranks see, if a rank cannot write;
+    `report` gets a note then.
     """
     directory = cache_directory(option)
     is_explicit = bool(option or os.environ.get("EMBEDTRAIN_CACHE"))
@@ -144,6 +148,8 @@ def writable_cache_directory(option: str | None, fallback: Path, world: World, r
 
 
 def _why_not_writable(folder: Path) -> str | None:
+    if not os.environ.get("XDG_CACHE_HOME") and not has_home():
+        return "there is no home directory"  # other hosts do not see the folder in its place
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

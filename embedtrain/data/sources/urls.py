@@ -1,7 +1,6 @@
 """URLs of files, opened with fsspec; a local path is a URL without a protocol."""
 
 import re
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -10,6 +9,7 @@ from fsspec.spec import AbstractFileSystem
 
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
+from embedtrain.files import expand_user
 
 
 def is_url(path: str) -> bool:
@@ -21,7 +21,7 @@ def local_path(path: str) -> str:
     """A path with `file://` removed and `~` expanded; other URLs are unchanged."""
     if path.lower().startswith("file://"):
         return unquote(urlsplit(path).path)
-    return path if is_url(path) else str(Path(path).expanduser())
+    return path if is_url(path) else str(expand_user(path))
 
 
 def file_system(url: str) -> tuple[AbstractFileSystem, str]:

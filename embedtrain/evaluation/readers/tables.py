@@ -35,6 +35,7 @@ from embedtrain.evaluation.readers.classes import CLUSTER_LABELS, CLUSTER_TEXTS,
 from embedtrain.evaluation.readers.reranking import read_questions, read_reranking
 from embedtrain.evaluation.readers.rows import Row, first_row, first_rows, read_rows, table_name
 from embedtrain.evaluation.types import Bitext, EvaluationData, LabelledPairs, ScoredPairs
+from embedtrain.files import expand_user
 
 FIRST = ("sentence1", "sent1")
 SECOND = ("sentence2", "sent2")
@@ -232,7 +233,7 @@ def _describe_columns(name: str, columns: Sequence[str]) -> str:
 def _train_table(config: EvaluationSet, tables: Tables) -> Part:
     """The table to learn classes from."""
     if config.train is not None:
-        path = Path(config.train).expanduser()
+        path = expand_user(config.train)
         chosen = part_of_file(str(path)) if path.is_file() else tables.by_split.get(config.train)
         if chosen is None:
             raise DataError(

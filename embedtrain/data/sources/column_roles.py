@@ -73,6 +73,14 @@ def normalized(name: str) -> str:
     return re.sub(r"[_\-\s]", "", name.casefold())
 
 
+def find_column(names: Iterable[str], known: Sequence[str]) -> str | None:
+    """The column with the first of these normalized names that one has; None for none."""
+    by_name: dict[str, str] = {}
+    for name in names:
+        by_name.setdefault(normalized(name), name)
+    return next((by_name[name] for name in known if name in by_name), None)
+
+
 def is_id(name: str) -> bool:
     """Whether a column of this name holds ids: id, _id, idx, index, qid, doc_id, queryId, guid, ..."""
     stripped = name.strip()

@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -150,7 +150,11 @@ class SourceReader:
         Paths are left out, so that a folder may be moved, and so is the name of the loss, so that losses with the same
         needs share their rows.
         """
-        source, needs = self.source, self.needs
+        source, needs = self.source, asdict(self.needs)
+        for name in ("loss", "without_negatives"):  # only in messages
+            del needs[name]
+        # Layouts and checks ask whether there are any; how many does not matter here.
+        needs["batch_negatives"] = self.needs.batch_negatives > 0
         return {
             "version": FORMAT_VERSION,
             "format": source.format.value,
@@ -161,19 +165,7 @@ class SourceReader:
             **({} if source.where is None else {"where": list(map(astuple, parse_condition(source.where)))}),
             "parts": [self._reader.digests(part) for part in self.parts],
             "documents": self.documents.content()["parts"] if self.documents else [],
-            "needs": {
-                "documents": needs.documents,
-                "negatives": needs.negatives,
-                "scores": needs.scores.value,
-                "range": repr(needs.range),
-                "label": needs.label,
-                "vectors": needs.vectors,
-                "even": needs.same_num_documents,
-                "ranked": needs.ranked,
-                "positive_above": needs.positive_above,
-                # Not their number, which does not matter here.
-                **({"batch_negatives": True} if needs.batch_negatives else {}),
-            },
+            "needs": needs,
         }
 
     def detect_layout(self, on_error: OnError) -> RowLayout:

@@ -1,7 +1,7 @@
 """Rows of retrieval sets: queries, judgements, and judged queries as rows for training."""
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embedtrain.data.sources import values
+from embedtrain.data.sources.column_roles import find_column
 from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.text_rows import RawRow
@@ -18,8 +19,12 @@ from embedtrain.formatting import format_count
 
 ReadRows: TypeAlias = Callable[[Part], Iterator[RawRow]]
 
-QUERY_ID_KEYS = ("query-id", "query_id", "qid")
-DOCUMENT_ID_KEYS = ("corpus-id", "corpus_id", "pid", "docid", "doc_id")
+# Names of columns, as `find_column` compares them.
+_TEXT_IDS = ("id", "queryid", "qid")
+_TEXTS = ("text", "query", "question")
+QUERY_IDS = ("queryid", "qid", "questionid", "topicid", "query", "topic")
+_DOCUMENT_IDS = ("corpusid", "docid", "documentid", "passageid", "pid", "did", "docno", "document", "passage", "doc")
+_SCORES = ("score", "relevance", "relevancescore", "rel", "label", "grade", "gain", "judgement", "judgment")
 _ROWS_PER_BATCH = 1 << 16
 
 
@@ -33,8 +38,7 @@ class Judgement(NamedTuple):
 
 def parse_query(row: dict[str, Any]) -> tuple[str, str]:
     """The id and the text of a query. Raises BadRow if one is missing or has the wrong type."""
-    id_key = next((key for key in ("_id", "id", "query_id") if key in row), None)
-    text_key = next((key for key in ("text", "query") if key in row), None)
+    id_key, text_key = find_column(row, _TEXT_IDS), find_column(row, _TEXTS)
     if id_key is None or text_key is None:
         raise BadRow(f'a query needs "_id" and "text", and this row has: {list_names(row)}')
     name = values.identifier(row[id_key], f'"{id_key}"')
@@ -52,13 +56,28 @@ def read_judgements(part: Part, read: ReadRows) -> Iterator[tuple[int, Judgement
         if isinstance(row, BadRow):
             yield number, row
             continue
-        query = next((row[key] for key in QUERY_ID_KEYS if key in row), None)
-        document = next((row[key] for key in DOCUMENT_ID_KEYS if key in row), None)
-        yield number, _parse_judgement(query, document, row.get("score"))
+        query, document, score = _judgement_columns(list(row))
+        if query is None or document is None or score is None:
+            yield number, _not_judgement(row)
+        else:
+            yield number, _parse_judgement(row[query], row[document], row[score])
+
+
+def _judgement_columns(names: Sequence[str]) -> list[str | None]:
+    """The columns of the query's id, the document's id and the score; None for one that no name tells."""
+    return [find_column(names, known) for known in (QUERY_IDS, _DOCUMENT_IDS, _SCORES)]
+
+
+def _not_judgement(names: Iterable[object]) -> BadRow:
+    return BadRow(
+        f"a judgement has columns such as query-id, corpus-id and score, and these are {list_names(names)}: rename them"
+    )
 
 
 def _judgement_lines(name: str) -> Iterator[tuple[int, Judgement | BadRow]]:
-    may_be_header = True
+    """The lines of a file: three fields with tabs between, TREC's four, or the columns that a header names."""
+    chosen: Sequence[int] = (0, 1, 2)
+    num_columns, is_first = 3, True
     for number, line in read_lines(name):
         if not line.strip():
             continue
@@ -68,17 +87,26 @@ def _judgement_lines(name: str) -> Iterator[tuple[int, Judgement | BadRow]]:
             yield number, BadRow(not_utf8(line, error.start))
             continue
         fields = text.split("\t")
-        if len(fields) != 3 and len(text.split()) == 4:
-            query, _, *rest = text.split()
-            fields = [query, *rest]
-        # Some sets have no header: skipping the first line would silently lose a judgement.
-        is_header = may_be_header and len(fields) == 3 and _parse_number(fields[2]) is None
-        may_be_header = False
-        if len(fields) != 3:
+        if len(fields) != num_columns and len(text.split()) == 4:
+            fields = text.split()
+        may_be_header, is_first = is_first, False
+        if may_be_header and len(fields) >= 3:
+            # Some sets have no header: skipping the first line would silently lose a judgement.
+            columns = _judgement_columns(fields)
+            if None not in columns:
+                num_columns, chosen = len(fields), tuple(fields.index(str(column)) for column in columns)
+                continue
+            if _parse_number(fields[-1]) is None:
+                yield number, _not_judgement(fields)
+                continue
+        if num_columns == 3 and len(fields) == 4:  # TREC's second field is not used
+            fields = [fields[0], *fields[2:]]
+        if len(fields) == num_columns:
+            yield number, _parse_judgement(*(fields[index] for index in chosen))
+        else:
             formats = "query-id, corpus-id and score, with tabs between, or query, 0, document and score, as in TREC"
-            yield number, BadRow(f"{format_count(len(fields), 'field')}, but a judgement has {formats}")
-        elif not is_header:
-            yield number, _parse_judgement(*fields)
+            expected = formats if num_columns == 3 else f"{num_columns} columns, as its header says"
+            yield number, BadRow(f"{format_count(len(fields), 'field')}, but a judgement has {expected}")
 
 
 def _parse_judgement(query: object, document: object, score: object) -> Judgement | BadRow:

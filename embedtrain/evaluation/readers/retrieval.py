@@ -12,12 +12,13 @@ from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.shared_build import build
 from embedtrain.data.sources import values
+from embedtrain.data.sources.column_roles import find_column
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.files import file_size, read_lines
 from embedtrain.data.sources.hub import HubRepository, no_progress_bars, open_dataset
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part, PartKind, part_of_file
-from embedtrain.data.sources.retrieval import QUERY_ID_KEYS, Judgement, parse_query, read_judgements
+from embedtrain.data.sources.retrieval import QUERY_IDS, Judgement, parse_query, read_judgements
 from embedtrain.data.sources.retrieval_files import choose_split, find_hub_tables, find_retrieval_files, judgements_part
 from embedtrain.data.sources.text_rows import MAX_JSON_BYTES, read_json_text
 from embedtrain.data.sources.values import BadRow, shorten
@@ -116,16 +117,21 @@ def read_hub_retrieval(
     data, notes = assemble(name, read_documents(tables.corpus, cache), queries, judgements, sources)
     if tables.candidates is None or config.kind is SetKind.retrieval or config.candidates is not None:
         return data, notes
-    candidates = {row.id(*QUERY_ID_KEYS): _candidate_ids(row) for row in read_rows(tables.candidates)}
+    candidates = {_query_id(row): _candidate_ids(row) for row in read_rows(tables.candidates)}
     data, more = with_candidates(data, candidates, f"{path}, {tables.candidates.subset}")
     return data, notes + more
 
 
+def _query_id(row: Row) -> str:
+    return row.id(find_column(row.fields, QUERY_IDS) or "query-id")
+
+
 def _candidate_ids(row: Row) -> list[str]:
-    documents = row.fields[row.key("corpus-ids")]
+    key = row.key(find_column(row.fields, ("corpusids", "docids", "documentids", "candidates")) or "corpus-ids")
+    documents = row.fields[key]
     if not isinstance(documents, list):
-        raise row.error("corpus-ids must be a list of ids")
-    return [row.check(values.identifier, document, "corpus-ids") for document in documents]
+        raise row.error(f"{key} must be a list of ids")
+    return [row.check(values.identifier, document, key) for document in documents]
 
 
 # LlamaIndex.
@@ -224,7 +230,7 @@ def _read_queries(part: Part, instructions: Part | None = None) -> dict[str, str
     """Texts by id. The instruction of a query, in its own row or in `instructions`, follows its text, as in mteb."""
     by_query: dict[str, str] = {}
     if instructions is not None:
-        by_query = {row.id(*QUERY_ID_KEYS): row.text("instruction") for row in read_rows(instructions)}
+        by_query = {_query_id(row): row.text("instruction") for row in read_rows(instructions)}
     texts: dict[str, str] = {}
     for row in read_rows(part):
         key, text = row.check(lambda fields, _: parse_query(fields), row.fields, "")

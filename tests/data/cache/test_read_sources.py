@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from embedtrain.config.losses import CoSENTConfig, TripletConfig
+from embedtrain.config.listwise_losses import BCEConfig
+from embedtrain.config.losses import ContrastiveConfig, CoSENTConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.row_requirements import RowRequirements, ScoreRange, ScoreRequirement, row_requirements
 from embedtrain.data.cache import read_sources as stored
 from embedtrain.data.cache.cache import Cache, cache_directory, json_digest
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
@@ -113,6 +115,48 @@ def test_changes_that_build_the_rows_again(tmp_path: Path) -> None:
     assert built(moved)
     moved.write_bytes(data)
     assert not built(moved)
+
+
+# Another value of every field that decides about rows; the others are words of messages.
+OTHER_NEEDS: dict[str, Any] = {
+    "documents": False,
+    "negatives": True,
+    "scores": ScoreRequirement.pairs,
+    "range": ScoreRange(high=3),
+    "label": True,
+    "vectors": True,
+    "same_num_documents": True,
+    "lists": True,
+    "ranked": True,
+    "positive_above": 0.5,
+    "batch_negatives": 2,
+}
+
+
+def test_the_key_holds_everything_that_a_loss_needs(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", row(1))
+
+    def key(needs: RowRequirements) -> str:
+        return json_digest(SourceReader(TrainSource(path=str(path)), "a", needs).content())
+
+    needs = RowRequirements()
+    assert OTHER_NEEDS.keys() == {field.name for field in fields(needs)} - {"loss", "without_negatives"}
+    keys = [key(replace(needs, **{name: value})) for name, value in OTHER_NEEDS.items()]
+    assert len({key(needs), *keys}) == len(OTHER_NEEDS) + 1
+    assert key(replace(needs, loss="other", without_negatives="do this")) == key(needs)
+    assert key(replace(needs, batch_negatives=1)) == key(replace(needs, batch_negatives=2))
+
+
+def test_losses_that_share_a_file_but_not_its_rows(tmp_path: Path) -> None:
+    """A row without positives is a list of documents to one, and not usable to the other."""
+    cache = Cache(directory=tmp_path / "cache")
+    path = write(tmp_path / "a.jsonl", row(1), {"query": "q2", "pos": [], "neg": ["n"]})
+    pairs, lists = row_requirements(ContrastiveConfig()), row_requirements(BCEConfig())
+    assert len(store_of(path, cache, needs=pairs, on_error=OnError.skip)) == 1
+    assert len(store_of(path, cache, needs=lists, on_error=OnError.skip)) == 2
+    assert len(store_of(path, cache, needs=lists)) == 2
+    with pytest.raises(DataError, match=f'{path}:2: "pos" is empty'):
+        store_of(path, cache, needs=pairs)
 
 
 def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:

@@ -397,6 +397,8 @@ def test_a_beir_folder(tmp_path: Path) -> None:
     assert read(folder, format=DataFormat.beir)[0] == examples
     scored, _ = read(folder, needs=PAIRS)
     assert [(e.positive_scores, e.negative_scores) for e in scored] == [((1.0,), (0.0,)), ((1.0, 2.0), ())]
+    beir(folder, ["score corpus-id query-id", "1 d0 q2", "1 d1 q0", "0 d3 q2", "2 d2 q0", "1 d0 q2"])
+    assert read(folder)[0] == examples
     beir(folder, ["q1 d1 1"], "dev")
     assert [(e.query, e.line) for e in read(folder, split="dev")[0]] == [("query 1", 1)]  # without a header
     assert_error(f"^{folder}: .*split=test, only of dev, train", folder, split="test")

@@ -87,6 +87,34 @@ def test_files_without_a_header_and_with_windows_line_breaks(beir):
     assert read(beir).data == expected
 
 
+# A header, and the columns of a judgement in its order.
+HEADERS = [
+    ("corpus-id query-id score", "{document} {query} {score}"),
+    ("query-id score corpus-id", "{query} {score} {document}"),
+    ("relevance qid docno", "{score} {query} {document}"),
+    ("topic iteration doc_id rel", "{query} 0 {document} {score}"),
+    ("split passage_id question_id grade", "test {document} {query} {score}"),
+]
+
+
+@pytest.mark.parametrize(("header", "columns"), HEADERS)
+@pytest.mark.parametrize("name", ["test.tsv", "test.qrels", "test.csv", "test.jsonl"])
+def test_columns_of_judgements_by_their_header(beir, name, header, columns):
+    """Not by their order."""
+    expected, file = read(beir).data, beir / "qrels" / name
+    judgements = [
+        dict(zip(("query", "document", "score"), line.split("\t"), strict=True)) for line in QRELS.splitlines()
+    ]
+    rows = [columns.format(**judgement).split() for judgement in judgements[1:]]
+    (beir / "qrels" / "test.tsv").unlink()
+    if name == "test.jsonl":
+        file.write_text(lines([dict(zip(header.split(), row, strict=True)) for row in rows]))
+    else:
+        separator = {".tsv": "\t", ".csv": ",", ".qrels": "\t" if len(rows[0]) == 3 else " "}[file.suffix]
+        file.write_text("".join(separator.join(row) + "\n" for row in (header.split(), *rows)))
+    assert read(beir).data == expected
+
+
 def test_splits(beir):
     qrels = beir / "qrels"
     (qrels / "dev.tsv").write_text("query-id\tcorpus-id\tscore\nq3\td1\t1\n")
@@ -121,6 +149,8 @@ BROKEN = [
     ("queries.jsonl", lines(QUERIES).encode("utf-16"), "queries.jsonl", "UTF-16"),
     ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "qrels/test.tsv:2", "1 field"),
     ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1\td1\thigh\n", "qrels/test.tsv:2", "'high'"),
+    ("qrels/test.tsv", "q1\td1\thigh\nq1\td3\t1\n", "qrels/test.tsv:1", "and these are q1, d1"),
+    ("qrels/test.tsv", "query-id\tscore\tcorpus-id\tsplit\nq1\t1\td1\n", "qrels/test.tsv:2", "4 columns"),
     ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t0.5\n", "qrels/test.tsv:2", "0.5"),
     ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", "qrels/test.tsv:2", "judged 2 for query q1, before 1"),
     ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", "qrels/test.tsv", "no judgement"),

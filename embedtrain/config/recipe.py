@@ -249,7 +249,7 @@ class TrainSource:
     in_batch_negatives: bool | None = None  # default: loss.in_batch_negatives; false for a path with no_in_batch_neg
     negatives: int | None = 7  # hard negatives per row, drawn from all of its negatives in each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
-    split: str = "train"  # split of a Hub data set
+    split: str = "train"  # of a Hub data set, or of a folder by the names of its files
     columns: list[str] | None = None  # query, positive, negatives in this order, and a score; default: by name
     score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
     # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A

@@ -8,7 +8,6 @@ import numpy as np
 
 from embedtrain.config.recipe import TrainConfig
 from embedtrain.data.cache.row_store import RowStore
-from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.train_data import TrainData
 from embedtrain.formatting import format_bytes, format_count
@@ -39,7 +38,10 @@ def print_source(
     if inspected.error and inspected.loss is not None:
         page.facts([("✗", inspected.error)], "red")
         page.note(f"shown below as read with {read_for}={inspected.loss.name}", "bold yellow")
-    facts = [("recognised as", report.layout), ("files", _files(report)), ("rows", f"{report.num_rows:,}")]
+    facts = [("recognised as", report.layout), ("files", _files(report.files))]
+    if report.left_out:
+        facts.append(("left out", f"{_files(report.left_out)} (another split by name)"))
+    facts.append(("rows", f"{report.num_rows:,}"))
     if not report.one_text:
         facts.append(("positives", _counts(store.num_positives)))
         facts.append(("negatives", _negatives(store, settings.negatives)))
@@ -203,10 +205,10 @@ def print_costs(page: Page, costs: Mapping[str, Cost], chunk_tokens: int) -> Non
     page.note("of batches from all over an epoch; the fewer tokens a rank has, the more it pads to save passes", "dim")
 
 
-def _files(report: SourceReport) -> str:
-    names = [Path(file).name for file in report.files]
+def _files(files: Sequence[str]) -> str:
+    names = [Path(file).name for file in files]
     shown = ", ".join(names[:_FILES]) + ", ..." * (len(names) > _FILES)
-    return f"{len(names):,} ({shown})" if len(names) > 1 else report.files[0]
+    return f"{len(names):,} ({shown})" if len(names) > 1 else files[0]
 
 
 def _counts(counts: np.ndarray) -> str:

@@ -161,7 +161,8 @@ def corpus_parts(paths: Sequence[str]) -> list[Part]:
     for path in paths:
         corpus_files = sorted(expand_user(path).glob("corpus.*")) if expand_user(path).is_dir() else []
         name, revision = split_revision(path)
-        parts += resolve_parts(TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision))
+        source = TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision)
+        parts += resolve_parts(source, every_split=True)
     return parts
 
 

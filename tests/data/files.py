@@ -63,6 +63,9 @@ def write_table(path: Path, table: dict[str, list[Any]]) -> Path:
     match "".join(path.suffixes):
         case ".parquet":
             pq.write_table(pa.table(table), path)
+        case ".arrow":
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pa.table(table).schema) as writer:
+                writer.write_table(pa.table(table))
         case ".jsonl" | ".jsonl.gz":
             write(path, *rows)
         case suffixes:

@@ -122,6 +122,7 @@ class CachedRows:
         report = RowStatistics.of(metadata["statistics"]).report(
             reading.name, metadata["layout"], reading.parts, reading.source.negatives, cached=cached
         )
+        report.left_out = reading.left_out
         has_negatives = report.counts().most > 0 or reading.needs.batch_negatives > 0
         if report.num_unscored == report.num_rows and not has_negatives:
             named = "" if reading.source.columns is None else " that columns names too"

@@ -62,6 +62,7 @@ class SourceReport(_Counts):
     name: str
     layout: str = ""
     files: list[str] = field(default_factory=list)
+    left_out: Sequence[str] = ()  # files of other splits
     negatives_used: int | None = None
     problems: list[str] = field(default_factory=list)  # the first few of those skipped
     skipped: list[str] = field(default_factory=list)  # the same, those with the same problem together
@@ -70,6 +71,8 @@ class SourceReport(_Counts):
     def __str__(self) -> str:
         """One line for the user."""
         parts = [f"{self.name}: {self.layout}, {self.num_rows:,} rows from {self._files()}", self._negatives()]
+        if self.left_out:
+            parts.insert(1, f"left out: {_names(self.left_out)} (another split by name)")
         parts += [f"{self.num_left_out:,} other rows left out by `where`"] if self.num_left_out else []
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} negatives left out that equal a positive or repeat another")
@@ -94,8 +97,8 @@ class SourceReport(_Counts):
 
     def _files(self) -> str:
         # By name, since a folder may hold files that are not intended, such as a test split.
-        names = ", ".join(Path(file).name for file in self.files[:4])
-        return f"{len(self.files)} files ({names}{', ...' if len(self.files) > 4 else ''})" if self.files[1:] else names
+        names = _names(self.files)
+        return f"{len(self.files)} files ({names})" if self.files[1:] else names
 
     def _negatives(self) -> str:
         most, fewest, used = self.most_negatives, self.fewest_negatives, self.negatives_used
@@ -107,6 +110,10 @@ class SourceReport(_Counts):
             drawn = f"{used} drawn each epoch" if used else "none used (negatives=0)"
             return f"rows carry up to {most} negatives, {drawn}"
         return f"{most} negatives a row" if fewest == most else f"{fewest} to {most} negatives a row"
+
+
+def _names(files: Sequence[str]) -> str:
+    return ", ".join(Path(file).name for file in files[:4]) + ", ..." * (len(files) > 4)
 
 
 @dataclass(kw_only=True)

@@ -123,13 +123,14 @@ class SourceReader:
     """Reads one source of training rows: `parts` hold its rows, and `documents` the corpus that rows refer to by id.
 
     Every method raises DataError where a part is gone or cannot be read. Creating a reader raises DataError if nothing
-    readable exists at the path, and ConfigError if options of the source contradict each other.
+    readable exists at the path, and ConfigError if options of the source contradict each other. `left_out` are files of
+    a folder that are of another split; with `every_split` there are none.
     """
 
-    def __init__(self, source: TrainSource, name: str, needs: RowRequirements) -> None:
+    def __init__(self, source: TrainSource, name: str, needs: RowRequirements, *, every_split: bool = False) -> None:
         self.source, self.name, self.needs = source, name, needs
-        source_parts = find_parts(source)
-        self.parts = source_parts.parts
+        source_parts = find_parts(source, every_split=every_split)
+        self.parts, self.left_out = source_parts.parts, source_parts.left_out
         self.documents: DocumentReader | None = None
         if source_parts.document_parts:
             self.documents = DocumentReader(source_parts.document_parts, f"documents of {name}")

@@ -33,6 +33,12 @@ from embedtrain.data.sources.urls import is_url, local_path
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError, DataError
 
+# Words of names of files and folders that say which split a file is of, those of the library datasets.
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
 # The suffix of names by which FlagEmbedding marks files whose rows are not each other's negatives.
 NO_IN_BATCH_NEGATIVES = "no_in_batch_neg"
 _NUM_INSPECTED_ROWS = 16
@@ -44,6 +50,7 @@ class SourceParts:
 
     parts: list[Part]
     document_parts: list[Part]
+    left_out: Sequence[str] = ()  # files of the folder that are of another split by their names
 
 
 def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
@@ -70,7 +77,9 @@ def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
         for part, end in zip(source_parts.parts, ends, strict=True):
             name = None if source.name is None else f"{source.name}-{end}"
             documents = source.documents or _corpus_path(source_parts.document_parts)
-            expanded.append(replace(source, path=part.name, name=name, each_file=False, documents=documents))
+            # The split has chosen the files.
+            file = replace(source, path=part.name, name=name, each_file=False, documents=documents, split="train")
+            expanded.append(file)
     return expanded
 
 
@@ -153,21 +162,25 @@ def _last_name(path: str) -> str:
     return stem
 
 
-def find_parts(source: TrainSource, parts: list[Part] | None = None) -> SourceParts:
+def find_parts(source: TrainSource, parts: list[Part] | None = None, *, every_split: bool = False) -> SourceParts:
     """The parts that hold a source's rows, and its corpus, if its rows refer to documents by id.
+
+    `every_split`: see `resolve_parts`.
 
     The corpus is `documents`, else the files or the folder next to the rows whose names begin with `corpus`. Raises
     DataError if rows need a corpus and there is none, and ConfigError for `documents` that have no use.
     """
-    parts = parts or resolve_parts(source)
+    left_out: Sequence[str] = ()
+    if parts is None:
+        parts, left_out = _resolve(source, every_split=every_split)
     if parts[0].kind is PartKind.beir:
         if source.documents is not None:
             raise ConfigError(f"{source.path}: documents={source.documents} has no use with a BEIR folder's own corpus")
         return SourceParts(parts, [parts[0].tables[2]])
     if source.documents is None and source.format not in (DataFormat.auto, DataFormat.tevatron):
-        return SourceParts(parts, [])
+        return SourceParts(parts, [], left_out)
     if source.columns is not None and source.documents is None:
-        return SourceParts(parts, [])
+        return SourceParts(parts, [], left_out)
     folders = {str(path_of(part.name).parent) for part in parts}
     rows = [part for part in parts if not _is_corpus_in(path_of(part.name), folders)]
     if not _refer_to_documents(rows, source):
@@ -175,18 +188,18 @@ def find_parts(source: TrainSource, parts: list[Part] | None = None) -> SourcePa
             raise ConfigError(
                 f"{source.path}: documents={source.documents} has no use: rows hold their documents' texts themselves"
             )
-        return SourceParts(parts, [])
+        return SourceParts(parts, [], left_out)
     if source.documents is None:
         corpus = _adjacent_corpus(rows[0])
     else:
-        corpus = resolve_parts(TrainSource(path=source.documents, revision=source.documents_revision))
+        corpus = resolve_parts(TrainSource(path=source.documents, revision=source.documents_revision), every_split=True)
     if not corpus:
         raise DataError(
             f"{source.path}: rows name documents by id, and there is no corpus beside them: "
             f"write data.train=[{{path: {source.path}, documents: FILE}}], "
             "where FILE is the file, folder or Hub data set that holds their texts"
         )
-    return SourceParts(rows, corpus)
+    return SourceParts(rows, corpus, left_out)
 
 
 def _is_corpus_in(path: Path, folders: set[str]) -> bool:
@@ -234,17 +247,23 @@ def _corpus_path(parts: list[Part]) -> str | None:
     return folder if path_of(folder).name.startswith("corpus") else None
 
 
-def resolve_parts(source: TrainSource) -> list[Part]:
+def resolve_parts(source: TrainSource, *, every_split: bool = False) -> list[Part]:
     """The files, in sorted order, or the Hub data set of a source's path.
 
-    The suffix of a file gives its kind. A folder stands for all data files below it, unless it has the layout of BEIR
-    or of `datasets` (a README.md that names configurations, or `save_to_disk`), or a subset or a split other than
-    `train` is asked for. A path that does not exist is a Hub id.
+    The suffix of a file gives its kind. A folder stands for all data files below it but those that are of another split
+    by their names, unless it has the layout of BEIR or of `datasets` (a README.md that names configurations, or
+    `save_to_disk`). With `every_split`, which corpora are read with, a folder stands for the files of all splits. A
+    path that does not exist is a Hub id.
 
     Raises:
         DataError: nothing matches, a file of an unknown kind, or a folder with files of several kinds.
         ConfigError: a subset or split of a file, or a revision of what is not on the Hub.
     """
+    return _resolve(source, every_split=every_split)[0]
+
+
+def _resolve(source: TrainSource, *, every_split: bool) -> tuple[list[Part], Sequence[str]]:
+    """The parts, and the files of the folder that are of another split by their names."""
     path = local_path(source.path)
     is_file = Path(path).is_file() and not is_url(path)
     if source.revision is not None and (is_url(path) or is_pattern(path) or Path(path).exists()):
@@ -253,7 +272,7 @@ def resolve_parts(source: TrainSource) -> list[Part]:
             "leave it out (a URL has it after the id, hf://datasets/OWNER/NAME@REVISION/...)"
         )
     if not is_file and not is_pattern(path) and is_folder(path):
-        return _parts_of_folder(path, source)
+        return _parts_of_folder(path, source, every_split=every_split)
     if not is_url(path):
         reject_broken_link(Path(path))
     if is_file or is_url(path) or is_pattern(path):
@@ -264,34 +283,64 @@ def resolve_parts(source: TrainSource) -> list[Part]:
             )
         _reject_beir(source)
         names = files_matching(path) if is_pattern(path) and not is_file else [path]
-        return [part_of_file(name) for name in names]
+        return [part_of_file(name) for name in names], ()
     if not may_be_hub_id(source.path, source.revision):
         raise DataError(f"{source.path}: no such file or folder")
     if source.format == DataFormat.beir:
-        return [_hub_beir_part(path, source)]
-    return [Part(source.path, PartKind.hub, revision=source.revision)]
+        return [_hub_beir_part(path, source)], ()
+    return [Part(source.path, PartKind.hub, revision=source.revision)], ()
 
 
-def _parts_of_folder(folder: str, source: TrainSource) -> list[Part]:
+def _parts_of_folder(folder: str, source: TrainSource, *, every_split: bool) -> tuple[list[Part], Sequence[str]]:
     files = files_in(folder)
     beir = _beir_part(folder, files, source)
     if beir is not None:
-        return [beir]
+        return [beir], ()
     if source.format == DataFormat.beir:
-        return [_hub_beir_part(folder, source)]
-    if not is_url(folder) and (_has_subset_or_split(source) or _is_hub_folder(Path(folder))):
-        return [Part(folder, PartKind.hub)]
+        return [_hub_beir_part(folder, source)], ()
+    if not is_url(folder) and (source.subset is not None or _is_hub_folder(Path(folder))):
+        return [Part(folder, PartKind.hub)], ()
     names = [name for name in files if suffix_of(path_of(name)) in FOLDER_SUFFIXES]
-    parts = [part_of_file(name) for name in names]
-    if not parts:
+    if not names:
         raise DataError(f"{source.path}: this folder holds no training files; supported are {SUPPORTED_FILES}")
+    chosen = names if every_split else _files_of_split(names, path_of(folder), source)
+    parts = [part_of_file(name) for name in chosen]
     kinds = sorted({part.kind.value for part in parts})
     if len(kinds) > 1:
         raise DataError(
             f"{source.path}: this folder holds {' and '.join(kinds)} files: "
-            f"choose the ones to train on, such as path={source.path.rstrip('/')}/*{suffix_of(path_of(names[0]))}*"
+            f"choose the ones to train on, such as path={source.path.rstrip('/')}/*{suffix_of(path_of(chosen[0]))}*"
         )
-    return parts
+    taken = set(chosen)
+    return parts, [name for name in names if name not in taken]
+
+
+def _files_of_split(names: Sequence[str], folder: Path, source: TrainSource) -> list[str]:
+    """The files of the split that is asked for. A file whose name says nothing is of the split train."""
+    split = _SPLIT_WORDS.get(source.split, source.split)
+    splits = {name: _split_of(path_of(name), folder, source.split) for name in names}
+    chosen = [name for name, of_name in splits.items() if split == (of_name or "train")]
+    if not chosen:
+        found = ", ".join(sorted({of_name or "train" for of_name in splits.values()}))
+        raise DataError(
+            f"{source.path}: by the names of its files, such as {names[0]}, this folder holds no split {source.split}, "
+            f"only {found}: write split: with one of them, or the path of the files, such as "
+            f"{source.path.rstrip('/')}/*{suffix_of(path_of(names[0]))}"
+        )
+    return chosen
+
+
+def _split_of(path: Path, folder: Path, asked: str) -> str | None:
+    """The split that the name of a file in a folder says, or that of the folder next to it; None where none does."""
+    inside = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
+    for name in (stem_of(inside), *(parent.name for parent in inside.parents)):
+        words = re.split(r"[-._ 0-9]+", name.lower())
+        if asked in (name, *words):  # any name may be a split
+            return _SPLIT_WORDS.get(asked, asked)
+        splits = {_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS}
+        if splits:
+            return "train" if "train" in splits else min(splits)
+    return None
 
 
 def _beir_part(folder: str, names: Sequence[str], source: TrainSource) -> Part | None:

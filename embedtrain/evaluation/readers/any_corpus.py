@@ -73,7 +73,7 @@ def _numbered_documents(part: Part) -> Iterator[tuple[str, str]]:
 
 def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]:
     """Ids and texts of the positives and negatives of training rows; the text itself of a row of one text."""
-    reader = SourceReader(TrainSource(path=str(path)), path.name, _TEXTS_ALONE)
+    reader = SourceReader(TrainSource(path=str(path)), path.name, _TEXTS_ALONE, every_split=True)
     documents = None
     if reader.documents is not None:
         corpus = documents_build(reader.documents, OnError.stop, cache or Cache(directory=cache_directory(None)))

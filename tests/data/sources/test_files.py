@@ -16,11 +16,11 @@ import pytest
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.sources.files import read_blocks, read_lines
-from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, source_names
+from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, resolve_parts, source_names
 from embedtrain.data.sources.table_rows import parquet_rows
 from embedtrain.data.sources.text_rows import is_json_list, json_list_rows
 from embedtrain.errors import ConfigError, DataError
-from tests.data.files import assert_error, error_of, line, read, write
+from tests.data.files import assert_error, error_of, line, read, write, write_table
 
 ROW = {"query": "q", "pos": ["p"], "neg": ["n"]}
 TABLE = {"query": ["q1", "q2", "q3"], "pos": [["p"], ["o"], ["r"]]}
@@ -221,6 +221,58 @@ def test_files_without_read_permission(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROW)
     path.chmod(0)
     assert_error(f"^{path}: .*Permission denied", path)
+
+
+# Splits by the names of files
+
+# Files of a folder by the split that is asked for; the others are left out.
+SPLITS: dict[tuple[str, ...], dict[str, list[str]]] = {
+    ("train.jsonl", "test.jsonl"): {"train": ["train.jsonl"], "test": ["test.jsonl"]},
+    ("nq.jsonl", "nq-dev.jsonl", "more_train.jsonl"): {
+        "train": ["more_train.jsonl", "nq.jsonl"],
+        "validation": ["nq-dev.jsonl"],
+        "dev": ["nq-dev.jsonl"],
+    },
+    ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "validation-00000-of-00001.jsonl"): {
+        "train": ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
+    },
+    ("data/train/a.jsonl", "data/test/a.jsonl", "eval/train.jsonl"): {
+        "train": ["data/train/a.jsonl", "eval/train.jsonl"],
+        "test": ["data/test/a.jsonl"],
+    },
+    ("german.jsonl", "french.jsonl", "contest.jsonl"): {
+        "train": ["contest.jsonl", "french.jsonl", "german.jsonl"],
+        "german": ["german.jsonl"],
+    },
+}
+
+
+@pytest.mark.parametrize("files", SPLITS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv.gz", ".parquet", ".arrow"])
+def test_names_of_files_choose_the_split(tmp_path: Path, files: tuple[str, ...], suffix: str) -> None:
+    for name in files:
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_table(tmp_path / "a" / name.replace(".jsonl", suffix), {"query": [f"q {name}"], "positive": ["p"]})
+    for split, expected in SPLITS[files].items():
+        examples, report = read(tmp_path / "a", split=split)
+        assert [example.query for example in examples] == [f"q {name}" for name in expected]
+        left_out = {Path(name).name.replace(".jsonl", suffix) for name in files if name not in expected}
+        assert {Path(name).name for name in report.left_out} >= left_out - {Path(n).name for n in report.files}
+        assert ("another split by name" in str(report)) == (len(expected) < len(files))
+        every = expand_sources([TrainSource(path=str(tmp_path / "a"), split=split, each_file=True)])
+        assert len(read_sources(every, OnError.stop)) == len(expected)
+    corpus = resolve_parts(TrainSource(path=str(tmp_path / "a")), every_split=True)
+    assert len(corpus) == len(files)
+    pattern = tmp_path / "a" / "**" / f"*{suffix}"
+    assert len(read(pattern)[0]) == len(files)
+
+
+def test_a_folder_without_the_split(tmp_path: Path) -> None:
+    for name in ("test.jsonl", "dev.jsonl"):
+        write(tmp_path / "a" / name, ROW)
+    assert_error(f"^{tmp_path}/a: .*{tmp_path}/a/dev.jsonl, .*no split train, only test, validation", tmp_path / "a")
+    assert_error(f"^{tmp_path}/a: .*no split x, only test, validation", tmp_path / "a", split="x")
+    assert len(read(tmp_path / "a" / "test.jsonl")[0]) == 1
 
 
 # One source per file, and FlagEmbedding's no_in_batch_neg

@@ -3,7 +3,8 @@
     from embedtrain import train, evaluate, load_encoder
 
 Every function composes and checks its options as the command of its name does, prints the same lines, and raises the
-command's errors (`embedtrain.errors.EmbedtrainError`). Without a launcher a world of one rank exists during the call;
+command's errors (`embedtrain.errors.EmbedtrainError`). One thread of a process calls them at a time; a forked process
+calls none, if the one that it was forked from has. Without a launcher a world of one rank exists during the call;
 under torchrun every rank calls the function with the same arguments and gets the same result.
 """
 
@@ -121,7 +122,7 @@ def train(
     if config_dir is not None:
         arguments += ["--config-dir", fspath(config_dir)]
     signals = StopSignals()
-    with own_process_state(quiet=quiet), signals.listening():
+    with own_process_state("train", quiet=quiet), signals.listening():
         (composed,) = compose_recipes(arguments)
         with training_world(composed) as world:
             _write(memory, composed.output_dir, world)
@@ -150,7 +151,7 @@ def evaluate(
     flat = flatten(EvaluateOptions, {"model": _model_path(model)}, _without_none(sets=sets), options or {}, more)
     _take_from_memory(flat, memory, {"sets": "evaluation"})
     flat = {option: _with_code_paths(value) for option, value in flat.items()}
-    with own_process_state(quiet=quiet):
+    with own_process_state("evaluate", quiet=quiet):
         composed = compose_evaluate(to_overrides(flat))
         reranker = composed.reranker
         require_models(model=composed.model, adapter=composed.adapter, reranker=reranker and reranker.path)
@@ -189,7 +190,7 @@ def mine(
     }
     flat = flatten(MineOptions, parameters, options or {}, more)
     _take_from_memory(flat, memory, {"data": "rows"})
-    with own_process_state(quiet=quiet):
+    with own_process_state("mine", quiet=quiet):
         composed = compose_mine(to_overrides(flat))
         require_models(model=composed.model, adapter=composed.adapter, teacher=composed.teacher)
         with joined_world(composed.timeout) as world:
@@ -224,7 +225,7 @@ def export(
     path = run.output_dir if isinstance(run, TrainResult) else run
     parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir)}
     flat = flatten(ExportOptions, parameters, options or {}, more)
-    with own_process_state(quiet=quiet):
+    with own_process_state("export", quiet=quiet):
         composed = compose_export(to_overrides(flat))
         with joined_world() as world:
             directory = ""
@@ -247,7 +248,7 @@ def load_encoder(
         options, more: `precision`, `max_length`, `query_prompt`, `trust_remote_code`, ...: those of `EncoderOptions`.
     """
     flat = flatten(EncoderOptions, {"model": _model_path(model)}, options or {}, more)
-    with own_process_state(quiet=quiet):
+    with own_process_state("load_encoder", quiet=quiet):
         composed = check_encoder(compose_command("load_encoder", EncoderOptions, to_overrides(flat), ""))
         require_models(model=composed.model, adapter=composed.adapter)
         quiet_libraries()

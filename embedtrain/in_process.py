@@ -17,19 +17,25 @@ from transformers.utils import logging as transformers_logging
 from embedtrain.cli import ignore_accelerate_environment
 from embedtrain.config.limits import own_hydra_state
 from embedtrain.distributed.srun import set_ranks_from_srun
-from embedtrain.distributed.world import World, joined_world
+from embedtrain.distributed.world import PROCESS_USE, World, joined_world
 from embedtrain.limits import explain_limits
 from embedtrain.loading.load import QUIET_LOGGERS
 
 
 @contextlib.contextmanager
-def own_process_state(*, quiet: bool) -> Iterator[None]:
-    """Run a block as a command, and leave the process as it was.
+def own_process_state(name: str, *, quiet: bool) -> Iterator[None]:
+    """Run a block as the command `name`, and leave the process as it was.
 
     The environment, the hook for errors, the random state of torch, warnings, the verbosity of libraries, Hydra's state
     and the CUDA device are restored, and process groups that the block has left are freed. A `quiet` block prints
-    nothing on standard output.
+    nothing on standard output. A ConfigError if another thread runs one.
     """
+    with PROCESS_USE.of_call(name, may_wait=False), _restored_state(quiet=quiet):
+        yield
+
+
+@contextlib.contextmanager
+def _restored_state(*, quiet: bool) -> Iterator[None]:
     environment = dict(os.environ)
     levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

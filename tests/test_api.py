@@ -1,10 +1,12 @@
 """The Python API: the commands as functions of one process, and of several ranks."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -218,11 +220,12 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_signals_are_deferred_while_training_and_restored(interruptible):
+def test_signals_are_deferred_while_training_and_restored(interruptible, capsys):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     signals = StopSignals()
     with signals.listening(), signals.deferred():
         signal.raise_signal(signal.SIGINT)
+        assert "SIGINT: stopping after the current step" in capsys.readouterr().err
         assert signals.received is signal.SIGINT
         signals.agreed = True  # as the loop does, which then raises Stopped
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -231,3 +234,60 @@ def test_signals_are_deferred_while_training_and_restored(interruptible):
     late = StopSignals()
     with pytest.raises(KeyboardInterrupt), late.listening(), late.deferred():
         signal.raise_signal(signal.SIGINT)
+
+
+def test_threads_encode_one_after_the_other(model):
+    texts = [f"{WORDS[i % 13]} {WORDS[i % 7]}" for i in range(24)]
+    with load_encoder(model, pooling="mean", quiet=True) as encoder:
+        expected = encoder.encode_documents(texts)
+        with ThreadPoolExecutor(3) as pool:
+            results = list(pool.map(encoder.encode_documents, [texts] * 6))
+    assert all(np.allclose(result, expected, atol=1e-6) for result in results)
+
+
+_STARTED, _GO_ON = threading.Event(), threading.Event()
+
+
+def wait_for_the_other(encoder: Any) -> dict[str, float]:
+    _STARTED.set()
+    assert _GO_ON.wait(120)
+    return {"dimension": float(encoder.get_embedding_dimension())}
+
+
+def test_a_second_call_in_another_thread_is_refused(model, tmp_path):
+    before, stdout = process_state(), sys.stdout
+    with ThreadPoolExecutor(1) as pool:
+        options = {**OPTIONS, "export.check": False, "evaluation": {"function": wait_for_the_other, "at_start": True}}
+        training = pool.submit(
+            train, model=model, data=rows(), options=options, output_dir=tmp_path / "first", quiet=True
+        )
+        try:
+            assert _STARTED.wait(120), training.exception(0)
+            for call in (
+                lambda: train(model=model, data=rows(), options=OPTIONS, output_dir=tmp_path / "second", quiet=True),
+                lambda: load_encoder(model, pooling="mean", quiet=True),
+            ):
+                with pytest.raises(ConfigError, match="while train runs in another thread"):
+                    call()
+        finally:
+            _GO_ON.set()
+        assert training.result().step == 4
+    assert sys.stdout is stdout
+    assert process_state() == before
+    assert not (tmp_path / "second").exists()
+
+
+def _encode_forked(text: str) -> Any:
+    return _FORKED[0].encode_documents([text])
+
+
+_FORKED: list[Any] = []
+
+
+def test_forked_processes_are_refused(model):
+    with load_encoder(model, pooling="mean", quiet=True) as encoder:
+        _FORKED.append(encoder)
+        for call in (_encode_forked, load_encoder):
+            fork = multiprocessing.get_context("fork")
+            with fork.Pool(2) as pool, pytest.raises(ConfigError, match=r"get_context\('spawn'\)"):
+                pool.map_async(call, [str(model)] * 4).get(60)

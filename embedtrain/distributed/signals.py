@@ -87,6 +87,7 @@ class StopSignals:
             received, now = signal.Signals(number), time.monotonic()
             if self._deferred and self.received is None:
                 self.received, self._received_at = received, now
+                _acknowledge(received, "to interrupt it at once")
             elif not self._deferred or now - self._received_at >= _REPEAT_WINDOW:
                 _act(previous[received], number, frame)
 
@@ -125,6 +126,8 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = received, now
+            if self._deferred:
+                _acknowledge(received, "to end the process at once")
         elif now - self._received_at < _REPEAT_WINDOW:
             return
         elif self._deferred:
@@ -145,6 +148,15 @@ def report_early_stop(received: signal.Signals) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"stopped by {received.name} during start-up: run the same command again", file=sys.stderr, flush=True)
     return exit_code(received)
+
+
+def _acknowledge(received: signal.Signals, effect: str) -> None:
+    """Report at once that a signal arrived: the current step, evaluation or export may take long. Rank 0 prints."""
+    if os.environ.get("RANK", "0") == "0":
+        again = f"send it again after {_REPEAT_WINDOW:.0f} s {effect}"
+        text = f"{received.name}: stopping after the current step, with a checkpoint; {again}"
+        with contextlib.suppress(RuntimeError):  # it interrupted a write to the same stream
+            print(text, file=sys.stderr, flush=True)
 
 
 def _act(handler: Any, number: int, frame: FrameType | None) -> None:

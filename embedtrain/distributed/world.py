@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 _joined: list["World"] = []  # what this process has joined, by `joined_world`
 BACKGROUND_GROUP = "background"  # description of process groups used by other threads than the main one
+_POLL_SECONDS = 0.05
 # Seconds: NCCL's own time-out does not name the late rank, so the watchdog's must come first.
 NCCL_EXTRA_SECONDS = 60.0
 # NCCL's own watchdog aborts the process when it sees an error, without naming the lost rank, and before the watchdog
@@ -159,6 +161,55 @@ def _explain_missing_interface() -> Iterator[None]:
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}: {socket.gethostname()} has no such interface "
             f"with an address; set it to one that reaches the other hosts ({interfaces}), or unset it"
         ) from error
+
+
+class _ProcessUse:
+    """Lets one thread at a time use the process group, the models on it, and the state of the process.
+
+    Collectives that two threads start mix, FSDP's units of one model cannot run twice at once, and Hydra's state,
+    `sys.stdout` and the environment belong to the process. A forked process has none of the threads of the process
+    group, and would wait for them forever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process: int | None = None  # that used it first
+        self._running = ""  # the outermost call
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def of_call(self, name: str, *, may_wait: bool) -> Iterator[None]:
+        """Run a block in the only thread that does.
+
+        A block that `may_wait` begins when another one of the kind has ended. A ConfigError in a forked process, and if
+        any other block runs in another thread.
+        """
+        if self._process not in (None, os.getpid()):  # before the lock, which may have been held when it was forked
+            raise ConfigError(
+                f"{name} in a process that was forked from one which has used embedtrain: the threads of its process "
+                "group do not exist here; start processes with multiprocessing.get_context('spawn')"
+            )
+        while not self._lock.acquire(timeout=_POLL_SECONDS if may_wait else 0.0):
+            running = self._running  # empty for a moment, while another thread begins or ends a call
+            if not may_wait or running not in ("", name):
+                raise ConfigError(
+                    f"{name} while {running or 'another call'} runs in another thread of this process: "
+                    "wait until it has ended, or start another process"
+                )
+        try:
+            self._process = os.getpid()
+            self._depth += 1
+            if self._depth == 1:
+                self._running = name
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._running = ""
+            self._lock.release()
+
+
+PROCESS_USE = _ProcessUse()
 
 
 def rank_from_environment() -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from embedtrain.data.types import TextRole
+from embedtrain.distributed.world import PROCESS_USE
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.m3 import M3Comparison, lexical_weights
@@ -158,6 +159,21 @@ class TextEncoder(SentenceTransformersAdapter):
         self.prompts = {**prompts, **self.prompts}
         self._finalizer = weakref.finalize(self, close)
         self._finalizer.atexit = False
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        """`SentenceTransformersAdapter.encode` in one thread at a time.
+
+        In a process with other ranks, threads are refused: ranks could encode in different orders, and hang.
+        """
+        with PROCESS_USE.of_call("encode", may_wait=self.encoder.world.size == 1):
+            return super().encode(*args, **options)
+
+    def get_embedding_dimension(self) -> int:
+        """D, from a forward pass. A collective."""
+        with PROCESS_USE.of_call("encode", may_wait=self.encoder.world.size == 1):
+            return super().get_embedding_dimension()
+
+    get_sentence_embedding_dimension = get_embedding_dimension
 
     def encode_queries(self, texts: str | Sequence[str], **options: Any) -> Any:
         """`encode` with the model's prompt of queries."""

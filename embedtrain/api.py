@@ -111,8 +111,6 @@ def train(
         **_loss(loss),
     }
     flat = flatten(Recipe, parameters, _with_model_path(options or {}), _with_model_path(more))
-    if "loss.name" in flat:
-        flat["loss"] = flat.pop("loss.name")
     if recipe is None and "output_dir" in flat:
         flat.setdefault("name", Path(flat["output_dir"]).name)
     memory = InMemoryData()

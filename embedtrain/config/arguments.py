@@ -1,6 +1,10 @@
 """Arguments of a command line of the form option=value."""
 
 import re
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 
 def quote(text: str) -> str:
@@ -20,3 +24,15 @@ def quote_value(argument: str, *names: str) -> str:
 def option_of(argument: str) -> str:
     """The name of the option that a command line argument sets."""
     return argument.lstrip("+~").partition("=")[0]
+
+
+def value_of(argument: str) -> Any:
+    """The value that a command line argument sets, as Hydra reads it: a text without its quotes, a list, a mapping.
+
+    An argument that Hydra cannot read has the text after `=`: composing it gives the error.
+    """
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except (HydraException, RecursionError):
+        return argument.partition("=")[2]
+    return argument.partition("=")[2] if override.is_sweep_override() else override.value()

@@ -314,7 +314,6 @@ def _check_m3(recipe: Recipe) -> None:
 def _check_cross_encoder(recipe: Recipe) -> None:
     """Raise a ConfigError for options about vectors, of which a cross-encoder computes none."""
     for options, prefix, name in (
-        (recipe.loss, "loss.", "matryoshka_dims"),
         (recipe.evaluation, "evaluation.", "truncate_dims"),
         (recipe.export, "export.", "truncate_dim"),
     ):

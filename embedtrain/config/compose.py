@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import apply_accelerate_config
-from embedtrain.config.arguments import option_of, quote
+from embedtrain.config.arguments import option_of, quote, value_of
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import require_named_code
 from embedtrain.config.command_line import parse_command_line
@@ -43,6 +43,7 @@ from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig
 from embedtrain.config.names import check_reranker_loss, explain_unknown
+from embedtrain.config.overrides import to_overrides
 from embedtrain.config.parsing import (
     escape_interpolations,
     explain_composition,
@@ -209,7 +210,7 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
 
 def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
     """A recipe. Another loss on the command line starts from its own defaults, without the options of the recipe's."""
-    chosen = next((override.partition("=")[2] for override in overrides if option_of(override) == "loss"), None)
+    overrides, chosen = _choose_loss(overrides)
     changes_loss = is_cross_encoder = False
     if chosen is not None:
         register_recipes(changes_loss)
@@ -219,10 +220,34 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
             changes_loss = chosen not in (choices_of_groups["loss"], config.loss.name)
             is_cross_encoder = config.model.kind is ModelKind.cross_encoder
     if is_cross_encoder:
-        check_reranker_loss(str(chosen))
+        assert chosen is not None
+        check_reranker_loss(chosen)
     register_recipes(changes_loss)
     config = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
     return _with_length_and_name(config)
+
+
+def _choose_loss(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """The overrides with the loss that the last of them chooses as `loss=NAME`, and its name.
+
+    Hydra also reads a name in quotes or in a list, after `+loss=` or beside its options in `loss={name: NAME}`. All of
+    these have to keep or replace the options of the recipe's loss alike.
+    """
+    others, chosen = [], None
+    for override in overrides:
+        option = option_of(override)
+        if option == "loss" and override.startswith("~"):
+            raise ConfigError(f"{override}: a run has a loss; write loss=NAME to train with another one")
+        value = value_of(override) if option in ("loss", "loss.name") else None
+        if isinstance(value, list) and len(value) == 1:
+            (value,) = value
+        if isinstance(value, str):
+            chosen = value
+            continue
+        if isinstance(value, dict):  # Hydra merges it into the chosen loss
+            chosen = value.get("name", chosen)
+        others.append(override)
+    return [*others, *to_overrides({} if chosen is None else {"loss": chosen})], chosen
 
 
 def _with_length_and_name(config: DictConfig) -> DictConfig:

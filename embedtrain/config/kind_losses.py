@@ -16,7 +16,6 @@ from embedtrain.config.losses import (
     M3LossConfig,
     XTRConfig,
 )
-from embedtrain.config.matryoshka import matryoshka_layers_of
 from embedtrain.config.recipe import ModelKind
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -57,18 +56,32 @@ def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> 
 
     `loss` has passed `check_loss`; `option` is its name in the recipe.
     """
-    if loss.precisions is not None:
-        check_kind_of_vectors(kind, f"{option}.precisions")
-    if kind is not ModelKind.dense and (layers := matryoshka_layers_of(loss)):
-        raise ConfigError(
-            f"{option}.matryoshka_layers={written(sorted(layers))}: is for the vectors of model.kind=dense, not "
-            f"{kind.value}; leave it out"
-        )
+    _check_vectors(loss, kind, f"{option}.")
     if isinstance(loss, CombinedConfig):
         for index, part in enumerate(loss.losses):
+            _check_vectors(part, kind, f"{option}.losses[{index}].")
             _check(part, kind, f"{option}={loss.name}: losses[{index}].name", f"{option}.losses[{index}].")
     else:
         _check(loss, kind, option, f"{option}.")
+
+
+def _check_vectors(loss: LossConfig, kind: ModelKind, prefix: str) -> None:
+    """Reject what is computed from the vectors of texts, in a loss or a part of one, for a kind that has none."""
+    check = OptionChecks(loss, prefix)
+    if loss.precisions is not None:
+        check_kind_of_vectors(kind, f"{prefix}precisions")
+    reasons = {
+        ModelKind.cross_encoder: "is for vectors, and model.kind={kind} computes a score; leave it out",
+        ModelKind.m3: "is for vectors of one kind, and model.kind={kind} has two; leave it out",
+        ModelKind.sparse: "is not for model.kind={kind}; leave it out",
+    }
+    if kind in reasons:
+        check.require(loss.matryoshka_dims is None, "matryoshka_dims", reasons[kind].format(kind=kind.value))
+    check.require(
+        kind is ModelKind.dense or loss.matryoshka_layers is None,
+        "matryoshka_layers",
+        f"is for the vectors of model.kind=dense, not {kind.value}; leave it out",
+    )
 
 
 def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
@@ -82,22 +95,18 @@ def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
         )
     if allowed is None:
         _check_dense(loss, option)
-    if kind in (ModelKind.late_interaction, ModelKind.sparse):
+    else:
         written_for = {
-            ModelKind.late_interaction: f"write model.late_interaction.similarity for model.kind={kind.value}",
-            ModelKind.sparse: f"model.kind={kind.value} has the inner product",
+            ModelKind.cross_encoder: "computes the score itself; leave it out",
+            ModelKind.late_interaction: "has model.late_interaction.similarity; write that",
+            ModelKind.m3: "has three scores of its own; leave it out",
+            ModelKind.sparse: "has the inner product; leave it out",
         }
         check.require(
             getattr(loss, "similarity", None) is getattr(type(loss), "similarity", None),
             "similarity",
-            f"is for vectors of texts; {written_for[kind]}",
+            f"is for the vectors of model.kind=dense, and model.kind={kind.value} {written_for[kind]}",
         )
-    if kind in (ModelKind.m3, ModelKind.sparse):
-        reason = {
-            ModelKind.m3: f"is for vectors of one kind, and model.kind={kind.value} has two; leave it out",
-            ModelKind.sparse: f"is not for model.kind={kind.value}; leave it out",
-        }
-        check.require(loss.matryoshka_dims is None, "matryoshka_dims", reason[kind])
     if isinstance(loss, InfoNCEConfig):
         _check_infonce(loss, kind, check)
 

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embedtrain.config.arguments import option_of
+from embedtrain.config.arguments import option_of, value_of
 from embedtrain.config.command_line import parse_command_line
 from embedtrain.config.compose import YAML_ERRORS, to_plain
 from embedtrain.config.expected import expected_directories
@@ -59,8 +59,8 @@ def compose_pipeline(arguments: Sequence[str], *, check_paths: bool = True) -> P
 
     Raises a ConfigError if a stage cannot work, whichever it is, and SystemExit after `--cfg job`.
     """
-    choice = next((value.partition("=")[2] for value in arguments if option_of(value) == "recipe"), None)
-    if choice is None or not _RECIPE_NAME.fullmatch(choice):
+    choice = next((value_of(value) for value in arguments if option_of(value) == "recipe"), None)
+    if not isinstance(choice, str) or not _RECIPE_NAME.fullmatch(choice):
         return None
     command_line = parse_command_line(arguments, Recipe, multirun=True)
     content = _read(choice, command_line.config_dir)

@@ -58,8 +58,6 @@ class StageKind:
         if self.name != TRAIN:
             return to_overrides(flat)
         recipe = flat.pop("recipe", None)
-        if "loss.name" in flat:
-            flat["loss"] = flat.pop("loss.name")
         return [*(to_overrides({"recipe": recipe}) if recipe is not None else []), *to_overrides(flat)]
 
     def compose(self, arguments: list[str]) -> Any:

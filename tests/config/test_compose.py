@@ -133,6 +133,26 @@ loss: {temperature: 0.5, matryoshka_dims: [4]}
         (["loss=infonce", "loss.temperature=0.3"], InfoNCEConfig(temperature=0.3)),
         (["loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka_dims=[4])),
         (["loss.temperature=0.7"], CoSENTConfig(temperature=0.7, matryoshka_dims=[4])),
+        # All other forms in which Hydra reads a choice.
+        *(
+            ([form], CoSENTConfig(temperature=0.5, matryoshka_dims=[4]))
+            for form in (
+                "loss='cosent'",
+                'loss="cosent"',
+                "+loss=cosent",
+                "loss=[cosent]",
+                "loss={name: cosent}",
+                "loss.name=cosent",
+            )
+        ),
+        *(
+            ([form], TripletConfig())
+            for form in ("loss='triplet'", "+loss=triplet", "loss=[triplet]", "loss.name=triplet")
+        ),
+        (["loss={name: triplet, margin: 0.1}"], TripletConfig(margin=0.1)),
+        (["loss={temperature: 0.7}"], CoSENTConfig(temperature=0.7, matryoshka_dims=[4])),
+        (["loss=infonce", "loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka_dims=[4])),
+        (["loss=cosent", "loss='triplet'"], TripletConfig()),
     ],
 )
 @pytest.mark.parametrize("inherits", [False, True])
@@ -143,6 +163,11 @@ def test_another_loss_starts_from_its_defaults(tmp_path, chosen, expected, inher
         name, arguments = "heir", user_recipe(tmp_path, "heir", "# @package _global_\ndefaults: [own]\nname: heir\n")
     (recipe,) = compose_recipes([*arguments, *GOOD[1:], *chosen])
     assert (recipe.name, recipe.loss) == (name, expected)
+
+
+def test_a_run_without_a_loss_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match="~loss: a run has a loss"):
+        compose_recipes([*user_recipe(tmp_path, "own", OWN_LOSS), *GOOD[1:], "~loss"])
 
 
 def test_jobs_with_several_losses(tmp_path):

@@ -6,7 +6,7 @@ from embedtrain.config import kind_losses
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kind_losses import check_kind_loss
-from embedtrain.config.listwise_losses import RankNetConfig
+from embedtrain.config.listwise_losses import BCEConfig, RankNetConfig
 from embedtrain.config.loss_choices import LossDirection, Similarity
 from embedtrain.config.loss_registry import LOSSES, SCORE_LOSSES
 from embedtrain.config.losses import (
@@ -36,6 +36,25 @@ CASES = [
     (InfoNCEConfig(), ModelKind.m3, r"loss=infonce: .*loss=m3"),
     (M3LossConfig(matryoshka_layers=[1]), ModelKind.m3, r"loss\.matryoshka_layers=\[1\]: .*m3"),
     (M3LossConfig(matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
+    # Parts of a combination: on a score, the first dimension of a vector is the whole vector.
+    (
+        CombinedConfig(losses=[BCEConfig(), RankNetConfig(matryoshka_dims=[1])]),
+        ModelKind.cross_encoder,
+        r"loss\.losses\[1\]\.matryoshka_dims=\[1\]: .*cross_encoder",
+    ),
+    (
+        CombinedConfig(losses=[BCEConfig()], matryoshka_dims=[1]),
+        ModelKind.cross_encoder,
+        r"loss\.matryoshka_dims=\[1\]: ",
+    ),
+    (CombinedConfig(losses=[M3LossConfig()], matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
+    (
+        CombinedConfig(losses=[InfoNCEConfig(), MarginMSEConfig(matryoshka_layers=[1])]),
+        LATE,
+        r"loss\.losses\[1\]\.matryoshka_layers=\[1\]: ",
+    ),
+    (RankNetConfig(similarity=Similarity.dot), ModelKind.cross_encoder, r"loss\.similarity=dot: .*score itself"),
+    (DistillScoresConfig(similarity=Similarity.dot), ModelKind.m3, r"loss\.similarity=dot: .*three scores"),
     (SigLIPConfig(), ModelKind.sparse, r"loss=siglip: .*loss=infonce"),
     (InfoNCEConfig(similarity=Similarity.dot), ModelKind.sparse, r"loss\.similarity=dot: "),
     (InfoNCEConfig(matryoshka_dims=[4]), ModelKind.sparse, r"loss\.matryoshka_dims=\[4\]: "),
@@ -103,6 +122,10 @@ def test_the_losses_of_sources_are_checked():
         train=TrainConfig(steps=1),
     )
     with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss=xtr: "):
+        check_recipe(recipe)
+    recipe.model.kind, recipe.loss = ModelKind.cross_encoder, RankNetConfig()
+    recipe.data.train[1].loss = CombinedConfig(losses=[BCEConfig(matryoshka_dims=[1])])
+    with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss\.losses\[0\]\.matryoshka_dims=\[1\]: "):
         check_recipe(recipe)
 
 

@@ -56,6 +56,8 @@ def test_stages_refer_to_the_results_of_earlier_ones(run_inputs, tmp_path):
     assert sorted(tuned.depends) == ["mined", "weak"]
     assert pipeline.stage("final").options.output_dir == str(stages / "final" / "model")
     assert pipeline.stage("weak-evaluation").options.sets[0].path == str(run_inputs / "dev")
+    quoted = compose_pipeline(["--config-dir", str(tmp_path), "recipe='small'", f"output_dir={tmp_path / 'run'}"])
+    assert quoted is not None and quoted.stages[:3] == pipeline.stages[:3]
     assert [stage.name for stage in pipeline.dependents("mined")] == ["tuned", "tuned-evaluation", "final"]
 
 

@@ -56,6 +56,12 @@ def blocks(page: Path) -> Iterator[Block]:
         )
 
 
+def inline_code(page: Path) -> list[str]:
+    """The code in the sentences and tables of a page."""
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
 def without_code(text: str) -> str:
     """A page without blocks and inline code, in which brackets are not links."""
     return re.sub(r"`[^`\n]+`", "``", _BLOCK.sub("", text))

@@ -10,7 +10,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 from tests.docs.commands import Command, commands, compose
-from tests.docs.pages import blocks, pages
+from tests.docs.pages import blocks, inline_code, pages
 
 _HERE = re.compile(r"^cat > (?P<path>\S+) <<'(?P<end>\w+)'\n(?P<text>.*?)^(?P=end)$", re.MULTILINE | re.DOTALL)
 
@@ -28,8 +28,9 @@ def files_of(page: Path) -> dict[str, str]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    shell = [block for block in blocks(page) if block.language in SHELL and not block.excused]
-    return [command for block in shell for command in commands(block.text)]
+    shell = [block.text for block in blocks(page) if block.language in SHELL and not block.excused]
+    whole = [text for text in inline_code(page) if "=" in text and "..." not in text]
+    return [command for text in (*shell, *whole) for command in commands(text.replace("recipe=NAME", "recipe=minilm"))]
 
 
 # Its commands compose all stages of a pipeline several times, as tests/pipeline does.

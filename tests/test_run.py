@@ -2,10 +2,15 @@
 
 import json
 import shutil
+import time
+import unittest.mock
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from embedtrain.checkpoint import checkpointer
+from embedtrain.checkpoint.step_directory import list_steps
 from embedtrain.config.recipe import TrainSource
 from embedtrain.data.train_data import load_train_data
 from embedtrain.distributed.world import World
@@ -107,6 +112,29 @@ def test_a_new_run_starts_from_weights_without_optimizer(ranks, run_inputs, tmp_
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
     assert "contains only weights" in output
     assert losses(out)[1] < first[1]
+
+
+def run_by_fast_clock(world: World, fast_rank: int, *arguments: str) -> str:
+    """A run in which a minute of one rank lasts less than a step."""
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() * (1e9 if world.rank == fast_rank else 1.0))
+    with unittest.mock.patch.object(checkpointer, "time", clock):
+        return run(world, *arguments)
+
+
+def test_checkpoints_by_the_clock_of_rank_0(ranks, run_inputs, tmp_path):
+    """Saved by all ranks after the same step, at the end only in a short run, and without effect on the result."""
+    common = ("train.steps=6", "checkpoint.keep=9", "checkpoint.asynchronous=false")
+    for rank in (0, 1):
+        arguments = options(run_inputs, tmp_path / str(rank), *common, model="dropout")
+        output, _ = ranks(2, run_by_fast_clock, rank, *arguments)
+        saved = [step for step, _ in list_steps(tmp_path / str(rank) / "checkpoints")]
+        assert saved == ([6, 5, 4, 3, 2, 1] if rank == 0 else [6])
+        assert "checkpoints: every 30 minutes, at the end, up to 6 of " in output
+    resumed = rewind_run(tmp_path / "0", tmp_path / "resumed", 3)
+    ranks(2, run, *options(run_inputs, resumed, *common, model="dropout"))
+    for name in ("1", "resumed"):
+        assert losses(tmp_path / name) == losses(tmp_path / "0")
+        assert exported_weights(tmp_path / name) == exported_weights(tmp_path / "0")
 
 
 def test_the_best_checkpoint_is_kept_and_exported(ranks, run_inputs, tmp_path):

@@ -1,8 +1,12 @@
 """The checkpoints of a run: save, find the newest intact one, load it, delete those that are not kept."""
 
 import contextlib
+import math
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +40,7 @@ from embedtrain.checkpoint.step_directory import (
     free_disk_space,
     list_steps,
     list_unfinished,
+    max_checkpoints_on_disk,
     open_checkpoint,
     prunable,
     recover_replaced,
@@ -47,10 +52,13 @@ from embedtrain.checkpoint.step_directory import (
 from embedtrain.checkpoint.tensor_files import describe_tensors, require_fit, tensor_files, write_local_shards
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.device import thread_initializer
+from embedtrain.distributed.signals import Notice
+from embedtrain.distributed.watchdog.watchdog import MAX_FINISHING, UnfinishedWork
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
-from embedtrain.files import remove_tree
+from embedtrain.errors import CheckpointError, LostContact
+from embedtrain.files import directory_size, remove_tree
+from embedtrain.formatting import format_bytes
 
 _MAX_MESSAGES = 10  # about directories that are skipped
 
@@ -58,9 +66,9 @@ _MAX_MESSAGES = 10  # about directories that are skipped
 class Checkpointer:
     """Saves and loads the checkpoints below `root`. Every method is called on every rank.
 
-    As a context manager it waits at the end for a pending save. Every manifest gets the entries of `metadata`: the
-    options that a resumed run must share, and the recipe. In an asynchronous save ranks wait `timeout` seconds for each
-    other.
+    As a context manager it waits at the end for a pending save, also if the run has failed. Every manifest gets the
+    entries of `metadata`: the options that a resumed run must share, and the recipe. In an asynchronous save ranks wait
+    `timeout` seconds for each other.
     """
 
     def __init__(
@@ -79,8 +87,10 @@ class Checkpointer:
         self._cpu_world: World | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=thread_initializer())
         self._pending: Future[None] | None = None
+        self._pending_phase = ""
         self.average: Mapping[str, Tensor] | None = None  # of the weights, by their names; saved and loaded with them
         self._newest: int | None = None  # step of the newest intact checkpoint
+        self._saved_at = math.inf  # when the last save began, or training
 
     def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of `state["step"]`, then delete those that need not be kept.
@@ -92,6 +102,7 @@ class Checkpointer:
         why.
         """
         self.wait()
+        self._saved_at = time.monotonic()
         snapshot = self._take_snapshot(trained, optimizer)
         state = dict(state)
         with self.world.fail_together(_phase(state)), _os_errors(_phase(state), self.root):
@@ -102,6 +113,7 @@ class Checkpointer:
             self._write(snapshot, state, self.world)
             return
         staged = self._staging.copy(snapshot) if snapshot.position.is_writer else snapshot
+        self._pending_phase = _phase(state)
         self._pending = self._thread.submit(self._write, staged, state, self._background_world())
 
     def prepare_asynchronous(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -130,15 +142,30 @@ class Checkpointer:
         """Whether an asynchronous save has failed on this rank; `wait` raises the reason. Not a collective."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
+    @property
+    def notice(self) -> Notice:
+        """What this rank announces to the others at the end of a step. Not a collective.
+
+        Clocks differ, so that of rank 0 decides for all ranks when a save is due by time.
+        """
+        if self.failed:
+            return Notice.save_failed
+        is_pending = self._pending is not None and not self._pending.done()
+        minutes = (time.monotonic() - self._saved_at) / 60
+        is_due = self.world.is_main and not is_pending and minutes >= (self.config.minutes or math.inf)
+        return Notice.save_due if is_due else Notice(0)
+
     def wait_for_staging(self) -> None:
         """Make this thread's next work on the GPU wait for the copies of a save; call it before weights change."""
         self._staging.wait_for_staging()
 
     def wait(self) -> None:
         """Wait for the pending save; raises CheckpointError on every rank if it failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            finally:
+                self._pending = None
 
     def _background_world(self) -> World:
         if self._cpu_world is None:
@@ -212,9 +239,24 @@ class Checkpointer:
         keep, every = max(1, self.config.keep - 1), self.config.keep_every
         return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
-    def require_disk_space(self, trained: nn.Module, total_steps: int, state_bytes: int = 8) -> None:
-        """Raise ConfigError on every rank if the run would exceed `checkpoint.max_disk_gb`."""
-        require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents, state_bytes), total_steps)
+    def require_disk_space(self, trained: nn.Module, total_steps: int, state_bytes: int = 8) -> str:
+        """When checkpoints are saved, and the disk space that they need, for the user; a warning if it is not free.
+
+        Raises ConfigError on every rank if the run would exceed `checkpoint.max_disk_gb`.
+        """
+        size = checkpoint_bytes(trained, self.config.contents, state_bytes)
+        require_disk_limit(self.config, size, total_steps)
+        count = max_checkpoints_on_disk(self.config, total_steps)
+        with self.world.fail_together("looking for disk space"):
+            folder = next(path for path in (self.root, *self.root.parents) if path.is_dir())
+            free, used = shutil.disk_usage(folder).free, directory_size(self.root) if self.world.is_main else 0
+        needed = f"up to {count} of {format_bytes(size)} at a time"
+        if self.world.is_main and count * size > free + used:
+            self.log(
+                f"the disk of {self.root} has {format_bytes(free)} left, too few for checkpoints ({needed}): a save "
+                "that fails ends the run; free space, or choose another output_dir"
+            )
+        return f"checkpoints: {self.config.moments}, {needed}; the disk has {format_bytes(free)} left"
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint; partial and damaged ones are reported and skipped.
@@ -266,7 +308,15 @@ class Checkpointer:
                 _read_into(self.average, checkpoint, AVERAGE if complete and AVERAGE in checkpoint.kinds else WEIGHTS)
         return dict(checkpoint.manifest.state) if complete else None
 
+    def _unfinished(self) -> UnfinishedWork | None:
+        pending = self._pending
+        return None if pending is None else (self._pending_phase, pending)
+
     def __enter__(self) -> Self:
+        """Begin to train: the clock starts, and the watchdog finishes a pending save if the run fails."""
+        if self.world.watchdog is not None:
+            self.world.watchdog.unfinished = self._unfinished
+        self._saved_at = time.monotonic()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -274,11 +324,17 @@ class Checkpointer:
         try:
             if kind is None:
                 self.wait()
-            # After the loss of a rank the save would wait for it too, and longer: it is abandoned.
-            elif self._pending is not None and issubclass(kind, EmbedtrainError) and not issubclass(kind, LostContact):
-                with contextlib.suppress(EmbedtrainError):
-                    self.wait()
+            # The watchdog has waited, if there is one. Without it, only a lost rank is known to be missing in the save.
+            elif (
+                self._pending is not None
+                and self.world.watchdog is None
+                and issubclass(kind, Exception)
+                and not issubclass(kind, LostContact)
+            ):
+                wait_for([self._pending], timeout=MAX_FINISHING)
         finally:
+            if self.world.watchdog is not None:
+                self.world.watchdog.unfinished = lambda: None
             self._thread.shutdown(wait=False)
         if kind is None and self._cpu_world is not None:
             dist.destroy_process_group(self._cpu_world.group)

@@ -280,10 +280,13 @@ def require_disk_limit(config: CheckpointConfig, size: int, total_steps: int) ->
 
 
 def max_checkpoints_on_disk(config: CheckpointConfig, total_steps: int) -> int:
-    """Number of checkpoints on disk while the last one is written, itself included."""
-    saved = list(range(config.every, total_steps, config.every)) if config.every else []
+    """Number of checkpoints on disk while the last one is written, itself included, at most."""
+    # By time, or after a better evaluation, it may be any step.
+    every = config.every or int(config.minutes > 0 or config.best_metric is not None)
+    saved = list(range(every, total_steps, every)) if every else []
     retained = set(saved[-max(1, config.keep - 1) :])
-    retained |= {step for step in saved if config.keep_every and step % config.keep_every == 0}
+    if config.every and config.keep_every:
+        retained |= {step for step in saved if step % config.keep_every == 0}
     # A run that was stopped and resumes has a previous checkpoint even if it only saves at its end.
     return max(2, len(retained) + 1 + (config.best_metric is not None))
 

@@ -245,7 +245,8 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
 def _check_checkpoint(recipe: Recipe) -> None:
     check = OptionChecks(recipe.checkpoint, "checkpoint.")
     best = recipe.checkpoint.best_metric
-    check.at_least(0, "every", "0 saves at the end only")
+    check.at_least(0, "every", "0 saves by time (checkpoint.every_minutes)")
+    check.at_least(0, "every_minutes", "0 saves at the end only")
     check.at_least(1, "keep", "training resumes from a checkpoint")
     check.at_least(0, "keep_every", "0 keeps none for good")
     check.positive("max_disk_gb", "null sets no limit")

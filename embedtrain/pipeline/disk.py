@@ -26,7 +26,7 @@ def disk_of_training(recipe: Recipe, meta: MetaEncoder) -> int:
         count = max_checkpoints_on_disk(config, recipe.train.steps)
     else:  # how many steps an epoch has depends on the data
         count = max(2, config.keep) + (config.best_metric is not None)
-    checkpoints = size * (count if config.every else 1 + (config.best_metric is not None))
+    checkpoints = size * count
     if config.max_disk_gb is not None:
         checkpoints = min(checkpoints, int(config.max_disk_gb * GB))
     return checkpoints + _disk_of_model(meta, recipe.export.dtype)

@@ -218,7 +218,8 @@ class TrainingLoop:
                 improved = False
                 if step == self._total_steps or _is_due(step, recipe.evaluation.every):
                     improved = self._evaluate()
-                if self._is_done or improved or self.stop_signals.agreed or _is_due(step, recipe.checkpoint.every):
+                is_due = _is_due(step, recipe.checkpoint.every) or Notice.save_due in report.notices
+                if is_due or self._is_done or improved or self.stop_signals.agreed:
                     self._save()
 
     def _evaluate(self) -> bool:

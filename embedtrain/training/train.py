@@ -11,7 +11,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.device import deterministic_algorithms
-from embedtrain.distributed.signals import Notice, StopSignals
+from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.compressed import CompressedVectors
@@ -110,7 +110,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     parts = build_parts(run, inputs, start)
     groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
-    checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes))
+    run.console.note(checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes)))
     average = _average(run, parts, checkpointer)
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
     if start.from_scratch and recipe.train.init_from is not None:
@@ -198,7 +198,7 @@ def _step_context(
         optim=run.recipe.optim,
         state=state,
         flops=model_flops(parts.model.encoder),
-        notices=lambda: stop_signals.notice | (Notice.save_failed if checkpointer.failed else Notice(0)),
+        notices=lambda: stop_signals.notice | checkpointer.notice,
         wait_for_staging=checkpointer.wait_for_staging,
     )
 

@@ -146,6 +146,24 @@ def test_training_continues_during_an_asynchronous_save(ranks, tmp_path):
         assert loaded == before
 
 
+def fail_during_a_save(world: World, root: Path) -> list[int]:
+    """The steps on disk after an error in a process without other ranks."""
+    live = Live(world, FSDP, odd=True)
+    with (
+        pytest.raises(ValueError, match="wolves"),
+        slow_disk() as resumed,
+        open_checkpoints(root, world) as checkpoints,
+    ):
+        checkpoints.save(live.trained, live.optimizer, state_of(1))
+        threading.Timer(0.3, resumed.set).start()
+        raise ValueError("wolves")
+    return steps_in(root)
+
+
+def test_a_save_is_finished_after_an_error(ranks, tmp_path):
+    assert ranks(1, fail_during_a_save, tmp_path) == [[1]]
+
+
 def save_rapidly(world: World, root: Path) -> None:
     live = Live(world, parallel(Strategy.hsdp, shard_size=2), odd=True)
     with open_checkpoints(root, world, keep=3) as checkpoints:

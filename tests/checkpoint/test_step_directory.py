@@ -30,7 +30,7 @@ from embedtrain.checkpoint.step_directory import (
 )
 from embedtrain.checkpoint.tensor_files import describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.checkpoint import CheckpointConfig, CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError
 
 FILE = "weights-00000-of-00001.safetensors"
@@ -226,6 +226,11 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     ("options", "total_steps", "count"),
     [
         ({}, 100, 2),
+        ({"every_minutes": 0.0}, 100, 2),
+        ({"keep": 5}, 100, 5),  # by time, after any step
+        ({"keep": 5}, 3, 3),
+        ({"keep": 5, "contents": CheckpointContents.model}, 100, 2),  # never by time
+        ({"keep": 3, "every_minutes": 0.0, "best_metric": "dev/ndcg@10"}, 100, 4),
         ({"every": 10, "keep": 1}, 100, 2),
         ({"every": 10, "keep": 2}, 100, 2),
         ({"every": 10, "keep": 5}, 100, 5),

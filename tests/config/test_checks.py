@@ -274,6 +274,7 @@ CASES = [
     option("evaluation.patience", 3, evaluation__sets=DEV, evaluation__every=10),
     option("evaluation.patience", 3, evaluation__sets=DEV, checkpoint__best_metric="dev/ndcg@10"),
     option("checkpoint.every", -1),
+    option("checkpoint.every_minutes", -1.0),
     option("checkpoint.keep", 0),
     option("checkpoint.keep_every", -1),
     option("checkpoint.max_disk_gb", 0.0),

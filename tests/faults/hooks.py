@@ -96,6 +96,35 @@ class InStep:
 
 
 @dataclass(frozen=True)
+class SlowSave:
+    """A rank's part of every checkpoint takes long, and another fault follows.
+
+    Args:
+        rank: the slow rank.
+        seconds: that writing its shards takes.
+        then: the other fault.
+    """
+
+    rank: int
+    seconds: float
+    then: Callable[[int], None]
+
+    def __call__(self, rank: int) -> None:
+        self.then(rank)
+        if rank != self.rank:
+            return
+        import embedtrain.checkpoint.checkpointer as checkpointer
+
+        real = checkpointer.write_local_shards
+
+        def write_local_shards(*arguments):
+            time.sleep(self.seconds)
+            return real(*arguments)
+
+        checkpointer.write_local_shards = write_local_shards
+
+
+@dataclass(frozen=True)
 class MemoryExhausted:
     """An allocation fails in an optimizer step: more bytes than any machine has.
 

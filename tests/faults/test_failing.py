@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.hooks import InStep, MemoryExhausted, NcclError, verify_cache_in_thread
+from tests.faults.hooks import InStep, MemoryExhausted, NcclError, SlowSave, verify_cache_in_thread
 from tests.faults.runs import finish, start, training_result
 
 
@@ -17,12 +17,28 @@ def test_an_unexpected_error_on_one_rank(folder, undisturbed):
     run = start(folder, "raised", hook=InStep(rank=1, step=4), agent=False)
     assert run.wait() == [1, 1], run.text
     assert run.text.count("Traceback") == 1
-    saved = "the newest complete checkpoint is raised/checkpoints/step-00000003: the same command resumes from it"
+    saved = "the newest complete checkpoint is raised/checkpoints/step-00000004: the same command resumes from it"
     assert run.errors == [
         f"error: rank 1 on {socket.gethostname()} failed while training, step 5: ValueError: a cosmic ray; {saved}"
     ]
     finish(folder, "raised")
     assert training_result(folder / "raised") == undisturbed
+
+
+@pytest.mark.parametrize("fault", [InStep(1, 3), pytest.param(InStep(0, 3, seconds=120), marks=pytest.mark.slow)])
+def test_a_pending_checkpoint_is_finished(folder, undisturbed, fault):
+    """A save takes longer than a failed run has to end: all ranks finish it first, the failing one as well."""
+    out = f"pending-{fault.rank}"
+    slow = SlowSave(0, 9.0 if fault.rank else 18.0, fault)
+    run = start(folder, out, "parallel.step_timeout=8", hook=slow)
+    assert run.wait() == [1, 1], run.text
+    saved = f"the newest complete checkpoint is {out}/checkpoints/step-00000003: the same command resumes from it"
+    (error,) = run.errors
+    assert error.startswith(f"error: rank {fault.rank} on ") and error.endswith(saved), run.text
+    assert run.text.count("the ranks are still saving the checkpoint of step 3, for at most 10 minutes") == 1
+    again = finish(folder, out)
+    assert f"resuming from {out}/checkpoints/step-00000003" in again.text
+    assert training_result(folder / out) == undisturbed
 
 
 def test_a_hanging_rank(folder):

@@ -43,6 +43,7 @@ def command(training: Training) -> list[str]:
         "seed": training.seed,
         "parallel.precision": training.precision,
         "checkpoint.every": training.save_every,
+        "checkpoint.every_minutes": 0,  # the other libraries save by steps only
         "optim.max_grad_norm": training.max_grad_norm or "null",
         **{name: value for name, value in chosen.items() if value is not None},
     }

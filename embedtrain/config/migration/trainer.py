@@ -124,7 +124,7 @@ TRAINER = (
         also="eval_batch_size evaluation_batch_size",
     ),
     Row("save_steps", "`checkpoint.every`", same),
-    Row("save_strategy", "`checkpoint.every`, a number of steps; 0 saves at the end only", one_of({"no": "0"})),
+    Row("save_strategy", "`checkpoint.every_minutes`; 0 saves at the end only", one_of({"no": "0"})),
     Row("save_total_limit", "`checkpoint.keep`", same),
     Row("save_only_model", "`checkpoint.contents`", Flag("checkpoint.contents=model", "checkpoint.contents=all")),
     Row(

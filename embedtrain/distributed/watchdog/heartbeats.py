@@ -36,6 +36,7 @@ class Failure:
     reporting_rank: int  # the rank that prints it
     code: int = 1  # exit code of every rank
     hanging: tuple[int, ...] = ()  # ranks that do not respond; they print their stack once they can
+    resumes: bool = False  # whether the message ends with where the run would resume
 
 
 class HeartbeatStore:

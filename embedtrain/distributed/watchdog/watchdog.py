@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from signal import Signals
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -31,6 +32,12 @@ GRACE = 5.0  # seconds that the main thread has to end by itself after the run h
 _WAIT_FOR_CAUSE, _WAIT_FOR_RANK_0 = 3.0, 1.0
 _MAX_SILENCE_WHEN_LATE = 10.0  # seconds without a heartbeat after which a rank that others wait for counts as lost
 _MAX_CLOSING = 90.0  # seconds that closing files and trackers may take
+# Seconds that a failed run may still write the checkpoint that is being saved. A model of 7 billion parameters has
+# checkpoints of 84 GB: seven minutes at 200 MB/s.
+MAX_FINISHING = 600.0
+
+# What a thread of this process does, and its future.
+UnfinishedWork = tuple[str, Future[None]]
 
 
 class Watchdog:
@@ -43,6 +50,8 @@ class Watchdog:
 
     Attributes:
         resume_hint: returns the end of a message: where a run would resume, if known.
+        unfinished: returns work of all ranks, such as an asynchronous checkpoint, that this process does not end before
+            if the run fails; None if there is none.
         backend_error: returns the error of collectives that this process will not see as an exception, or "". NCCL
             reports that a connection is lost, while the main thread waits for the GPU, and the GPU for the lost rank.
         max_silence: seconds without a heartbeat after which a rank counts as lost, whatever the ranks are doing.
@@ -53,6 +62,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.size, self.timeout, self.store_on_rank_0 = rank, size, timeout, store_on_rank_0
         self.resume_hint: Callable[[], str] = str
+        self.unfinished: Callable[[], UnfinishedWork | None] = lambda: None
         self.backend_error: Callable[[], str] = str
         self.max_silence = timeout
         self._launcher = find_launcher()
@@ -67,6 +77,7 @@ class Watchdog:
         self._may_start_reaper = rank == local.start
         self._count = 0
         self._exit_state = ""
+        self._is_finishing = self._is_exiting = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
 
@@ -88,10 +99,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Report a failure of the block to the other ranks at once, and agree on the rank that reports it."""
+        """Report a failure of the block to the other ranks at once, and agree on the rank that reports it.
+
+        The error is raised once unfinished work is complete, see `finish_work`.
+        """
         try:
             yield
         except LostContact as error:
+            self._await_exit()
             if self._exit_state:
                 raise
             raise self._explain(error) from error.__cause__
@@ -99,9 +114,15 @@ class Watchdog:
             self._leave("done")  # as all ranks do
             raise
         except BaseException as error:
+            self._await_exit()
             if not self._exit_state:
                 self._report(error)
             raise
+
+    def _await_exit(self) -> None:
+        """If the watchdog's thread is ending this process, let it: it reports the cause."""
+        while self._is_exiting:
+            time.sleep(OBSERVATION)
 
     def report_signal(self, received: Signals) -> int:
         """Report that a signal ends this process immediately; return its exit code.
@@ -125,8 +146,9 @@ class Watchdog:
         self._leave("lost")
         activity = describe_activity(error.what, current_activity().step) if error.what else str(current_activity())
         failure = self._find_failure(activity) or self._heartbeats.claim_failure(self._isolated(activity, error))
+        self._finish_work(failure)
         self._linger()
-        explained = LostContact(error.reason, error.what, said=failure.text)
+        explained = LostContact(error.reason, error.what, said=self._message(failure))
         explained.reporting_rank, explained.exit_code = failure.reporting_rank, failure.code
         return explained
 
@@ -138,15 +160,38 @@ class Watchdog:
         elif is_user_error and self.rank:
             self._await_failure(_WAIT_FOR_RANK_0)
         text = f"{self._format_ranks([self.rank])} failed while {current_activity()}: {type(error).__name__}: {error}"
-        message = str(error) if is_user_error else text + self._resume_suffix()
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        failure = self._heartbeats.claim_failure(Failure(message, self.rank, code))
+        own = Failure(str(error) if is_user_error else text, self.rank, code, resumes=not is_user_error)
+        failure = self._heartbeats.claim_failure(own)
         self._leave("failed")
+        if not isinstance(error, KeyboardInterrupt):  # who interrupts does not want to wait
+            self._finish_work(failure)
         if isinstance(error, EmbedtrainError):
             error.reporting_rank, error.exit_code = failure.reporting_rank, failure.code
         elif failure.reporting_rank == self.rank:
-            error.add_note(f"error: {failure.text}")
+            error.add_note(f"error: {self._message(failure)}")
         self._linger()
+
+    def _finish_work(self, failure: Failure) -> None:
+        """Wait for unfinished work of all ranks, while all of them are alive, for at most MAX_FINISHING seconds."""
+        unfinished = self.unfinished()
+        if unfinished is None or unfinished[1].done():
+            return
+        what, work = unfinished
+        if failure.reporting_rank == self.rank:
+            limit = f"for at most {MAX_FINISHING / 60:.0f} minutes"
+            print(f"{failure.text}; the ranks are still {what}, {limit}", file=sys.stderr, flush=True)
+        deadline, next_check, counts = time.monotonic() + MAX_FINISHING, 0.0, dict[int, int]()
+        self._is_finishing = True
+        while not wait([work], timeout=HEARTBEAT_INTERVAL).done and (now := time.monotonic()) < deadline:
+            self._publish()
+            if now < next_check:
+                continue
+            next_check, before = now + _MAX_SILENCE_WHEN_LATE, counts
+            counts = {rank: beat.count for rank, beat in (self._heartbeats.heartbeats() or {}).items()}
+            if any(before.get(rank) == count for rank, count in counts.items()):  # it cannot do its part
+                break
+        self._is_finishing = False
 
     def _find_failure(self, activity: str, *, late: bool = True) -> Failure | None:
         """Find ranks that are lost, or if `late` those that this rank waited for; None if there are none."""
@@ -222,7 +267,12 @@ class Watchdog:
         return format_ranks(ranks, self._hosts)
 
     def _failure(self, text: str, ranks: list[int]) -> Failure:
-        return Failure(text + self._resume_suffix(), self.rank, hanging=tuple(ranks))
+        return Failure(text, self.rank, hanging=tuple(ranks), resumes=True)
+
+    def _message(self, failure: Failure) -> str:
+        """The whole message; the end is read only when it is printed, after unfinished work."""
+        is_printed = failure.reporting_rank == self.rank
+        return failure.text + (self._resume_suffix() if failure.resumes and is_printed else "")
 
     def _resume_suffix(self) -> str:
         # In a thread with a time-out: a shared file system may be lost together with the network.
@@ -246,7 +296,7 @@ class Watchdog:
             self._publish()
             now = time.monotonic()
             if self._exit_state:
-                failed_since = failed_since or now
+                failed_since = now if self._is_finishing else failed_since or now
                 if now - failed_since > _MAX_CLOSING:
                     os._exit(1)
                 continue
@@ -259,6 +309,7 @@ class Watchdog:
                 continue
             failed_since = failed_since or now
             if now - failed_since > GRACE and not self._exit_state:
+                self._is_exiting = True
                 self._leave("lost")
                 activity = str(current_activity())
                 failure = failure or self._find_failure(activity, late=not error)
@@ -300,10 +351,12 @@ class Watchdog:
         return self._hanging(late) if waited_long else None
 
     def _exit(self, failure: Failure) -> None:
+        self._is_exiting = True
         self._leave("lost")
         if self.rank in failure.hanging:
             print(f"stack of rank {self.rank} when the other ranks gave up:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr)
+        self._finish_work(failure)
         self._print(failure)
         self._linger()
         sys.stdout.flush()
@@ -311,7 +364,7 @@ class Watchdog:
 
     def _print(self, failure: Failure) -> None:
         if failure.reporting_rank == self.rank:
-            print(("error: " if failure.code == 1 else "") + failure.text, file=sys.stderr, flush=True)
+            print(("error: " if failure.code == 1 else "") + self._message(failure), file=sys.stderr, flush=True)
 
     def _publish(self) -> None:
         self._count += 1

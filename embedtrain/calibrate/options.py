@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -52,7 +53,8 @@ class CalibrateOptions:
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     max_length: int | None = None  # tokens; default: the model's
     document_prompt: str | None = None  # default: the model's
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384  # per forward pass of a rank, including padding
     unshard: Unshard = Unshard.layer

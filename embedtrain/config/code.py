@@ -1,26 +1,40 @@
-"""Code that an option names as `module:name`: a loss, an evaluation function.
+"""The gate for options that make code run: `module:name` of a loss or an evaluation function, and trust in a model.
 
-Recipes, checkpoints and model directories come from others, so none of them can name code that is run: whoever starts
-a run names it, on the command line or in Python.
+Recipes, pipelines, checkpoints and model directories come from others, so none of them can name code that is run, or
+trust a model: whoever starts a command says so, on the command line or in Python. `code_option` marks such options.
 """
 
+import contextlib
 import importlib
-import itertools
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.core.override_parser.types import QuotedString
 
-from embedtrain.config.losses import CombinedConfig, CustomConfig, LossConfig
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 
+Options = TypeVar("Options")
+
 _PATH = re.compile(r"\w+(\.\w+)*:[\w.<>]+")
+_RUNS_CODE = "runs_code"  # metadata of a field: names of the options with models whose code it allows
+_TRUE = ("true", "yes", "on", "y", "1")  # as OmegaConf reads them, in lower case
 _registered: dict[str, Callable[..., Any]] = {}  # of this program, by path
+
+
+def code_option(default: Any, *models: str) -> Any:
+    """A field whose value makes code run: a path `module:name`, or true for the code of the models that `models` name.
+
+    `models` are fields of the same dataclass: paths of models, and what else chooses their code, such as a revision.
+    """
+    return field(default=default, metadata={_RUNS_CODE: models})
 
 
 def is_code_path(path: str) -> bool:
@@ -57,52 +71,145 @@ def load_code(path: str, option: str) -> Any:
     return value
 
 
-def require_named_code(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The recipe itself; a ConfigError if it names code that the overrides, which the user wrote, do not name."""
-    paths = list(code_paths(recipe))
-    parsed = OverridesParser.create().parse_overrides(list(overrides)) if paths else []
-    for option, path in paths:
-        values = [
-            override.value() for override in parsed if re.match(rf"{re.escape(override.key_or_group)}(\W|$)", option)
-        ]
-        if path not in itertools.chain.from_iterable(map(_texts, values)):
+@dataclass(frozen=True, slots=True)
+class CodeOption:
+    """An option that makes code run, and its value."""
+
+    name: str  # in full, such as data.train[0].loss.path
+    value: Any
+    models: Mapping[str, Any]  # options that choose the code that it allows, by full name, as far as they are set
+
+
+def code_options(options: Any, prefix: str = "") -> Iterator[CodeOption]:
+    """The options of a dataclass tree that make code run and are set."""
+    for option in fields(options):
+        value, name = getattr(options, option.name), f"{prefix}{option.name}"
+        if _RUNS_CODE in option.metadata:
+            if value:
+                models = {other: getattr(options, other) for other in option.metadata[_RUNS_CODE]}
+                yield CodeOption(name, value, {f"{prefix}{other}": model for other, model in models.items() if model})
+        elif is_dataclass(value):
+            yield from code_options(value, f"{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if is_dataclass(item):
+                    yield from code_options(item, f"{name}[{index}].")
+
+
+@dataclass(frozen=True)
+class UserOptions:
+    """What the user wrote on the command line or in Python.
+
+    Attributes:
+        values: texts, numbers and booleans by full name: {"data.train[0].loss.path": "losses:Mine"}.
+        prefix: precedes the names of options on the command line: `stages.weak.` for those of a stage.
+        outputs: results of earlier stages of a pipeline. Such a model is its own and not named by a file.
+    """
+
+    values: Mapping[str, Any]
+    prefix: str = ""
+    outputs: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, overrides: Sequence[str]) -> "UserOptions":
+        """Those of a command line, which Hydra can parse."""
+        values: dict[str, Any] = {}
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            values |= _leaves(override.key_or_group, override.value())
+        return cls(values)
+
+    def of_stage(self, origins: Sequence[str], outputs: Iterable[str]) -> "UserOptions":
+        """Those that end up in one stage: what was written below `origins`, such as stages.a and stages.a.each.b."""
+        values = {
+            name.removeprefix(f"{origin}."): value
+            for origin in origins
+            for name, value in self.values.items()
+            if name.startswith(f"{origin}.")
+        }
+        return UserOptions(values, f"{origins[0]}.", frozenset(map(os.path.abspath, outputs)))
+
+    def wrote(self, name: str, value: Any) -> bool:
+        """Whether this option has this value because the user wrote exactly that, and all of it."""
+        return all(_is_same(self.values.get(leaf), item) for leaf, item in _leaves(name, value).items())
+
+    def is_output(self, value: Any) -> bool:
+        """Whether this is the path of a result of the pipeline, or a list of such paths."""
+        items = value if isinstance(value, list) else [value]
+        return all(isinstance(item, str) and os.path.abspath(item) in self.outputs for item in items)
+
+
+_OF_STAGE: ContextVar[UserOptions | None] = ContextVar("user_options_of_stage", default=None)
+
+
+@contextlib.contextmanager
+def composing_stage(user: UserOptions) -> Iterator[None]:
+    """Within the block, the arguments that are composed come from the file of a pipeline: only `user` is the user's."""
+    token = _OF_STAGE.set(user)
+    try:
+        yield
+    finally:
+        _OF_STAGE.reset(token)
+
+
+def require_named_code(options: Options, overrides: Sequence[str]) -> Options:
+    """The options themselves; a ConfigError if they make code run that the user has not named.
+
+    `overrides` are the user's command line, except for a stage of a pipeline, whose arguments its file has written.
+    """
+    running = list(code_options(options))
+    if not running:
+        return options
+    user = _OF_STAGE.get() or UserOptions.of(overrides)
+    # A source inherits the class of the recipe's loss, so a path counts wherever it is used.
+    paths = [
+        option.value for option in running if isinstance(option.value, str) and user.wrote(option.name, option.value)
+    ]
+    for option in running:
+        if option.value not in paths and not user.wrote(option.name, option.value):
+            what = "trust the code of a model" if option.value is True else "name code to run"
+            missing = {option.name: option.value, **_not_named(option, user)}
             raise ConfigError(
-                f"{option}={path}: a recipe cannot name code to run; if you trust it, name it yourself: write "
-                f"{option}={path} on the command line"
+                f"{option.name}={written(option.value)}: a file cannot {what}; if you trust it, name it yourself: "
+                f"write {_command_line(missing, user.prefix)} on the command line"
             )
-    return recipe
+        for name, model in _not_named(option, user).items():
+            raise ConfigError(
+                f"{name}={written(model)}: a file names it, and {option.name}=true would run its code; if you trust "
+                f"it, name it yourself: write {_command_line({name: model}, user.prefix)} on the command line"
+            )
+    return options
 
 
-def code_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The options of a recipe that name code, and their values."""
-    yield from _loss_paths(recipe.loss, "loss")
-    for index, source in enumerate(recipe.data.train):
-        if isinstance(source.loss, LossConfig):
-            yield from _loss_paths(source.loss, f"data.train[{index}].loss")
-    if recipe.evaluation.function is not None:
-        yield "evaluation.function", recipe.evaluation.function
+def _not_named(option: CodeOption, user: UserOptions) -> dict[str, Any]:
+    """The options of models whose code it allows, and that the user has not written."""
+    return {n: model for n, model in option.models.items() if not user.wrote(n, model) and not user.is_output(model)}
 
 
-def _loss_paths(loss: LossConfig, option: str) -> Iterator[tuple[str, str]]:
-    if isinstance(loss, CustomConfig):
-        yield f"{option}.path", loss.path
-    elif isinstance(loss, CombinedConfig):
-        for index, part in enumerate(loss.losses):
-            yield from _loss_paths(part, f"{option}.losses[{index}]")
+def _command_line(options: Mapping[str, Any], prefix: str) -> str:
+    """Options as they are written on the command line, where an element of a list is written with the whole list."""
+    return " ".join(
+        f"{prefix}{name.partition('[')[0]}={'[...]' if '[' in name else written(value)}"
+        for name, value in options.items()
+    )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of an override."""
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    """The texts, numbers and booleans of a value, by full name."""
     match value:
         case QuotedString():
-            yield value.text
-        case str():
-            yield value
-        case list():
-            for item in value:
-                yield from _texts(item)
-        case dict():
-            for item in value.values():
-                yield from _texts(item)
-        case ChoiceSweep():
-            yield from _texts(value.list)
+            return {name: value.text}
+        case Mapping():
+            return {leaf: item for key in value for leaf, item in _leaves(f"{name}.{key}", value[key]).items()}
+        case list() | tuple():
+            return {
+                leaf: item for i, element in enumerate(value) for leaf, item in _leaves(f"{name}[{i}]", element).items()
+            }
+        case _:
+            return {name: value}
+
+
+def _is_same(written: Any, value: Any) -> bool:
+    """Whether OmegaConf makes a value of what was written, which may be of another type; never of an interpolation."""
+    if written is None or "${" in str(written):
+        return written is value
+    return str(written).lower() in _TRUE if value is True else str(written) == str(value)

@@ -106,7 +106,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
-    """The options of `python -m embedtrain.NAME`. Names and types are checked, values are not.
+    """The options of `python -m embedtrain.NAME`. Names and types are checked, and that the user names code that runs.
 
     `--help` prints `help_text`, as `render_help` says.
     """
@@ -116,7 +116,7 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     ConfigStore.instance().store(name=name, node=kind)
     config, _ = _compose(name, command_line.overrides, kind)
     _print_if_asked(command_line, config, kind, help_text)
-    return _to_dataclass(config, kind)
+    return require_named_code(_to_dataclass(config, kind), command_line.overrides)
 
 
 def to_recipe(config: DictConfig) -> Recipe:

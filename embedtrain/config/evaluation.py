@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.code import code_option
 from embedtrain.config.validation import OptionChecks
 
 
@@ -172,4 +173,4 @@ class EvaluationConfig:
     # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
     document_windows: bool = False
     # module:function, called with the encoder after every evaluation; its metrics are a set of the function's name.
-    function: str | None = None
+    function: str | None = code_option(None)

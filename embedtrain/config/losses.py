@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_choices import (
     Distance,
@@ -263,7 +264,7 @@ class CustomConfig(LossConfig):
     """A class of your own, named on the command line or in Python, never in a file: [details](../custom-losses.md)."""
 
     name: str = "custom"
-    path: str = ""  # module:Class, a subclass of embedtrain.losses.types.Loss
+    path: str = code_option("")  # module:Class, a subclass of embedtrain.losses.types.Loss
     kwargs: Any = None  # a mapping of its constructor's arguments
     negatives: bool = False  # requires at least one hard negative in every row
     scores: bool = False  # requires a score of every document

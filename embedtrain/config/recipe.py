@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.checkpoint import CheckpointConfig
+from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
@@ -222,7 +223,9 @@ class ModelConfig:
     query_prompt: str | None = None  # precedes every query; default: that of the directory, else none
     document_prompt: str | None = None  # precedes every document; default: that of the directory, else none
     revision: str | None = None  # a commit, tag or branch of the Hub repository
-    trust_remote_code: bool = False  # run Python code of the model: only for authors that you trust
+    # Run Python code of the model: only for authors that you trust. It is set, and the model named, on the command line
+    # or in Python, never in a file.
+    trust_remote_code: bool = code_option(False, "path", "revision", "config", "tokenizer", "tokenizer_revision")
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.checks import check_sets
-from embedtrain.config.code import is_code_path
+from embedtrain.config.code import code_option, is_code_path
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
 from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard, check_index
@@ -60,7 +60,7 @@ class EvaluateOptions:
     sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
     # module:function, called with the encoder after the sets; its metrics are a set of the function's name.
-    function: str | None = None
+    function: str | None = code_option(None)
     subset: int | None = None  # maximum number of queries or rows of each set
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = None
@@ -78,7 +78,8 @@ class EvaluateOptions:
     # default: the model's.
     hybrid_weights: list[float] | None = None
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision", "reranker")
     precision: Precision = Precision.fp32
     # torch, or a graph that the export of the model has, on the CPU: onnx, onnx_fp16, onnx_int8 or openvino.
     backend: Backend = Backend.torch

@@ -6,6 +6,7 @@ from typing import Any
 
 from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.checks import check_export, check_sets
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.parsing import parse_items
@@ -49,7 +50,8 @@ class ExportOptions:
     max_metric_loss: float = 0.02
     push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
     private: bool = True  # whether a repository that is created is private
-    trust_remote_code: bool = False  # execute Python code in the run directory; its recipe cannot allow that
+    # Execute Python code in the run directory; its recipe cannot allow that
+    trust_remote_code: bool = code_option(False, "run", "adapters")
 
     @property
     def export(self) -> ExportConfig:

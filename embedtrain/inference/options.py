@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.validation import OptionChecks
@@ -19,7 +20,8 @@ class EncoderOptions:
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384  # per forward pass of a rank, including padding
     unshard: Unshard = Unshard.layer

@@ -120,15 +120,17 @@ def describe_model(model: ModelConfig) -> dict[str, Any]:
     return {"path": model.path, "adapter": model.lora.path, "pooling": pooling, **own}
 
 
-def model_of(stored: StoredVectors, *, trust_remote_code: bool) -> ModelConfig:
-    """The model whose vectors a directory holds; a DataError if an earlier version wrote the directory."""
+def model_of(stored: StoredVectors) -> ModelConfig:
+    """The model whose vectors a directory holds, whose code never runs, because only a file names it.
+
+    Raises a DataError if an earlier version wrote the directory.
+    """
     try:
         options = stored.index["options"]
         return ModelConfig(
             path=options["path"],
             lora=LoraConfig(path=options["adapter"]),
             pooling=None if options["pooling"] is None else Pooling(options["pooling"]),
-            trust_remote_code=trust_remote_code,
             **{name: options[name] for name in _MODEL_OPTIONS},
         )
     except (KeyError, TypeError, ValueError):

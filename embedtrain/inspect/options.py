@@ -5,6 +5,7 @@ from typing import Any
 
 from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.loss_registry import LOSSES
@@ -40,7 +41,8 @@ class InspectOptions:
     examples: int = 2  # rows to show of each source
     problems: int = 10  # rows that cannot be used, to list for each source
     cache_dir: str | None = None  # as data.cache_dir
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
 
 
 _CONFIG_DIR = ("--config-dir", "-cd")

@@ -190,7 +190,8 @@ def _open_adapter(path: str, options: MergeOptions) -> Member:
     base = options.base or files.base_model
     if not base:
         raise ModelError(f"{files.directory / ADAPTER_CONFIG} does not name the base model: set base")
-    config = _model_config(base, options)
+    # The adapter's file names a base model, but does not make its code trusted.
+    config = _model_config(base, options if base == options.base else replace(options, trust_remote_code=False))
     source = open_model_source(replace(config, lora=lora))
     verify_weights(files.directory)
     return Member(

@@ -8,6 +8,7 @@ from typing import Any
 
 from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.checks import check_export, check_sets
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -145,7 +146,8 @@ class MergeOptions:
     check: bool = True  # reopen and compare, with one model in memory
     push_to_hub: str | None = None  # Hub id to upload to
     private: bool = True  # whether a repository that is created is private
-    trust_remote_code: bool = False  # execute Python code of the models: only for authors you trust
+    # Execute Python code of the models: only for authors you trust
+    trust_remote_code: bool = code_option(False, "models", "run", "base")
     timeout: float = 1800.0  # seconds that a rank waits for the others
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from embedtrain.config.checks import check_train_sources
+from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import IndexConfig, Unshard, check_index
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
@@ -41,7 +42,8 @@ class RowSearchOptions:
     document_prompt: str | None = None  # default: the model's
     instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision", "teacher", "teacher_revision")
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
     chunk_tokens: int = 16384  # per forward pass, including padding
     unshard: Unshard = Unshard.layer

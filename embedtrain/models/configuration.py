@@ -19,7 +19,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig
     if "auto_map" in settings and not trust_remote_code and str(settings.get("model_type")) not in CONFIG_MAPPING:
         raise ModelError(
             f"{directory / 'config.json'} needs Python code of the model (auto_map): review it, and if you trust its "
-            "authors set trust_remote_code=true (model.trust_remote_code in a recipe)"
+            "authors write trust_remote_code=true (model.trust_remote_code=true for train) on the command line"
         )
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.arguments import option_of, value_of
+from embedtrain.config.code import UserOptions
 from embedtrain.config.command_line import parse_command_line
 from embedtrain.config.compose import YAML_ERRORS, to_plain
 from embedtrain.config.expected import expected_directories
@@ -73,7 +74,7 @@ def compose_pipeline(arguments: Sequence[str], *, check_paths: bool = True) -> P
     )
     with resolvers() as references:
         config = _configure(content, overrides, choice)
-        context = _Context(references, command_line.config_dir, check_paths)
+        context = _Context(references, command_line.config_dir, check_paths, UserOptions.of(overrides))
         pipeline = _compose(config, context, selections)
     if command_line.cfg:
         print(yaml.safe_dump(pipeline.resolved, sort_keys=False, allow_unicode=True), end="", flush=True)
@@ -188,6 +189,7 @@ class _Context:
     references: References
     config_dir: str | None
     check_paths: bool
+    user: UserOptions
 
 
 def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str]) -> Pipeline:
@@ -219,7 +221,9 @@ def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str
         resolved[name] = dict(options)
         expected = list(directories.values()) if context.check_paths else [Path("/")]
         with expected_directories(expected), naming(name):
-            references.stages[name] = _stage(name, options, directory, context, settings.name)
+            results = [stage.output(what) for stage in references.stages.values() for what in stage.kind.outputs]
+            user = context.user.of_stage(expanded.origins[name], results)
+            references.stages[name] = _stage(name, options, directory, context, settings.name, user)
     stages = tuple(references.stages.values())
     return Pipeline(
         name=settings.name,
@@ -233,7 +237,9 @@ def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str
     )
 
 
-def _stage(name: str, values: dict[str, Any], directory: Path, context: _Context, pipeline: str) -> Stage:
+def _stage(
+    name: str, values: dict[str, Any], directory: Path, context: _Context, pipeline: str, user: UserOptions
+) -> Stage:
     references = context.references
     do = values.pop(DO)
     kind = KINDS.get(do) if isinstance(do, str) else None
@@ -251,7 +257,7 @@ def _stage(name: str, values: dict[str, Any], directory: Path, context: _Context
     arguments = kind.arguments(values)
     if kind.name == TRAIN and context.config_dir is not None:
         arguments += ["--config-dir", context.config_dir]
-    return Stage(name, kind, arguments, kind.compose(arguments), directory, tuple(references.used))
+    return Stage(name, kind, arguments, kind.compose(arguments, user), directory, tuple(references.used), user)
 
 
 def _set_init(values: dict[str, Any], references: References, kind: StageKind) -> None:

@@ -15,6 +15,7 @@ from embedtrain.pipeline.registry import KINDS, MODEL
 EACH, REPEAT, AFTER, INIT, FROM, STAGES, DO = "each", "repeat", "after", "init", "from", "stages", "do"
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _MEMBER = re.compile(r"[\w-]+")
+_MAX_NAME = 100  # characters: a file system allows 255 bytes, and names get suffixes
 _REFERENCE = re.compile(r"\$\{out:([\w-]+)(?=\.)")
 _FIRST_SEED = 42  # the recipe's default
 MAX_ROUNDS = 1000
@@ -28,17 +29,25 @@ class Expanded:
         stages: options of each stage, with `do`, in the order in which they run.
         groups: names of the members of each fan-out.
         aliases: the stage that the name of a loop stands for after it: its last model.
+        origins: where the options of each stage are in the file, such as stages.weak and stages.weak.each.small.
     """
 
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def add(self, name: str, options: dict[str, Any]) -> None:
-        """Add a stage; a ConfigError if there is one of this name."""
+    def add(self, name: str, options: dict[str, Any], *origins: str) -> None:
+        """Add a stage; a ConfigError if there is one of this name, or if the name cannot be that of a folder."""
+        if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
+            raise ConfigError(
+                f"stages.{name}: becomes the name of a folder: it has letters, digits, _ and -, begins with a letter, "
+                f"and has at most {_MAX_NAME} characters"
+            )
         if name in self.stages or name in self.groups or name in self.aliases:
             raise ConfigError(f"stages.{name}: there are two stages of this name; rename one")
         self.stages[name] = options
+        self.origins[name] = origins
 
 
 def expand(stages: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Expanded:
@@ -60,17 +69,19 @@ def expand(stages: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Expanded
             raise ConfigError(f"stages.{name}: a name has letters, digits, _ and -, and begins with a letter")
         if not isinstance(stage, dict):
             raise ConfigError(f"stages.{name}={stage}: must be a mapping with `do` and the options of that command")
-        _add(expanded, name, stage)
+        _add(expanded, name, stage, f"stages.{name}")
         if name in after:
             for member in [expanded.aliases.get(name, name), *expanded.groups.get(name, ())]:
                 if member in expanded.stages:
                     expanded.add(
-                        f"{member}-evaluation", {DO: "evaluate", "model": f"${{out:{member}.model}}", **options}
+                        f"{member}-evaluation",
+                        {DO: "evaluate", "model": f"${{out:{member}.model}}", **options},
+                        "evaluation",
                     )
     return expanded
 
 
-def _add(expanded: Expanded, name: str, stage: dict[str, Any]) -> None:
+def _add(expanded: Expanded, name: str, stage: dict[str, Any], origin: str) -> None:
     if REPEAT in stage and STAGES in stage:
         _add_rounds(expanded, name, stage)
         return
@@ -78,12 +89,12 @@ def _add(expanded: Expanded, name: str, stage: dict[str, Any]) -> None:
         raise ConfigError(f"stages.{name}.do: is missing; write one of {', '.join(KINDS)}")
     members = _members(name, stage)
     if members is None:
-        expanded.add(name, stage)
+        expanded.add(name, stage, origin)
         return
     common = {key: value for key, value in stage.items() if key not in (EACH, REPEAT)}
     names = [f"{name}-{member}" for member in members]
-    for member_name, options in zip(names, members.values(), strict=True):
-        expanded.add(member_name, _merged(common, options))
+    for member_name, (member, options) in zip(names, members.items(), strict=True):
+        expanded.add(member_name, _merged(common, options), origin, f"{origin}.{EACH}.{member}")
     expanded.groups[name] = names
 
 
@@ -132,7 +143,7 @@ def _add_rounds(expanded: Expanded, name: str, loop: Mapping[str, Any]) -> None:
         for key, stage in inner.items():
             if REPEAT in stage and STAGES in stage:
                 raise ConfigError(f"stages.{name}.stages.{key}: a loop within a loop is not possible")
-            _add(expanded, f"{prefix}-{key}", _renamed(stage, names))
+            _add(expanded, f"{prefix}-{key}", _renamed(stage, names), f"stages.{name}.{STAGES}.{key}")
         newest = names[with_model[-1]]
     expanded.aliases[name] = str(newest)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from embedtrain.config.code import UserOptions, composing_stage
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.paths import require_recipe_paths
@@ -60,11 +61,15 @@ class StageKind:
         recipe = flat.pop("recipe", None)
         return [*(to_overrides({"recipe": recipe}) if recipe is not None else []), *to_overrides(flat)]
 
-    def compose(self, arguments: list[str]) -> Any:
-        """The options of the command, checked, with paths that exist or that earlier stages will write."""
-        if self.name != TRAIN:
-            return importlib.import_module(f"{self.module}.__main__").compose(arguments)
-        (recipe,) = compose_recipes(arguments)
+    def compose(self, arguments: list[str], user: UserOptions) -> Any:
+        """The options of the command, checked, with paths that exist or that earlier stages will write.
+
+        `user` has what the user wrote of them; the file of the pipeline wrote the others, and cannot name code.
+        """
+        with composing_stage(user):
+            if self.name != TRAIN:
+                return importlib.import_module(f"{self.module}.__main__").compose(arguments)
+            (recipe,) = compose_recipes(arguments)
         require_recipe_paths(recipe)
         return recipe
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.code import UserOptions
 from embedtrain.config.expected import expected_directories
 from embedtrain.errors import EmbedtrainError
 from embedtrain.pipeline.registry import DIR, StageKind
@@ -38,6 +39,7 @@ class Stage:
         options: what these are composed to.
         directory: what it writes is in there.
         depends: names of the earlier stages whose results it uses.
+        user: those of its options that the user wrote, not the file of the pipeline.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Stage:
     options: Any
     directory: Path
     depends: tuple[str, ...]
+    user: UserOptions
 
     def output(self, what: str) -> str:
         """The path or pattern of one of its results, as a later stage writes it."""
@@ -55,7 +58,7 @@ class Stage:
     def compose(self) -> Any:
         """The options again, with all paths present: right before it runs."""
         with expected_directories(()), naming(self.name):
-            return self.kind.compose(self.arguments)
+            return self.kind.compose(self.arguments, self.user)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import ExportDtype, ModelKind, Pooling
 from embedtrain.config.validation import OptionChecks
@@ -41,7 +42,8 @@ class PruneOptions:
     kind: ModelKind | None = None  # default: that of the directory
     pooling: Pooling | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
     dtype: ExportDtype = ExportDtype.source  # in which the weights are written
     check: bool = True  # reopen the directory and compare its outputs with those of the kept layers
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.arguments import quote_value
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import parse_vector_format
 from embedtrain.config.evaluation import IndexConfig, check_index
@@ -43,7 +44,8 @@ class SearchOptions:
     chunk_tokens: int = 16384  # per forward pass, including padding
     index: IndexConfig = field(default_factory=IndexConfig)
     vectors_dir: str | None = None  # store document vectors there, so that the next search does not encode them again
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision", "reranker")
 
 
 def compose_search(arguments: list[str]) -> SearchOptions:

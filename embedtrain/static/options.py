@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -37,7 +38,8 @@ class StaticOptions:
 
     pooling: Pooling | None = None  # of the model that encodes the tokens; default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
     dtype: ExportDtype = ExportDtype.fp32  # in which the table is written; source: fp32
     check: bool = True  # reopen the directory and compare its vectors with those of the table
     precision: Precision = Precision.fp32

@@ -174,12 +174,12 @@ def load_guides(
     world: World,
     *,
     chunk_tokens: int,
-    trust_remote_code: bool,
     more: Mapping[str, StoredVectors] | None = None,
 ) -> tuple[dict[str, GuideModel | StoredTeacher], list[str]]:
     """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call.
 
-    `more` has vectors of texts that directories of vectors lack, by the path of the directory.
+    `more` has vectors of texts that directories of vectors lack, by the path of the directory. Code of a guide never
+    runs: `model.trust_remote_code` is for the model that is trained.
     """
     guides, notes = dict[str, GuideModel | StoredTeacher](), list[str]()
     for path in paths:
@@ -190,14 +190,19 @@ def load_guides(
             notes.append(f"the loss's guide or teacher {path}: {teacher.stored.describe()}")
             continue
         name, revision = split_revision(path)
-        options = ModelConfig(path=name, revision=revision, trust_remote_code=trust_remote_code)
+        options = ModelConfig(path=name, revision=revision)
         try:
             loaded = load_model(options, parallel, world, seed=0)
         except (ConfigError, ModelError) as error:
             reason = str(error).removeprefix(f"model.path={name}: ")
-            raise ConfigError(
-                f"the loss's guide or teacher {path}: {reason} (it has to be a sentence-transformers model)"
-            ) from None
+            reason += " (it has to be a sentence-transformers model)"
+            if "auto_map" in reason:
+                reason = (
+                    "needs Python code of its own (auto_map), and model.trust_remote_code is for the trained model "
+                    f"alone: write its vectors with embedtrain vectors model={path} trust_remote_code=true, and name "
+                    "their directory instead"
+                )
+            raise ConfigError(f"the loss's guide or teacher {path}: {reason}") from None
         prompts = loaded.source.prompts
         text_format = TextFormat(query_prompt=prompts.get("query", ""), document_prompt=prompts.get("document", ""))
         texts = GuideTokenizer(loaded.tokenizer, text_format, chunk_tokens)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
-from embedtrain.config.code import code_paths
+from embedtrain.config.code import code_options
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.prompts import prompt_warnings
@@ -152,11 +152,11 @@ def run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
 def import_code(recipe: Recipe) -> EvaluationFunction | None:
     """Import the losses that the recipe names, to find mistakes early, and return its evaluation function."""
     function: EvaluationFunction | None = None
-    for option, path in code_paths(recipe):
-        if option == "evaluation.function":
-            function = load_function(path, option)
-        else:
-            load_loss_class(path, option)
+    for option in code_options(recipe):
+        if option.name == "evaluation.function":
+            function = load_function(option.value, option.name)
+        elif isinstance(option.value, str):
+            load_loss_class(option.value, option.name)
     return function
 
 

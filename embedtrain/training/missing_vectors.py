@@ -6,7 +6,7 @@ from embedtrain.config.losses import CombinedConfig, LossConfig
 from embedtrain.config.recipe import Precision
 from embedtrain.config.similarity_losses import OnMissing, TeacherConfig
 from embedtrain.data.cache.row_store import RowStore
-from embedtrain.errors import DataError
+from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
 from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, model_of, teacher_identity
 from embedtrain.loading.encoder_model import open_encoder_source
@@ -46,8 +46,15 @@ def _encode(path: str, stores: Sequence[RowStore], run: Run) -> StoredVectors | 
     if not len(texts):
         return None
     with world.fail_together("opening the teacher"):
-        model = model_of(stored, trust_remote_code=recipe.model.trust_remote_code)
-        source = open_encoder_source(model)[1]
+        model = model_of(stored)
+        try:
+            source = open_encoder_source(model)[1]
+        except EmbedtrainError as error:
+            raise type(error)(
+                f"the loss's guide or teacher {path} lacks {len(texts):,} texts of the training data, and its model "
+                f"{model.path} cannot encode them: {error}; the code of a model that a file names never runs: write "
+                "the vectors of all texts with embedtrain vectors"
+            ) from error
         expected = dict(index["identity"])
         precision = Precision(expected["precision"])
     identity = teacher_identity(

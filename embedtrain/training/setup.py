@@ -179,7 +179,6 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
         recipe.parallel,
         world,
         chunk_tokens=recipe.train.chunk_tokens,
-        trust_remote_code=recipe.model.trust_remote_code,
         more=missing,
     )
     for source, loss_of_source in enumerate(inputs.losses):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.checks import check_train_sources
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
@@ -36,7 +37,8 @@ class TrimOptions:
     kind: ModelKind | None = None  # default: that of the directory
     pooling: Pooling | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
     dtype: ExportDtype = ExportDtype.source  # in which the weights are written
     check: bool = True  # compare outputs with those of the model, reopen the directory and compare them again
     cache_dir: str | None = None  # as data.cache_dir

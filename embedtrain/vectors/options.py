@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.checks import check_train_sources
+from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -55,7 +56,8 @@ class VectorsOptions:
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
     chunk_tokens: int = 16384  # per forward pass, including padding
     unshard: Unshard = Unshard.layer

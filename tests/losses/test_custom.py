@@ -160,11 +160,11 @@ def test_a_file_cannot_name_code(tmp_path):
     common = ["--config-dir", str(tmp_path), f"data.train=[{tmp_path / 'rows.jsonl'}]"]
     path, function = "tests.losses.test_custom:LocalMean", "evaluation.function=os:getcwd"
     for recipe, option in (("theirs", "loss.path"), ("part", r"loss\.losses\[1\]\.path")):
-        with pytest.raises(ConfigError, match=f"{option}={path}: a recipe cannot name code"):
+        with pytest.raises(ConfigError, match=f"{option}={path}: a file cannot name code"):
             compose_recipe([*common, f"recipe={recipe}", function])
-    with pytest.raises(ConfigError, match=r"evaluation\.function=os:getcwd: a recipe cannot name code"):
+    with pytest.raises(ConfigError, match=r"evaluation\.function=os:getcwd: a file cannot name code"):
         compose_recipe([*common, "recipe=theirs", f"loss.path={path}"])
-    with pytest.raises(ConfigError, match="a recipe cannot name code"):  # not by a value of another option
+    with pytest.raises(ConfigError, match="a file cannot name code"):  # not by a value of another option
         compose_recipe([*common, "recipe=theirs", function, f"name='{path}'"])
     recipe = compose_recipe([*common, "recipe=theirs", f"loss.path={path}", function])
     assert isinstance(recipe.loss, CustomConfig) and recipe.loss.path == path

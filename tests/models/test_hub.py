@@ -136,9 +136,7 @@ def test_revision_after_an_id(tmp_path, monkeypatch):
 
 def guides_of_two_commits(world: World, cache: Path) -> list[str]:
     with cached(cache):
-        guides, _ = load_guides(
-            [f"org/model@{OLD}", "org/model"], parallel(), world, chunk_tokens=64, trust_remote_code=False
-        )
+        guides, _ = load_guides([f"org/model@{OLD}", "org/model"], parallel(), world, chunk_tokens=64)
     return [guide.texts.text_format.query_prompt for guide in guides.values()]
 
 

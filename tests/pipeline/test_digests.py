@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from embedtrain.config.code import UserOptions
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
@@ -35,7 +36,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def stage(kind: str, folder: Path, *arguments: str) -> Stage:
-    return Stage(kind, KINDS[kind], list(arguments), KINDS[kind].compose(list(arguments)), folder / "out" / kind, ())
+    user, command = UserOptions({}), list(arguments)
+    return Stage(kind, KINDS[kind], command, KINDS[kind].compose(command, user), folder / "out" / kind, (), user)
 
 
 def test_texts_are_no_paths(folder):

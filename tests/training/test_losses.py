@@ -424,7 +424,7 @@ def test_adapters_on_a_frozen_model(ranks, model):
 
 
 def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
-    (guides, notes) = load_guides([path], parallel(), world, chunk_tokens=60, trust_remote_code=False)
+    (guides, notes) = load_guides([path], parallel(), world, chunk_tokens=60)
     guide = guides[path]
     assert "guide" in notes[0]
     texts = {path: guide.texts}

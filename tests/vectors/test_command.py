@@ -25,6 +25,7 @@ from embedtrain.training import guides
 from embedtrain.vectors.__main__ import main
 from embedtrain.vectors.options import compose_vectors
 from tests.runs import losses, run_without_base
+from tests.safety.payloads import MARKER, edit, plant_module
 from tests.small import batch, save_guide, save_small, small_model, text
 
 BASE = [
@@ -209,6 +210,24 @@ def test_texts_that_a_directory_lacks_are_encoded_at_the_start(ranks, inputs, tm
         file.write(b"\x01")
     with pytest.raises(AssertionError, match=rf"{part} lacks .* model {guide} is no longer"):
         ranks(1, train, *training(inputs, tmp_path / "other", part, "loss.on_missing=encode"))
+
+
+def test_trust_in_the_trained_model_is_none_in_its_teacher(ranks, inputs, tmp_path):
+    """Neither in a model that only the vectors' directory names, nor in one whose texts are encoded in the training."""
+    guide = shutil.copytree(inputs / "guide", tmp_path / "guide")
+    rows = (inputs / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows[:18]))
+    ranks(1, write, options(tmp_path, tmp_path / "part"))
+    plant_module(guide, tmp_path / MARKER)
+    edit(guide / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"})
+    trust = "model.trust_remote_code=true"
+    for teacher, more, words in (
+        (tmp_path / "part", ["loss.on_missing=encode"], r"auto_map.*write the vectors of all texts with embedtrain"),
+        (guide, [], r"auto_map.*is for the trained model alone: write its vectors with embedtrain vectors"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            ranks(1, train, *training(inputs, tmp_path / "out", teacher, trust, *more))
+        assert not (tmp_path / MARKER).exists()
 
 
 def test_bad_options_and_directories(tmp_path, inputs):

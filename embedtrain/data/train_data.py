@@ -68,6 +68,12 @@ class TrainData:
         """The sources' names."""
         return [store.report.name for store in self.stores]
 
+    @property
+    def texts_per_row(self) -> int:
+        """Query and documents of a row, in the source whose rows have the most."""
+        counts = [store.report.counts() for store in self.stores]
+        return max(1 if count.one_text else 2 + count.most for count in counts)
+
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
         """Tokenise all texts that are not in the cache; batches have tokens afterwards. Returns notes for the user.
 

@@ -1,10 +1,19 @@
 """The plan of a training: the chosen layout and its costs, the largest chunk, and how to make it fit."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from embedtrain.config.recipe import Attention, ParallelConfig, Precision, Recipe, Strategy
+from embedtrain.config.recipe import Attention, OnError, ParallelConfig, Precision, Recipe, Strategy, TrainSource
+from embedtrain.config.source_losses import source_requirements
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.texts import Texts
+from embedtrain.data.train_data import resolve_sources
 from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.errors import EmbedtrainError
+from embedtrain.files import expand_user
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3 import M3Encoder
@@ -21,6 +30,8 @@ from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
 from embedtrain.training.groups import describe_groups, trained_parameters
 
 _MAX_RANKS = 4096
+# Rows of a source that are read for their number of negatives, and the bytes of the piece in which they are.
+_SAMPLED_ROWS, _SAMPLED_BYTES = 256, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,7 @@ class TrainingPlan:
     model: ModelSpec
     cluster: ClusterSpec
     work: StepWorkload
+    knows_rows: bool  # whether `work.texts_per_row` is that of the files or of the options; else the least
     best: LayoutCandidate
     next_best: LayoutCandidate | None
     activation_tokens: int  # with cached graphs: the recipe's value, or what fits with `best`
@@ -156,13 +168,17 @@ def planned_model(recipe: Recipe, options: PlanOptions) -> PlannedModel:
     return PlannedModel(encoder, model, cluster, length)
 
 
-def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
-    """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
+def plan(recipe: Recipe, options: PlanOptions, *, mined: Mapping[Path, int] | None = None) -> TrainingPlan:
+    """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does.
+
+    `mined` are folders that a pipeline will write, with the number of negatives of their rows.
+    """
     planned = planned_model(recipe, options)
     model, cluster, length, parallel = planned.model, planned.cluster, planned.tokens_per_text, recipe.parallel
     if parallel.precision is Precision.auto:
         parallel = replace(parallel, precision=model.precision)
-    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
+    texts_per_row = options.texts_per_row or first_rows(recipe, mined or {})
+    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=texts_per_row)
     choice = choose_layout(parallel, cluster, model, work, always_measure=True)
     assert choice.best is not None
     layout, reduce_per_step = choice.best.layout, choice.best.reduce_per_step
@@ -175,6 +191,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         model=model,
         cluster=cluster,
         work=work,
+        knows_rows=texts_per_row is not None,
         best=choice.best,
         next_best=choice.next_best,
         activation_tokens=activation_tokens,
@@ -183,6 +200,41 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
         changes=changes(parallel, cluster, model, work, choice.best),
         parameter_groups=describe_groups(trained_parameters(planned.encoder, recipe.optim), recipe.optim),
     )
+
+
+def first_rows(recipe: Recipe, mined: Mapping[Path, int]) -> int | None:
+    """Query and documents of the first rows of each source, as training draws them; the most of all sources.
+
+    None unless every source is a local file or folder that can be read, or is below a folder of `mined`: planning needs
+    no data and downloads none.
+    """
+    counts = list[int]()
+    try:
+        for source in recipe.data.train:
+            path = expand_user(source.path)
+            of_stage = [count for folder, count in mined.items() if path.absolute().is_relative_to(folder.absolute())]
+            if of_stage:
+                counts.append(2 + _drawn(source, of_stage[0]))
+                continue
+            if not path.exists():
+                return None
+            one_recipe = replace(recipe, data=replace(recipe.data, train=[source]))
+            for one, loss in zip(*resolve_sources(one_recipe), strict=True):
+                reader = SourceReader(one, one.path, source_requirements(one, loss, recipe))
+                layout = reader.detect_layout(OnError.skip)
+                if reader.document_parts:  # rows name documents by id
+                    return None
+                rows = islice(reader.rows(reader.pieces(_SAMPLED_BYTES)[0], layout), _SAMPLED_ROWS)
+                texts = [texts for _, texts in rows if isinstance(texts, Texts)]
+                negatives = max(len(row.negatives) for row in texts)
+                counts.append(2 + _drawn(one, negatives) if any(row.positives for row in texts) else 1)
+    except (EmbedtrainError, ValueError):  # training reports it
+        return None
+    return max(counts, default=None)
+
+
+def _drawn(source: TrainSource, negatives: int) -> int:
+    return negatives if source.negatives is None else min(negatives, source.negatives)
 
 
 def _vocabulary_head(model: ModelSpec, local: RankWorkload, tokens_per_text: int) -> VocabularyHead:

@@ -43,7 +43,8 @@ class PlanOptions:
     bandwidth_network: float = 50.0  # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
     tflops: float = 400.0  # per GPU in training; 400 is published for good trainers on an H100 in bf16
     tokens_per_text: int | None = None  # mean, including padding; default: the maximum length
-    # A query, its positive, and one for each hard negative; default: 2, and the negatives of a cross-encoder.
+    # A query, its positive, and its hard negatives; default: those of the first rows, if the files are here, or of the
+    # stage that mines them; else the negatives that data.train asks for.
     texts_per_row: int | None = None
     documents: int | None = None  # plan an evaluation or mining of so many documents instead of a training
     queries: int = 10000  # of an evaluation, or rows of mining

@@ -41,6 +41,7 @@ def plan_pipeline(pipeline: Pipeline, options: PlanOptions) -> list[StagePlan]:
     """Plan every stage; the model of an earlier stage that is not there yet has the architecture of what it is from."""
     state = PipelineState(pipeline)
     plans = []
+    mined = {s.directory: s.options.negatives for s in pipeline.stages if s.kind.name == "mine"}
     for stage in pipeline.stages:
         record = state.read(stage)
         status = "to run" if record is None else "begun" if record.ended is None else "ended"
@@ -48,7 +49,7 @@ def plan_pipeline(pipeline: Pipeline, options: PlanOptions) -> list[StagePlan]:
         if stage.kind.name == TRAIN:
             recipe: Recipe = stage.options
             recipe = replace(recipe, model=architecture(pipeline, recipe.model))
-            training = plan(recipe, options)
+            training = plan(recipe, options, mined=mined)
             train = recipe.train
             length = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
         plans.append(StagePlan(stage, status, training, length, disk))

@@ -19,6 +19,10 @@ _TRAFFIC = {
     "all_reduce": "all-reduces over replicas",
     "embeddings": "embeddings",
 }
+_UNKNOWN_ROWS = (
+    "the rows are not here: their negatives are those that data.train asks for; texts_per_row=N counts a query, its "
+    "positive and all negatives"
+)
 
 
 def print_plan(page: Page, plan: TrainingPlan) -> None:
@@ -86,6 +90,7 @@ def _model(plan: TrainingPlan) -> list[tuple[str, str]]:
             "batch",
             f"{work.rows:,} rows, {texts:,} {kind} of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
         ),
+        *([] if plan.knows_rows else [("", _UNKNOWN_ROWS)]),
     ]
 
 
@@ -98,27 +103,32 @@ def _vocabulary_head(head: VocabularyHead) -> str:
 
 
 def _durations(candidates: list[LayoutCandidate]) -> list[list[str]]:
-    parts = [("computation", "compute"), ("exposed communication", "exposed"), ("CPU offload", "offload")]
-    if not any(candidate.traffic.offload for candidate in candidates):
-        parts.pop()
-    parts += [("total", "seconds"), ("communication, overlapped or not", "communication")]
-    return [[label, *(f"{getattr(c.traffic, name):.3f}" for c in candidates)] for label, name in parts]
+    parts = [("computation", "compute"), ("communication that computation does not hide", "exposed")]
+    if any(candidate.traffic.offload for candidate in candidates):
+        parts.append(("CPU offload", "offload"))
+    rows = [[label, *(f"{getattr(c.traffic, name):.3f}" for c in candidates)] for label, name in parts]
+    hidden = [f"{max(0.0, c.traffic.communication - c.traffic.exposed):.3f}" for c in candidates]
+    return [
+        *rows,
+        ["total", *(f"{c.traffic.seconds:.3f}" for c in candidates)],
+        ["communication that it hides", *hidden],
+    ]
 
 
 def _chunks(plan: TrainingPlan) -> list[tuple[str, str]]:
-    local, largest = plan.local, plan.largest_chunk
-    text = "none: not even one text fits" if largest is None else f"train.chunk_tokens={largest}"
-    if largest is not None and local.texts * plan.work.tokens_per_text <= largest:
-        text += ", all tokens of a GPU in a step"
+    local, largest, chunk = plan.local, plan.largest_chunk, plan.work.chunk_tokens
+    tokens = local.texts * plan.work.tokens_per_text  # of a GPU in a step
     encoded_twice = ", the others are encoded twice" * (local.num_cached_graphs < local.chunks)
-    return [
-        (
-            "of the recipe",
-            f"train.chunk_tokens={plan.work.chunk_tokens}: {local.chunks:,} per step and GPU, memory for "
-            f"{local.num_cached_graphs:,} cached graphs{encoded_twice}",
-        ),
-        ("largest that fits", text),
-    ]
+    chunks = f"{local.chunks:,} per step and GPU, memory for {local.num_cached_graphs:,} cached graphs{encoded_twice}"
+    if chunk > tokens:
+        chunks = f"one chunk has all {tokens:,} tokens of a GPU in a step"
+    if largest is None:
+        text = "none: not even one text fits"
+    elif largest >= tokens:
+        text = f"any: one chunk with all {tokens:,} tokens of a GPU in a step fits"
+    else:
+        text = f"train.chunk_tokens={largest}"
+    return [("of the recipe", f"train.chunk_tokens={chunk}: {chunks}"), ("largest that fits", text)]
 
 
 def _gib(num_bytes: float) -> str:

@@ -69,13 +69,15 @@ class StepWorkload:
     def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int | None = None) -> "StepWorkload":
         """The workload of a recipe. A cross-encoder's texts are pairs, one for each document of a row.
 
-        `texts_per_row`: query and documents; default: a query and a positive, and for a cross-encoder the negatives
-        that `data.train` draws, since the negatives of an embedding model are usually those of its batch.
+        `texts_per_row`: query and documents; default, where the rows are not known: a query, a positive, and the
+        negatives that sources of `data.train` ask for. The default of `negatives` counts for a cross-encoder only: it
+        trains on rows with negatives, and most other rows have none.
         """
         train, pairs = recipe.train, recipe.model.kind is ModelKind.cross_encoder
         if texts_per_row is None:
-            drawn = [source.negatives for source in recipe.data.train if source.negatives is not None]
-            texts_per_row = 2 + pairs * max(drawn, default=int(TrainSource.negatives or 0))
+            default = int(TrainSource.negatives or 0)
+            written = [source.negatives or 0 for source in recipe.data.train]
+            texts_per_row = 2 + max((count for count in written if pairs or count != default), default=pairs * default)
         return cls(
             rows=train.global_batch_size,
             texts_per_row=max(1, texts_per_row - pairs) + recipe.data.batch_negatives,

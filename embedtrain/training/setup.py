@@ -166,7 +166,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
             source=inputs.source,
             tokenizer=tokenizer,
             read_weights=start.from_scratch,
-            work=StepWorkload.of(recipe),
+            work=StepWorkload.of(recipe, texts_per_row=data.texts_per_row),
         )
     if inputs.exit_path is not None:
         exits = EarlyExits(model.encoder, inputs.exit_path, exit_layers(inputs.losses))

@@ -64,6 +64,46 @@ def test_rows_of_a_cross_encoder_have_a_pair_for_each_negative():
     assert planned(*common, "texts_per_row=3").work.texts_per_row == 2
 
 
+BATCH = [
+    "model.pooling=cls",
+    "train.chunk_tokens=32768",
+    "train.global_batch_size=128",
+    "gpus=1",
+    "model.max_length=64",
+]
+
+
+def test_negatives_are_planned_as_they_are_drawn(tmp_path):
+    """Of the first rows of files that are here, at most as many as the source draws; else those it asks for."""
+    rows = [{"query": "q", "positive": "p", "negatives": [f"n{i}" for i in range(count)]} for count in (2, 5, 3)]
+    (tmp_path / "mined.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "pairs.csv").write_text("query,positive\na,b\n")
+    common = [shape(XLMR_LARGE), *BATCH]
+
+    def work(*sources):
+        return planned(*common, f"data.train=[{','.join(sources)}]").work
+
+    mined, pairs = tmp_path / "mined.jsonl", tmp_path / "pairs.csv"
+    assert work(str(mined)).texts_per_row == 7
+    assert work(f"{{path: {mined}, negatives: 4}}").texts_per_row == 6
+    assert work(f"{{path: {mined}, negatives: null}}", str(pairs)).texts_per_row == 7
+    assert work(str(pairs)).texts_per_row == 2
+    assert work("{path: gone/rows.jsonl, negatives: 4}").texts_per_row == 6
+    assert work("gone/rows.jsonl").texts_per_row == 2
+    assert planned(*common, f"data.train=[{mined}]", "texts_per_row=3").work.texts_per_row == 3
+    pairs_seconds = planned(*common, f"data.train=[{pairs}]").best.traffic.compute
+    four_seconds = planned(*common, f"data.train=[{{path: {mined}, negatives: 4}}]").best.traffic.compute
+    assert four_seconds >= 3 * pairs_seconds, "three times the texts, of which some are encoded twice"
+
+
+def test_what_is_not_known_and_what_is_not_limited_is_said(tmp_path):
+    page = call("embedtrain.plan", shape(XLMR_LARGE), *BATCH, "data.train=[gone/rows.jsonl]")
+    assert "the rows are not here" in page
+    assert "one chunk has all 16,384 tokens of a GPU in a step" in page, page
+    assert "largest that fits  any: one chunk with all 16,384 tokens" in page, page
+    assert "communication that computation does not hide" in page
+
+
 @pytest.mark.slow
 def test_the_vocabulary_head_of_a_sparse_model():
     words, hidden, tokens = 30_522, 128, 16_384

@@ -25,8 +25,9 @@ from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_opt
 from embedtrain.errors import ConfigError
 from embedtrain.files import expand_user
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
+from embedtrain.pipeline.model_kinds import check_models, is_reranker
 from embedtrain.pipeline.references import References, resolvers
-from embedtrain.pipeline.registry import KINDS, RUN, TRAIN, StageKind
+from embedtrain.pipeline.registry import KINDS, MODEL, RUN, TRAIN, StageKind
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
 
 _RECIPE_NAME = re.compile(r"[\w-][\w./-]*")
@@ -35,6 +36,8 @@ _SELECTIONS = ("from", "until", "only")
 _STAGES = "stages"
 _OPTIMIZER, _INIT_FROM = "optimizer", "init_from"  # of `init`, and the option of `train`
 _FOLDER = "pipelines/"  # of recipes/
+_RERANKER = "reranker"  # option of evaluate
+_EVALUATION = "evaluation"  # where the stages that `evaluation.after` adds come from
 PIPELINE = "pipeline"  # value of `kind`
 
 
@@ -218,12 +221,16 @@ def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str
             raise ConfigError(f"stages.{name}: {reason}") from None
         assert isinstance(values, dict)
         options = {str(key): value for key, value in values.items()}
+        if _EVALUATION in expanded.origins[name] and is_reranker(options[MODEL], references.stages):
+            _measure_reranker(name, options)
         resolved[name] = dict(options)
         expected = list(directories.values()) if context.check_paths else [Path("/")]
         with expected_directories(expected), naming(name):
             results = [stage.output(what) for stage in references.stages.values() for what in stage.kind.outputs]
             user = context.user.of_stage(expanded.origins[name], results)
-            references.stages[name] = _stage(name, options, directory, context, settings.name, user)
+            stage = _stage(name, options, directory, context, settings.name, user)
+            check_models(stage, references.stages)
+        references.stages[name] = stage
     stages = tuple(references.stages.values())
     return Pipeline(
         name=settings.name,
@@ -258,6 +265,16 @@ def _stage(
     if kind.name == TRAIN and context.config_dir is not None:
         arguments += ["--config-dir", context.config_dir]
     return Stage(name, kind, arguments, kind.compose(arguments, user), directory, tuple(references.used), user)
+
+
+def _measure_reranker(name: str, options: dict[str, Any]) -> None:
+    """Let an evaluation measure the reranker that a stage trains: how it orders the documents that BM25 finds."""
+    if options.get(_RERANKER) is not None:
+        raise ConfigError(
+            f"stages.{name}: evaluation.after names a stage that trains a reranker, and evaluation.reranker another "
+            "one; leave one of them out"
+        )
+    options[_RERANKER] = options.pop(MODEL)
 
 
 def _set_init(values: dict[str, Any], references: References, kind: StageKind) -> None:

@@ -48,7 +48,7 @@ def options_of(stage: Stage) -> dict[str, Any]:
     """The options that count, by dotted name, with plain values; paths of inputs are among them."""
     ignored = (*_IGNORED, *stage.kind.ignored, stage.kind.output)
     values: dict[str, Any] = {}
-    for name, value in _leaves(stage.options, ""):
+    for name, value in leaves(stage.options, ""):
         if stage.kind.name == TRAIN:
             counts = _counts_in_training(name, stage.options)
         else:
@@ -83,17 +83,18 @@ def _is_below(path: str, directory: Path) -> bool:
     return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(directory))
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """All values in options, by dotted name below `name`."""
     prefix = f"{name}." if name else ""
     if is_dataclass(value) and not isinstance(value, type):
         for option in fields(value):
-            yield from _leaves(getattr(value, option.name), f"{prefix}{option.name}")
+            yield from leaves(getattr(value, option.name), f"{prefix}{option.name}")
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(item, f"{prefix}{key}")
+            yield from leaves(item, f"{prefix}{key}")
     elif isinstance(value, list | tuple) and value:
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{index}]")
+            yield from leaves(item, f"{name}[{index}]")
     else:
         yield name, value
 

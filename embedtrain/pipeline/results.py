@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.checksums import Checksums
+from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.files import atomic_write
 from embedtrain.formatting import format_duration
 from embedtrain.models.export_record import RECORD
@@ -41,7 +42,8 @@ def _ended(pipeline: Pipeline, state: PipelineState) -> Iterator[tuple[Stage, St
 def table_of(records: Sequence[tuple[Stage, StageRecord]]) -> Table:
     """The header and the rows of stages that have ended: their duration and the main metric of every set.
 
-    Further forms of vectors, which are measured as SET@FORM, have rows of their own.
+    Further forms of vectors, which are measured as SET@FORM, have rows of their own. Metrics of a subset have
+    columns of their own: they are not comparable with those of the whole set.
     """
     rows: list[tuple[list[str], dict[str, str]]] = []
     for stage, record in records:
@@ -49,8 +51,9 @@ def table_of(records: Sequence[tuple[Stage, StageRecord]]) -> Table:
         forms: dict[str, dict[str, str]] = {"": {}}
         for name, values in _metrics(record).items():
             data, _, form = name.partition("@")
+            subset = _subset(stage, data)
             for metric in list(values)[:1]:
-                forms.setdefault(form, {})[f"{data} {metric}"] = f"{values[metric]:.4f}"
+                forms.setdefault(form, {})[f"{data} {metric}{subset}"] = f"{values[metric]:.4f}"
         for form, cells in forms.items():
             rows.append(([f"{stage.name}: {form}", "", ""] if form else [stage.name, stage.kind.name, duration], cells))
     columns = list(dict.fromkeys(column for _, cells in rows for column in cells))
@@ -58,6 +61,16 @@ def table_of(records: Sequence[tuple[Stage, StageRecord]]) -> Table:
         ["stage", "do", "took", *columns],
         [[*row, *(cells.get(column, "") for column in columns)] for row, cells in rows],
     )
+
+
+def _subset(stage: Stage, data: str) -> str:
+    """What to add to the name of a metric that a stage has measured on a part of the set `data`."""
+    options = getattr(stage.options, "evaluation", stage.options)  # a training has them in a group
+    if not isinstance(options, EvaluationConfig) and stage.kind.name != "evaluate":
+        return ""
+    of_sets = {one.name or Path(one.path).name: one.subset for one in options.sets if one.subset is not None}
+    subset = of_sets.get(data, options.subset)
+    return "" if subset is None else f" of {subset:,}"
 
 
 def _metrics(record: StageRecord) -> dict[str, dict[str, float]]:

@@ -20,7 +20,7 @@ from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
 from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.tracking.pages import Page
 from tests.conftest import ROOT
-from tests.pipeline.recipes import compose, small_pipeline
+from tests.pipeline.recipes import TRAINING, compose, small_pipeline
 
 
 def changed(inputs, stage, **options):
@@ -225,6 +225,75 @@ def test_forms_of_vectors_have_rows_of_their_own(run_inputs, tmp_path):
     header, rows = table_of([(pipeline.stage("mined"), record)])
     assert header == ["stage", "do", "took", "dev ndcg@10", "test ndcg@10"]
     assert rows == [["mined", "mine", "2.0 s", "0.5000", "1.0000"], ["mined: int8", "", "", "0.2500", ""]]
+
+
+def test_figures_of_a_subset_have_columns_of_their_own(run_inputs, tmp_path):
+    content = small_pipeline(run_inputs)
+    sets = [str(run_inputs / "dev"), {"path": str(run_inputs / "dev"), "name": "part", "subset": 5}]
+    for name, subset in (("all", {}), ("few", {"subset": 8})):
+        options = {"do": "evaluate", "model": str(run_inputs / "model"), "pooling": "mean", "sets": sets}
+        content["stages"][name] = options | subset
+    pipeline = compose(tmp_path, content)
+    figures = {"metrics": {"dev": {"ndcg@10": 0.5}, "part": {"ndcg@10": 0.75}}}
+    record = StageRecord("evaluate", "", {}, {}, began=0.0, ranks=1, ended=2.0, figures=figures)
+    header, rows = table_of([(pipeline.stage(name), record) for name in ("all", "few")])
+    assert header[3:] == ["dev ndcg@10", "part ndcg@10 of 5", "dev ndcg@10 of 8"]
+    assert [row[3:] for row in rows] == [["0.5000", "0.7500", ""], ["", "0.7500", "0.5000"]]
+
+
+RERANKER = {"model": {"kind": "cross_encoder"}, "loss": {"name": "bce"}}
+
+
+def with_reranker(inputs, **changes):
+    content = small_pipeline(inputs, **changes)
+    path = {"path": str(inputs / "model")}
+    mined = {"train": ["${out:mined.data}"]}
+    content["stages"]["orders"] = TRAINING | RERANKER | {"model": RERANKER["model"] | path, "data": mined}
+    return content
+
+
+def test_a_reranker_is_measured_by_how_it_orders_documents(run_inputs, tmp_path):
+    sets = [str(run_inputs / "dev")]
+    content = with_reranker(run_inputs, evaluation={"after": ["tuned", "orders"], "sets": sets, "metrics": ["ndcg@10"]})
+    pipeline = compose(tmp_path, content)
+    options = pipeline.stage("orders-evaluation").options
+    assert options.model == ""
+    assert options.reranker.path == pipeline.stage("orders").output("model")
+    assert pipeline.stage("tuned-evaluation").options.reranker is None
+    content["evaluation"]["reranker"] = {"path": str(run_inputs / "model")}
+    with pytest.raises(ConfigError, match=r"stages.orders-evaluation: .* evaluation.reranker"):
+        compose(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (
+            {"do": "evaluate", "model": "${out:orders.model}"},
+            r"writes a model .* cross_encoder.*reranker: \$\{out:orders",
+        ),
+        (
+            {"do": "evaluate", "model": "${out:weak.model}", "reranker": "${out:tuned.model}"},
+            r"reranker.path=.*dense.*",
+        ),
+        (
+            {"do": "mine", "model": "${out:shorter.model}"},
+            r"stage shorter writes .* cross_encoder, and mine takes dense",
+        ),
+        ({"do": "vectors", "model": "${out:orders.model}"}, "vectors takes dense$"),
+        ({"do": "static", "model": "${out:orders.model}"}, "static takes dense$"),
+    ],
+)
+def test_a_stage_takes_models_of_its_kinds(run_inputs, tmp_path, stage, message):
+    """Found before the first stage runs; what prunes a reranker writes a reranker."""
+    content = with_reranker(run_inputs, evaluation={})
+    content["stages"]["shorter"] = {"do": "prune", "model": "${out:orders.model}", "keep": 1}
+    more = {"sets": [str(run_inputs / "dev")]} if stage["do"] == "evaluate" else {}
+    more |= {"data": [str(run_inputs / "train.jsonl")]} if stage["do"] in ("mine", "vectors") else {}
+    content["stages"]["last"] = stage | more
+    with pytest.raises(ConfigError, match=message) as error:
+        compose(tmp_path, content)
+    assert str(error.value).startswith("stages.last: ")
 
 
 def test_an_unknown_pipeline_is_named_with_those_that_exist():

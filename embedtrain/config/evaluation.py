@@ -123,6 +123,7 @@ class EvaluationSet:
     kind: SetKind = SetKind.auto
     # Of a table: those of the query and its documents, or of the two languages; default: chosen by their names.
     columns: list[str] | None = None
+    backslash_escapes: bool = False  # CSV, TSV: a backslash escapes quotation marks, as Spark and MySQL write them
     name: str | None = None  # default: the end of the path
     config: str | None = None  # configuration of a Hub data set, such as a language
     split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...

@@ -258,6 +258,7 @@ class TrainSource:
     # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A
     # column with a number for each positive chooses among a row's positives; a row without any is left out.
     where: str | None = None
+    backslash_escapes: bool = False  # CSV, TSV: a backslash escapes quotation marks, as Spark and MySQL write them
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Options that describe where and how the original rows are stored; the written rows need none of them.
 _STORAGE_OPTIONS = (
     *("path", "format", "name", "revision", "documents", "documents_revision", "each_file", "subset", "split"),
-    *("columns", "score_scale", "where"),
+    *("columns", "score_scale", "where", "backslash_escapes"),
 )
 
 

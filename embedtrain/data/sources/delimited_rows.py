@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ DETECTION_BYTES = 1 << 16  # of a file that decide about its delimiter and quota
 _DELIMITERS = ",;\t|"
 _MAX_NAME_WORDS = 6  # a longer cell of the first line is a text, not the name of a column
 _MAX_NAME_LENGTH = 64
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]+')  # Excel's first line, before the header
+_LINE_END = re.compile(rb"[\r\n]+")
 
 
 class _Csv(csv.excel):
@@ -29,19 +32,29 @@ class _PlainTsv(csv.excel_tab):
     quoting = csv.QUOTE_NONE
 
 
-def delimited_rows(path: Path | str, delimiter: str) -> Iterator[RawRow]:
+def delimited_rows(
+    path: Path | str, delimiter: str, columns: Sequence[str] | None = None, *, backslash_escapes: bool = False
+) -> Iterator[RawRow]:
     """The rows of a CSV or TSV file with a header. An empty cell is None; a row's number is that of its first line.
 
     `delimiter` is what the file's name says; another of comma, semicolon, tab and vertical bar is used where the header
-    has only that. Raises DataError if the header is missing or has an empty or repeated name, or if quotation marks do
-    not match over several lines, since the rows between them would be lost.
+    has only that, or that of Excel's line `sep=;` before the header. Empty rows, and empty cells of columns without a
+    name at the end, are left out. With `columns`, those that are used, cells without a name may hold anything. With
+    `backslash_escapes`, a backslash takes its meaning from a quotation mark, a delimiter, a line break or a backslash
+    after it. Raises DataError if the header is missing or has a repeated name, or if quotation marks do not match over
+    several lines, since the rows between them would be lost.
     """
     # A long document exceeds the default limit of 128 KiB per cell. The setting is the process's, and harmless.
     csv.field_size_limit(sys.maxsize)
     lines = _Lines(path)
-    dialect = detect_dialect(lines.beginning(DETECTION_BYTES), delimiter)
-    reader = csv.reader(lines, dialect, strict=True)
+    beginning = lines.beginning(DETECTION_BYTES)
+    if separator := _SEPARATOR_LINE.match(beginning):
+        delimiter, beginning = separator[1], beginning[separator.end() :]
+        next(lines)
+    dialect = detect_dialect(beginning, delimiter)
+    reader = _cell_lists(lines, dialect, backslash_escapes=backslash_escapes)
     header: list[str] | None = None
+    unnamed: list[int] = []
     while True:
         first = lines.begin_row()
         try:
@@ -49,29 +62,71 @@ def delimited_rows(path: Path | str, delimiter: str) -> Iterator[RawRow]:
         except StopIteration:
             return
         except csv.Error as error:
-            problem = lines.unmatched_quote(first, error)
+            problem = lines.unparsed(first, error) + lines.escape_hint(backslash_escapes=backslash_escapes)
             if lines.number > first or header is None:
                 raise DataError(f"{path}:{first}: {problem}") from None
             yield first, BadRow(problem)
             continue
         encoding_problem = lines.take_encoding_problem()
-        if not cells:
+        if not any(cells):
             continue
         if header is None:
-            header = _check_header(path, cells, encoding_problem, dialect.delimiter)
-        elif len(cells) != len(header):
+            header = _check_header(f"{path}:{first}", cells, encoding_problem, dialect.delimiter)
+            # The first column without a name is the index that pandas writes.
+            unnamed = [] if columns is not None else [i for i, name in enumerate(header) if i and not name]
+            continue
+        if len(cells) != len(header):
+            cells = _without_empty_ends(cells, header)
+        if len(cells) != len(header):
             problem = f"{format_count(len(cells), 'cell')} where the header has {len(header)}"
+            hint = lines.escape_hint(backslash_escapes=backslash_escapes)
             if lines.number > first:
                 raise DataError(
                     f"{path}:{first}: lines {first} to {lines.number} make one row, since the text between quotation "
-                    f"marks is one cell, and it has {problem}: correct the quotation marks"
+                    f"marks is one cell, and it has {problem}: correct the quotation marks{hint}"
                 )
-            yield first, BadRow(encoding_problem or f"{problem}: {shorten(cells)}")
+            yield first, BadRow(encoding_problem or f"{problem}: {shorten(cells)}{hint}")
         elif encoding_problem:
             yield first, BadRow(encoding_problem)
+        elif unnamed and any(cells[i] for i in unnamed):
+            number = next(i for i in unnamed if cells[i])
+            yield (
+                first,
+                BadRow(
+                    f"column {number + 1} of the header has no name, and this row has {shorten(cells[number])} there: "
+                    "give the column a name, or remove it"
+                ),
+            )
         else:
-            # A column without a name is the index that pandas writes.
             yield first, {name: cell or None for name, cell in zip(header, cells, strict=True) if name}
+
+
+def _cell_lists(lines: Iterator[str], dialect: type[csv.Dialect], *, backslash_escapes: bool) -> Iterator[list[str]]:
+    """The cells of each row."""
+    if backslash_escapes:
+        escaping = type("Escaping", (dialect,), {"escapechar": "\\"})
+        return csv.reader(_with_literal_backslashes(lines, dialect.delimiter), escaping, strict=True)
+    if dialect.quoting == csv.QUOTE_NONE:  # csv.reader refuses a carriage return within a text
+        return (line.rstrip("\r\n").split(dialect.delimiter) for line in lines)
+    return csv.reader(lines, dialect, strict=True)
+
+
+def _with_literal_backslashes(lines: Iterator[str], delimiter: str) -> Iterator[str]:
+    r"""Lines for csv.reader, which removes every backslash: Spark writes those of `C:\new` and `\alpha` as they are.
+
+    MySQL's `\N`, a cell without a value, becomes an empty cell.
+    """
+    escape = re.compile(rf'\\([\\"\r\n{re.escape(delimiter)}])?')
+    no_value = re.compile(rf"(^|{re.escape(delimiter)})\\N(?={re.escape(delimiter)}|[\r\n]|$)")
+    for line in lines:
+        yield escape.sub(lambda match: match[0] if match[1] else r"\\", no_value.sub(r"\1", line))
+
+
+def _without_empty_ends(cells: list[str], header: Sequence[str]) -> list[str]:
+    """The cells as many as the header's, where what differs is empty: spreadsheets write delimiters at the end."""
+    if not any(cells[len(header) :]) and not any(header[len(cells) :]):
+        return [*cells[: len(header)], *[""] * (len(header) - len(cells))]
+    return cells
 
 
 def detect_dialect(beginning: str, delimiter: str) -> type[csv.Dialect]:
@@ -132,6 +187,7 @@ class _Lines:
         self._encoding_problem = ""
         self._is_exhausted = False
         self._quote_lines: list[int] = [0, 0]  # the last two lines on which a quoted cell may have begun
+        self._has_escape = False  # the row has a backslash before a quotation mark
 
     def beginning(self, num_bytes: int) -> str:
         """About the first `num_bytes` of the file, in whole lines, which are read again afterwards."""
@@ -144,7 +200,11 @@ class _Lines:
         except DataError as error:  # raised again after the rows before it
             problem = error
         self._lines = _chained(read, self._lines, problem)
-        return b"".join(line for _, line in read).decode("utf-8", "replace")
+        beginning = b"".join(line for _, line in read)
+        line_end = _LINE_END.search(beginning)
+        if line_end is not None and b"\n" not in line_end[0]:  # Excel's "CSV (Macintosh)"
+            self._lines = _at_carriage_returns(self._lines)
+        return beginning.decode("utf-8", "replace")
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -162,8 +222,10 @@ class _Lines:
                 "is not read: correct the quotation marks"
             )
         # Within a quoted cell two quotation marks are one character of it.
-        if b'"' in line and b'"' in line.replace(b'""', b""):
-            self._quote_lines = [self._quote_lines[1], number]
+        if b'"' in line:
+            self._has_escape = self._has_escape or b'\\"' in line
+            if b'"' in line.replace(b'""', b""):
+                self._quote_lines = [self._quote_lines[1], number]
         try:
             return line.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -173,6 +235,7 @@ class _Lines:
     def begin_row(self) -> int:
         """The number of the line on which the next row begins."""
         self._first, self._row_bytes = self.number + 1, 0
+        self._has_escape = False
         return self._first
 
     def take_encoding_problem(self) -> str:
@@ -180,10 +243,21 @@ class _Lines:
         problem, self._encoding_problem = self._encoding_problem, ""
         return problem
 
-    def unmatched_quote(self, first: int, error: csv.Error) -> str:
+    def escape_hint(self, *, backslash_escapes: bool) -> str:
+        """The option to write where the row has a backslash before a quotation mark; "" elsewhere."""
+        if backslash_escapes or not self._has_escape:
+            return ""
+        return f"; if backslashes escape quotation marks, write {{path: {self._path}, backslash_escapes: true}}"
+
+    def unparsed(self, first: int, error: csv.Error) -> str:
         """The message about the row from line `first` to the last line read, whose cells cannot be parsed."""
         self.take_encoding_problem()
         last = self.number
+        if "new-line character" in str(error):
+            return (
+                "broken CSV: a carriage return within a cell without quotation marks: put the cell in quotation marks, "
+                "or remove the carriage return"
+            )
         if not self._is_exhausted and last == first:
             return f"broken CSV: {error}"
         # Where the row breaks off at a mark in the middle of the file, an earlier mark opened the cell.
@@ -205,28 +279,28 @@ def _chained(
     yield from rest
 
 
-def _check_header(path: Path | str, cells: list[str], encoding_problem: str, delimiter: str) -> list[str]:
+def _at_carriage_returns(lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    return enumerate((part for _, line in lines for part in line.splitlines(keepends=True)), 1)
+
+
+def _check_header(location: str, cells: list[str], encoding_problem: str, delimiter: str) -> list[str]:
     if encoding_problem:
-        raise DataError(f"{path}:1: {encoding_problem}")
+        raise DataError(f"{location}: {encoding_problem}")
     if len(cells) > MAX_COLUMNS:
-        raise DataError(f"{path}:1: {len(cells):,} columns; at most {MAX_COLUMNS:,} are read")
+        raise DataError(f"{location}: {len(cells):,} columns; at most {MAX_COLUMNS:,} are read")
     if cells[0].startswith('{"') or cells[0].lstrip().startswith("{'"):
-        raise DataError(f"{path}:1: this file holds JSON, not rows of cells: rename it to .jsonl")
+        raise DataError(f"{location}: this file holds JSON, not rows of cells: rename it to .jsonl")
     if (text := _text_in_header(cells)) is not None:
         names = delimiter.join(
             ["query", "positive", *(f"negative_{i}" for i in range(1, len(cells) - 1))][: len(cells)]
         )
         raise DataError(
-            f"{path}:1: this file has no header, since its first line holds a text, {shorten(text)}: add a first line "
-            f"with the names of the columns, such as {names!r}"
+            f"{location}: this file has no header, since its first line holds a text, {shorten(text)}: add a first "
+            f"line with the names of the columns, such as {names!r}"
         )
-    if len(set(cells)) < len(cells):
-        raise DataError(f"{path}:1: the header names a column twice: {shorten(cells)}")
-    if "" in cells[1:]:
-        raise DataError(
-            f"{path}:1: column {cells.index('', 1) + 1} of the header has no name: "
-            "leave the column out (pandas: to_csv(..., index=False)) or give it a name"
-        )
+    named = [name for name in cells if name]
+    if len(set(named)) < len(named):
+        raise DataError(f"{location}: the header names a column twice: {shorten(cells)}")
     return cells
 
 

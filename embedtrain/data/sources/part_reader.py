@@ -28,9 +28,9 @@ def raw_rows(
         case PartKind.json:
             return json_list_rows(part.name)
         case PartKind.csv:
-            return delimited_rows(part.name, ",")
+            return delimited_rows(part.name, ",", columns, backslash_escapes=part.backslash_escapes)
         case PartKind.tsv:
-            return delimited_rows(part.name, "\t")
+            return delimited_rows(part.name, "\t", columns, backslash_escapes=part.backslash_escapes)
         case PartKind.parquet:
             return parquet_rows(part.name, columns)
         case PartKind.arrow:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from embedtrain.data.sources.files import open_binary
 from embedtrain.data.sources.text_rows import is_json_list
 from embedtrain.data.sources.urls import file_system, is_url, unreachable_error
-from embedtrain.errors import DataError
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.hub import is_local_path
 
 
@@ -55,6 +55,7 @@ class Part:
     subset: str | None = None  # of a Hub data set, where it is not the source's
     split: str | None = None  # of a Hub data set, where it is not the source's
     revision: str | None = None  # commit, tag or branch of a Hub data set
+    backslash_escapes: bool = False  # of CSV and TSV
     # Judgements, queries and corpus of a BEIR folder.
     tables: tuple["Part", ...] = ()
 
@@ -67,15 +68,21 @@ class Part:
         return f"{self.name}: row {line}" if self.kind in _KINDS_WITHOUT_LINES else f"{self.name}:{line}"
 
 
-def part_of_file(name: str) -> Part:
-    """The part of a file: its name and, for JSON, its beginning give the kind. Raises DataError for other kinds."""
+def part_of_file(name: str, *, backslash_escapes: bool = False) -> Part:
+    """The part of a file: its name and, for JSON, its beginning give the kind. Raises DataError for other kinds.
+
+    `backslash_escapes` is the option of its source or set, and of CSV and TSV alone.
+    """
     suffix = suffix_of(path_of(name))
     if suffix is None:
         raise DataError(f"{name}: this kind of file is not supported; supported are {SUPPORTED_FILES}")
     kind = _kind_of_content(name) if KIND_OF_SUFFIX[suffix] in _COMPRESSIBLE_KINDS else None
     if kind is None and suffix == ".json" and is_json_list(name):
         kind = PartKind.json
-    return Part(name, kind or KIND_OF_SUFFIX[suffix])
+    kind = kind or KIND_OF_SUFFIX[suffix]
+    if backslash_escapes and kind not in (PartKind.csv, PartKind.tsv):
+        raise ConfigError(f"{name}: backslash_escapes is an option of CSV and TSV files, and this is {kind.value}")
+    return Part(name, kind, backslash_escapes=backslash_escapes)
 
 
 def _kind_of_content(name: str) -> PartKind | None:

@@ -21,7 +21,7 @@ from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 from embedtrain.formatting import format_count
 
-FORMAT_VERSION = 3  # of the rows that readers return; a new one invalidates every cache
+FORMAT_VERSION = 4  # of the rows that readers return; a new one invalidates every cache
 _NUM_INSPECTED_ROWS = 16
 _LocatedRow: TypeAlias = tuple[Part, int, dict[str, Any] | BadRow]
 _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
@@ -163,6 +163,7 @@ class SourceReader:
             "subset": source.subset,
             "split": source.split,
             "score_scale": source.score_scale,
+            **({"backslash_escapes": True} if source.backslash_escapes else {}),
             **({} if source.where is None else {"where": list(map(astuple, parse_condition(source.where)))}),
             "parts": [self._reader.digests(part) for part in self.parts],
             "documents": self.documents.content()["parts"] if self.documents else [],

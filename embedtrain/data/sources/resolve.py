@@ -283,7 +283,7 @@ def _resolve(source: TrainSource, *, every_split: bool) -> tuple[list[Part], Seq
             )
         _reject_beir(source)
         names = files_matching(path) if is_pattern(path) and not is_file else [path]
-        return [part_of_file(name) for name in names], ()
+        return [part_of_file(name, backslash_escapes=source.backslash_escapes) for name in names], ()
     if not may_be_hub_id(source.path, source.revision):
         raise DataError(f"{source.path}: no such file or folder")
     if source.format == DataFormat.beir:
@@ -304,7 +304,7 @@ def _parts_of_folder(folder: str, source: TrainSource, *, every_split: bool) -> 
     if not names:
         raise DataError(f"{source.path}: this folder holds no training files; supported are {SUPPORTED_FILES}")
     chosen = names if every_split else _files_of_split(names, path_of(folder), source)
-    parts = [part_of_file(name) for name in chosen]
+    parts = [part_of_file(name, backslash_escapes=source.backslash_escapes) for name in chosen]
     kinds = sorted({part.kind.value for part in parts})
     if len(kinds) > 1:
         raise DataError(

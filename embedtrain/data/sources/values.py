@@ -1,8 +1,11 @@
 """Checks of single values of a row (texts, scores, ids, labels, vectors), and how messages show a value."""
 
 import json
+import math
+import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from itertools import islice
 from typing import TypeGuard, TypeVar
 
@@ -14,6 +17,10 @@ T = TypeVar("T")
 
 MAX_NUMBER = float(np.finfo(np.float32).max)  # scores and vectors are stored in float32
 
+
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")  # or a decimal comma: which one, nobody can say
+_TRUTH_VALUES = {"true": True, "false": False}
 
 MAX_COLUMNS = 10_000  # of a row; for a hundred thousand, layouts and pyarrow take minutes
 
@@ -29,7 +36,12 @@ def not_utf8(data: bytes, position: int) -> str:
     """The message about a byte that is not UTF-8, with the text around it."""
     context = data[max(0, position - 20) : position + 20].decode("utf-8", "surrogateescape").strip()
     shown = shorten(context).replace("\\udc", "\\x")  # Python's notation of a byte outside of any character
-    return f"not UTF-8 (byte 0x{data[position]:02x} in {shown}): save the file as UTF-8"
+    problem = f"not UTF-8 (byte 0x{data[position]:02x} in {shown}): save the file as UTF-8"
+    try:
+        windows = shorten(data[max(0, position - 8) : position + 8].decode("cp1252").strip())
+    except UnicodeDecodeError:
+        return problem
+    return f"{problem}; if {windows} is meant: iconv -f CP1252 -t UTF-8 FILE > OTHER"
 
 
 def json_problem(error: json.JSONDecodeError) -> str:
@@ -87,6 +99,8 @@ def string(value: object, name: str) -> str:
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         hint = ": write it as a text, in quotation marks" if is_number else ""
+        if isinstance(value, float) and math.isnan(value):
+            hint = ", which stands for a missing value: remove the row, or fill it (pandas: dropna, fillna)"
         raise BadRow(f"{name} must be a text, not {describe_value(value)}{hint}")
     # JSON can spell half of a surrogate pair. Tokenizers fail on it with a message about argument types.
     if not value.isascii():
@@ -161,22 +175,35 @@ def identifier(value: object, name: str) -> str:
         return string(value, name)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, Decimal) and value == value.to_integral_value():  # whole numbers of databases in Parquet
+        return str(int(value))
     raise BadRow(f"{name} must be an id, a text or a whole number, not {describe_value(value)}")
 
 
 def number(value: object, name: str) -> float:
-    """A finite number. A truth value is not one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow(f"{name} must be a number, not {describe_value(value)}")
+    """A finite number; a truth value is 1 or 0."""
+    if not isinstance(value, int | float | Decimal):
+        is_unclear = isinstance(value, str) and _THOUSANDS.fullmatch(value.strip())
+        hint = ": write a decimal point, or no separator of thousands" if is_unclear else ""
+        raise BadRow(f"{name} must be a number, not {describe_value(value)}{hint}")
+    value = float(value) if isinstance(value, Decimal) else value
     if not abs(value) <= MAX_NUMBER:
         raise BadRow(f"{name} must be a finite number, not {shorten(value)}")
     return float(value)
 
 
 def parse_cell(value: object) -> object:
-    """A cell of a CSV or TSV file as a number or a list where it is one, else as it is."""
+    """A cell of a CSV or TSV file as a number, a truth value or a list where it is one, else as it is.
+
+    A comma in a number is a decimal comma, as spreadsheets write where the semicolon separates cells, unless it may
+    separate thousands.
+    """
     if not isinstance(value, str):
         return value
+    if (truth := _TRUTH_VALUES.get(value.strip().lower())) is not None:
+        return truth
+    if _DECIMAL_COMMA.fullmatch(value.strip()) and not _THOUSANDS.fullmatch(value.strip()):
+        return float(value.replace(",", "."))
     try:
         return json.loads(value) if value.lstrip().startswith("[") else float(value)
     except (ValueError, RecursionError):

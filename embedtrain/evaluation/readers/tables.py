@@ -125,7 +125,7 @@ def tables_of_file(path: Path, config: EvaluationSet) -> Tables:
             raise ConfigError(
                 f"{option}={value} chooses a part of a folder or Hub data set, and {path} is one file: leave it out"
             )
-    table = part_of_file(str(path))
+    table = part_of_file(str(path), backslash_escapes=config.backslash_escapes)
     return Tables(table, stem_of(path), {**tables_in(path.parent), stem_of(path): table})
 
 

@@ -1,11 +1,17 @@
-"""CSV files with unmatched quotation marks: no row after one is silently lost, with any on_error."""
+"""CSV files of spreadsheets and databases; no row after an unmatched quotation mark is silently lost."""
 
 from pathlib import Path
 
 import pytest
 
+from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError
+from embedtrain.errors import ConfigError
+from embedtrain.evaluation.sets import read_set
+from embedtrain.evaluation.types import ScoredPairs
 from tests.data.files import error_of, read
+from tests.data.sources.test_rows import texts
+from tests.data.sources.test_scores import PAIRS, scores
 
 HEAD = "a,b\n" + "".join(f"q{i},p{i}\n" for i in range(3))  # 4 lines
 TAIL = "".join(f"r{i},s{i}\n" for i in range(3))
@@ -89,3 +95,107 @@ def test_multiline_cells_and_marks_within_words_are_valid(tmp_path: Path) -> Non
     examples, _ = read(path)
     assert (examples[3].query, examples[3].positives, examples[4].positives) == ('a "b"\n\nc', ('5" pipe',), ("y\n",))
     assert [e.line for e in examples] == [2, 3, 4, 5, 8, 10, 11, 12]
+
+
+# Spreadsheets
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a;b;\nq;p;\nr;s;\n",  # a delimiter at the end of every line
+        "a;b\nq;p;\nr;s;;\n",  # of rows alone
+        "a;b;;\nq;p\nr;s\n",  # of the header alone
+        "a;b\nq;p\nr;s\n;\n;\n\n",  # empty rows at the end
+        "a;b\n;\nq;p\n;;;\nr;s\n",  # and between
+        "sep=;\na;b\nq;p\nr;s\n",
+        'sep=;\r\n"a";"b"\r\nq;p\r\nr;s\r\n',
+        "sep=:\na:b\nq:p\nr:s\n",
+        "a;b\rq;p\rr;s",  # Macintosh
+        "sep=;\ra;b\rq;p\rr;s\r",
+        "a;b\r\rq;p\r\rr;s\r\n",
+    ],
+)
+def test_what_spreadsheets_write_around_the_rows(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode())
+    examples, report = read(path)
+    assert texts(examples) == [("q", ("p",), ()), ("r", ("s",), ())]
+    assert report.num_skipped == 0
+
+
+def test_lines_of_a_macintosh_file_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b'a,b\r"x\ny",p\rq\r')
+    assert error_of(path).startswith(f"{path}:4: 1 cell where the header has 2")
+
+
+def test_a_carriage_return_within_a_text(tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_bytes(b"a\tb\nq\rx\tp\r\n")
+    assert texts(read(tmp_path / "t.tsv")[0]) == [("q\rx", ("p",), ())]
+    path = tmp_path / "t.csv"
+    path.write_bytes(b'a,b\n"q\rx",p\nq,s\rx\n')
+    examples, report = read(path, OnError.skip)
+    assert texts(examples) == [("q\rx", ("p",), ())]
+    assert report.problems == [
+        f"{path}:3: broken CSV: a carriage return within a cell without quotation marks: put the cell in quotation "
+        "marks, or remove the carriage return"
+    ]
+
+
+def test_decimal_commas(tmp_path: Path) -> None:
+    rows = [("a", "b", "0,80"), ("c", "d", "-0,815"), ("e", "f", "4,1"), ("g", "h", "1.5")]
+    path = tmp_path / "t.csv"
+    path.write_text("sentence1;sentence2;score\n" + "".join(";".join(row) + "\n" for row in rows))
+    assert [score for ((score,), _) in scores(read(path, needs=PAIRS)[0])] == pytest.approx([0.8, -0.815, 4.1, 1.5])
+    data = read_set(EvaluationSet(path=str(path))).data
+    assert isinstance(data, ScoredPairs) and list(data.scores) == [0.8, -0.815, 4.1, 1.5]
+    path.write_text("sentence1;sentence2;score\na;b;1,234\n")
+    assert "must be a number, not a text ('1,234'): write a decimal point" in error_of(path, needs=PAIRS)
+
+
+def test_a_windows_file_names_the_command_that_converts_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes("Frage;Antwort\nKäse – wie?;Öl\n".encode("cp1252"))
+    message = error_of(path)
+    assert message.startswith(f"{path}:2: not UTF-8 (byte 0xe4 in ")
+    assert "; if 'Käse – wi' is meant: iconv -f CP1252 -t UTF-8 FILE > OTHER" in message
+
+
+# Backslashes
+
+# What Spark writes in quotation marks, a row with its backslashes as they are, and what MySQL writes without marks.
+ESCAPED = r"""a,b
+"What is \"al dente\"?","the \"cook book\""
+C:\new and \alpha,"a ""\\"" b"
+x\,y,"two
+lines\""
+z,\N
+"""
+
+
+def test_backslashes_escape_where_the_source_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(ESCAPED)
+    assert "write {path: " + f"{path}, backslash_escapes: true}}" in error_of(path)
+    examples, report = read(path, OnError.skip, backslash_escapes=True)
+    assert texts(examples) == [
+        ('What is "al dente"?', ('the "cook book"',), ()),
+        ("C:\\new and \\alpha", ('a "\\" b',), ()),
+        ("x,y", ('two\nlines"',), ()),
+    ]
+    assert report.problems == [f'{path}:6: column "b" must be a text, not nothing (null)']
+    plain = tmp_path / "plain.tsv"
+    plain.write_text("a\tb\nq \\\tx\tp\\\nr\n")
+    assert texts(read(plain, backslash_escapes=True)[0]) == [("q \tx", ("p\nr",), ())]
+
+
+def test_backslashes_of_an_evaluation_set_and_of_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('sentence1,sentence2,score\n"a \\"b\\"",c,1\nd,e,0\n')
+    data = read_set(EvaluationSet(path=str(path), backslash_escapes=True)).data
+    assert isinstance(data, ScoredPairs) and data.first == ['a "b"', "d"]
+    (tmp_path / "t.jsonl").write_text('{"a": "q", "b": "p"}\n')
+    assert "backslash_escapes is an option of CSV" in error_of(
+        tmp_path / "t.jsonl", ConfigError, backslash_escapes=True
+    )

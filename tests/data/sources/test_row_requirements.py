@@ -1,5 +1,6 @@
 """Row requirements of losses besides scores: labels, vectors, negatives, the same number of documents per row."""
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,29 @@ def test_a_text_and_its_class(tmp_path: Path, name: str) -> None:
     [
         ("sports", "must be the number of the row's class, not a text ('sports'): number the classes from 0"),
         (1.5, "must be the number of the row's class, a whole number, not a number (1.5)"),
-        (True, "must be a number, not a truth value (True)"),
+        (float("nan"), "must be a finite number, not nan"),
         (None, "must be a number, not nothing (null)"),
     ],
 )
 def test_bad_classes(tmp_path: Path, label: object, message: str) -> None:
     path = write(tmp_path / "x.jsonl", {"text": "a", "label": 1}, {"text": "b", "label": label})
     assert error_of(path, needs=CLASSES) == f'{path}:2: column "label" {message}'
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("t.jsonl", [True, False, True], [1, 0, 1]),
+        ("t.csv", [True, False, "true"], [1, 0, 1]),
+        ("t.csv", ["3,0", "0", "12.0"], [3, 0, 12]),
+        ("t.parquet", [Decimal("3.00"), Decimal(0), Decimal("12.00")], [3, 0, 12]),
+    ],
+)
+def test_classes_as_truth_values_and_decimals(
+    tmp_path: Path, name: str, labels: list[object], expected: list[int]
+) -> None:
+    path = write_table(tmp_path / name, {"text": ["a", "b", "c"], "label": labels})
+    assert [example.label for example in read(path, needs=CLASSES)[0]] == expected
 
 
 def test_sources_without_classes_or_with_too_many_texts(tmp_path: Path) -> None:

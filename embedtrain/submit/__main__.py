@@ -11,6 +11,7 @@ from embedtrain.submit.kubernetes import check_results_are_kept, check_train_job
 from embedtrain.submit.options import Submission, Target, compose_submit, has_paths_of_this_machine, require_paths
 from embedtrain.submit.sbatch import (
     PartitionLimits,
+    models_to_download,
     partition_limits,
     require_local_paths,
     require_no_active_job,
@@ -53,8 +54,10 @@ def _submit_to_slurm(submission: Submission, command_line: Command) -> None:
     has_container = slurm.container_image is not None or slurm.container_command is not None
     if submission.recipe is not None and has_paths_of_this_machine(submission.job):
         require_local_paths(submission.recipe)
-    limits = partition_limits(slurm)
     notes: list[str] = []
+    if has_paths_of_this_machine(submission.job):
+        notes += models_to_download(submission.models, slurm.setup)
+    limits = partition_limits(slurm)
     if slurm.cpus_per_node is None and not slurm.exclusive and limits is not None and limits.cpus_per_node:
         slurm = replace(slurm, cpus_per_node=limits.cpus_per_node)
         submission = replace(submission, job=replace(submission.job, slurm=slurm))

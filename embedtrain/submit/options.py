@@ -57,6 +57,24 @@ class SubmitOptions:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)  # the job of Kubernetes or Kubeflow
 
 
+@dataclass(frozen=True)
+class StartModel:
+    """A model that a job opens: a directory or an id of the Hub."""
+
+    option: str
+    path: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, options: Any, prefix: str = "") -> "tuple[StartModel, ...]":
+        """That of the options of a command, or of a training; none if it starts without one."""
+        if isinstance(options, Recipe):
+            option, path, revision = "model.path", options.model.path, options.model.revision
+        else:
+            option, path, revision = "model", getattr(options, "model", None), getattr(options, "revision", None)
+        return (cls(f"{prefix}{option}", path, revision),) if path else ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Submission:
     """A job: one command, or one training for each seed."""
@@ -67,6 +85,7 @@ class Submission:
     output_dirs: list[str]  # of the results, one for each seed; a single one without seeds
     uploads: bool = False  # whether its end uploads a model
     recipe: Recipe | None = None  # of a training, without the seeds of an array; None for a pipeline
+    models: tuple["StartModel", ...] = ()  # that it opens, as far as they exist before it
     job: SubmitOptions = field(default_factory=SubmitOptions)
 
     @property
@@ -105,12 +124,19 @@ def compose_submit(arguments: list[str]) -> Submission:
     if command == "train":
         pipeline = compose_pipeline(command_arguments, check_paths=has_paths_of_this_machine(job))
         return _training(command_arguments, job) if pipeline is None else _pipeline(pipeline, command_arguments, job)
-    output_dir = _compose_output_dir(command, command_arguments)
+    options = _compose_options(command, command_arguments)
+    output_dir = str(options.output_dir or f"{options.run}/model")
     name = f"{command}-{Path(output_dir).name}"
     _check_names(name=name, output_dir=output_dir)
     uploads = any(option_of(argument) == "push_to_hub" for argument in command_arguments)
     return Submission(
-        command=command, arguments=command_arguments, name=name, output_dirs=[output_dir], uploads=uploads, job=job
+        command=command,
+        arguments=command_arguments,
+        name=name,
+        output_dirs=[output_dir],
+        uploads=uploads,
+        models=StartModel.of(options),
+        job=job,
     )
 
 
@@ -154,6 +180,7 @@ def _training(arguments: list[str], job: SubmitOptions) -> Submission:
         output_dirs=output_dirs,
         uploads=recipe.tracking.wandb_artifacts or recipe.export.push_to_hub is not None,
         recipe=recipe,
+        models=StartModel.of(recipe),
         job=job,
     )
 
@@ -173,6 +200,12 @@ def _pipeline(pipeline: Pipeline, arguments: list[str], job: SubmitOptions) -> S
         name=pipeline.name,
         output_dirs=[output_dir],
         uploads=any(getattr(export, "push_to_hub", None) is not None for export in exports),
+        models=tuple(
+            model
+            for stage in pipeline.stages
+            for model in StartModel.of(stage.options, f"stages.{stage.name}.")
+            if not Path(model.path).is_relative_to(pipeline.output_dir)  # of an earlier stage
+        ),
         job=job,
     )
 
@@ -183,11 +216,10 @@ def _compose_checked(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _compose_output_dir(command: str, arguments: list[str]) -> str:
-    """Check the options of a command as it checks them itself; the directory that it writes."""
+def _compose_options(command: str, arguments: list[str]) -> Any:
+    """The options of a command, checked as it checks them itself."""
     module = importlib.import_module(f"embedtrain.{command}.options")
-    options: Any = getattr(module, f"compose_{command}")(arguments)
-    return str(options.output_dir or f"{options.run}/model")
+    return getattr(module, f"compose_{command}")(arguments)
 
 
 def _check_names(**names: str) -> None:

@@ -13,6 +13,7 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError
 from embedtrain.files import expand_user, open_append
+from embedtrain.submit.options import StartModel
 from embedtrain.submit.script import sbatch_variable
 from embedtrain.submit.slurm_options import Launcher, SlurmConfig, ranks_per_node
 
@@ -154,6 +155,7 @@ def _job_states() -> dict[str, str]:
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _FILE_NAME = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+_OFFLINE = re.compile(r"\b(?:HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE)=[\"']?(\w*)")
 _NOT_LOCAL = re.compile(r"://|[*?\[]")  # URLs and patterns
 
 
@@ -170,3 +172,38 @@ def require_local_paths(recipe: Recipe) -> None:
 def _is_missing(path: str) -> bool:
     is_hub_id = _HUB_ID.fullmatch(path) and not _FILE_NAME.search(path) and not path.startswith(".")
     return not is_hub_id and not expand_user(path).exists()
+
+
+def models_to_download(models: Sequence[StartModel], setup: Sequence[str]) -> list[str]:
+    """Notes on models that the job downloads; a ConfigError if one is not in the cache and the job is offline.
+
+    The job has the environment of this process, and then runs the lines of `setup`.
+    """
+    notes = []
+    for model in models:
+        if expand_user(model.path).exists() or not _HUB_ID.fullmatch(model.path) or _is_cached(model):
+            continue
+        missing = f"{model.option}={model.path} is not in the cache of the Hugging Face Hub"
+        if _is_offline(setup):
+            raise ConfigError(
+                f"{missing}, and the job is offline (HF_HUB_OFFLINE): download it first, hf download {model.path}, or "
+                "write a directory"
+            )
+        notes.append(f"{missing}: the job downloads it, if its nodes reach the Hub")
+    return notes
+
+
+def _is_offline(setup: Sequence[str]) -> bool:
+    from huggingface_hub import is_offline_mode
+
+    lines = [match for line in setup for match in _OFFLINE.findall(line)]
+    return is_offline_mode() if not lines else lines[-1].upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _is_cached(model: StartModel) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (
+        try_to_load_from_cache(model.path, name, revision=model.revision) for name in ("config.json", "modules.json")
+    )
+    return any(isinstance(path, str) for path in found)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.errors import ConfigError
+from embedtrain.submit.options import compose_submit
+from embedtrain.submit.sbatch import models_to_download
 from tests.conftest import ROOT
 
 OPTIONS = ["name=t", "model.path=some/model", "data.train=[train.jsonl]", "train.steps=3"]
@@ -30,7 +33,7 @@ def write_command(folder: Path, name: str, body: str) -> None:
 def submit(folder: Path, *arguments: str, code: int = 0, **more: str) -> str:
     """Output of the command; torch cannot be imported, as on many login nodes."""
     (folder / "torch.py").write_text("raise ImportError('this machine has no torch')\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "HF_"))}
     environment |= {"PATH": f"{folder / 'bin'}:/bin", "PYTHONPATH": f"{folder}:{ROOT}", "PWD": str(folder)}
     done = subprocess.run(
         [sys.executable, "-m", "embedtrain.submit", *OPTIONS, *arguments],
@@ -56,6 +59,30 @@ def test_missing_programs_and_files_are_rejected(folder):
     assert not (folder / "runs").exists()
     output = submit(folder, "data.train=[absent.jsonl]", "slurm.dry_run=true", code=1)
     assert output.startswith("error: data.train: absent.jsonl"), output
+
+
+@pytest.mark.parametrize("command", [(), ("evaluate", "sets=[dev.jsonl]")])
+def test_a_model_that_an_offline_job_cannot_download_is_rejected(folder, command, monkeypatch):
+    monkeypatch.chdir(folder)
+    Path("dev.jsonl").write_text('{"query": "a", "pos": ["b"]}\n')
+    options = ["model=owner/name"] if command else [*OPTIONS[:1], "model.path=owner/name", *OPTIONS[2:]]
+
+    def job(*more):
+        submission = compose_submit([*command, *options, *more])
+        return models_to_download(submission.models, submission.job.slurm.setup)
+
+    option = "model" if command else "model.path"
+    with pytest.raises(ConfigError, match=rf"^{option}=owner/name is not in the cache .* hf download owner/name"):
+        job("slurm.setup=[export HF_HUB_OFFLINE=1]")
+    (note,) = job("slurm.setup=[export HF_HUB_OFFLINE=0]")
+    assert note.startswith(f"{option}=owner/name is not in the cache")
+    snapshot = folder / "hub" / "models--owner--name"
+    (snapshot / "snapshots" / "abc").mkdir(parents=True)
+    (snapshot / "snapshots" / "abc" / "modules.json").write_text("[]")
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    assert job("slurm.setup=[export HF_HUB_OFFLINE=1]") == []
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ class DataConfig:
     weight_mode: WeightMode = WeightMode.epochs
     # Sources are drawn in proportion to (rows x weight)^(1/temperature): above 1, small sources more often.
     mixing_temperature: float = 1.0
-    # Combines the instruction of a row with its query, instead of a prompt.
+    # Combines the instruction of a row with its query, instead of a prompt; "{text}" leaves instructions of rows out.
     instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
     cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
     workers: int = 1  # threads that prepare batches ahead; 0 prepares each batch when it is needed

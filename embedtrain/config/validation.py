@@ -11,6 +11,7 @@ from embedtrain.config.expected import composes_stage
 from embedtrain.errors import ConfigError
 
 MAX_SEED = 2**63 - 1
+TEXT_ALONE = "{text}"  # the instruction_format of rows whose instructions are not used
 
 
 class OptionChecks:
@@ -57,14 +58,15 @@ class OptionChecks:
         self.at_least(3, name, "two of them are special tokens")
 
     def instruction_format(self) -> None:
-        """Require `{instruction}` and then `{text}` in `instruction_format`, each once."""
-        if self.options.instruction_format is None:
+        """Require `{instruction}` and then `{text}` in `instruction_format`, each once, or `{text}` alone."""
+        if self.options.instruction_format in (None, TEXT_ALONE):
             return
         before, marker, after = self.options.instruction_format.partition("{instruction}")
         self.require(
             bool(marker) and "{text}" not in before and after.count("{text}") == 1 and "{instruction}" not in after,
             "instruction_format",
-            'must have {instruction} and then {text}, each once, such as "Instruct: {instruction}\\nQuery: {text}"',
+            'must have {instruction} and then {text}, each once, such as "Instruct: {instruction}\\nQuery: {text}"; '
+            f'"{TEXT_ALONE}" leaves the instructions of rows out',
         )
 
 

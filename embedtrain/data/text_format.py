@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from embedtrain.config.recipe import DataConfig
+from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.errors import ConfigError
 
 
@@ -61,7 +62,8 @@ class TextFormat:
 
     query_prompt: str = ""  # before a query whose row has no instruction
     document_prompt: str = ""  # before a document whose row has no instruction for documents
-    instruction_format: str = DataConfig.instruction_format  # contains `{instruction}`, and `{text}` once
+    # Contains `{instruction}`, and `{text}` once; `{text}` alone: rows have prompts as if they had no instruction.
+    instruction_format: str = DataConfig.instruction_format
     query_max_length: int | None = None  # tokens including special tokens; None: the model's
     document_max_length: int | None = None
 
@@ -96,7 +98,7 @@ class TextFormat:
         return replace(self, query_max_length=query, document_max_length=document)
 
     def _prompt(self, instruction: str | None, prompt: str) -> Prompt:
-        if instruction is None:
+        if instruction is None or self.instruction_format == TEXT_ALONE:
             return Prompt(prompt)
         if not instruction:
             return NO_PROMPT

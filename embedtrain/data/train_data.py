@@ -17,6 +17,7 @@ from embedtrain.config.source_losses import (
     source_requirements,
     uses_batches_by_source,
 )
+from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
@@ -201,7 +202,8 @@ def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]
         if {"instruction", "document_instruction"} & store.extra_columns:
             sources.setdefault(source_settings.text_format.instruction_format, []).append(store.report.name)
     return [
-        f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows go before texts as {form!r}"
+        f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows "
+        + ("are not used" if form == TEXT_ALONE else f"go before texts as {form!r}")
         for form, names in sources.items()
     ]
 

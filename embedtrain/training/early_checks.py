@@ -11,6 +11,7 @@ from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.config.sparse_checks import check_query_regularizer
+from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
 from embedtrain.data.sources.urls import is_url
@@ -42,7 +43,7 @@ def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:
         f"{name}: the instructions of its rows are formatted as {own!r}, and this reranker was trained with "
         f"{template.instruction_format!r}: set data.instruction_format to it"
         for name, own in formats.items()
-        if own != template.instruction_format
+        if own not in (template.instruction_format, TEXT_ALONE)
     ]
 
 

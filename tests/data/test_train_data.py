@@ -176,6 +176,10 @@ def test_instructions_of_rows(tmp_path: Path) -> None:
         Prompt("D "),
     ]
     assert [len(rows_by_query[query].documents) for query in "acej"] == [1, 1, 2, 4]
+    without = load_train_data([replace(with_instructions, instruction_format="{text}")], seed=1, global_batch_size=4)
+    assert "instructions of its rows are not used" in without.notes[1]
+    prompts = [without.settings[0].text_format.prompts(example) for example in without.stores[0]]
+    assert prompts == [(Prompt("Q "), Prompt("D "))] * 4
 
 
 @pytest.mark.parametrize("by_source", [False, True])

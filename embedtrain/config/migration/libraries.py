@@ -28,6 +28,10 @@ def _rank(option: str, value: str) -> str | None:
     return integer(option, value)
 
 
+def _instruction_format(option: str, value: str) -> str | None:
+    return f"""'{option}="{value.format("{instruction}", "{text}")}"'""" if value.count("{}") == 2 else None
+
+
 def _model(option: str, value: str) -> str:
     if "/" in value:
         return f"{option}={value}"
@@ -106,16 +110,19 @@ FLAGEMBEDDING = (
     ),
     Row(
         "query_instruction_for_retrieval",
-        "`model.query_prompt`; a `prompt` in a row replaces it, formatted with `data.instruction_format`",
+        "`model.query_prompt`, as `--query_instruction_format` writes it before a query; a `prompt` in a row replaces "
+        "it, formatted with `data.instruction_format`",
         same,
     ),
     Row("passage_instruction_for_retrieval", "`model.document_prompt`", same),
     Row("query_instruction_for_rerank", "`model.query_prompt`", same),
     Row("passage_instruction_for_rerank", "`model.document_prompt`", same),
     Row(
-        "query_instruction_format passage_instruction_format",
-        "`data.instruction_format`, with {instruction} and {text}",
+        "query_instruction_format",
+        "`data.instruction_format`, with {instruction} and {text}; their default `{}{}` is `{instruction}{text}`",
+        _instruction_format,
     ),
+    Row("passage_instruction_format", "`model.document_prompt`, with all that it writes before a passage"),
     Row(
         "same_dataset_within_batch",
         "`data.batches=by_source`; with `each_file: true` every file is a source",

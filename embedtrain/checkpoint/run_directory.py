@@ -76,11 +76,13 @@ class RunDirectory:
             )
         if self.lock.exists():
             return
-        for path in (self.recipe, self.architecture, self.adapter, self.tokenizer, self.sample):
+        # An empty folder of checkpoints may be a link to another disk.
+        steps = sorted(self.checkpoints.glob("step-*"))
+        for path in (self.recipe, self.architecture, self.adapter, self.tokenizer, self.sample, *steps[:1]):
             if os.path.lexists(path):
                 raise ConfigError(
-                    f"output_dir={self.path} contains {path.name}, which no run has written, and which would be "
-                    f"replaced: name another output_dir (in a copy of a run, create an empty {self.lock.name})"
+                    f"output_dir={self.path} contains {path.relative_to(self.path)}, which no run has written, and "
+                    f"which would be replaced: name another output_dir (in a copy of a run, create an empty run.lock)"
                 )
 
     def require_exists(self) -> None:

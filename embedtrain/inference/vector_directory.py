@@ -201,7 +201,7 @@ class VectorDirectory:
     @contextlib.contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
         """Keep other commands from writing the directory; a ConfigError if another one does. A collective."""
-        lock = self.directory.with_name(f"{self.directory.name}.lock")
+        lock = self.directory.with_name(f".embedtrain-{self.directory.name}.lock")
         with self.world.fail_together("creating the folder of output_dir"):
             if self.world.is_main:
                 make_folder(lock.parent)
@@ -249,6 +249,13 @@ class VectorDirectory:
         world, inputs_path = self.world, self.unfinished / _INPUTS_FILE
         written: set[int] = set()
         with world.fail_together("looking for an interrupted command"):
+            if self.unfinished.is_symlink():
+                raise ConfigError(f"{self.unfinished} is a link, through which nothing is written: delete it")
+            if self.unfinished.exists() and not inputs_path.is_file() and any(self.unfinished.iterdir()):
+                raise ConfigError(
+                    f"{self.unfinished} is where vectors are written until they are complete, and has other files: "
+                    "move it away, or write another output_dir"
+                )
             is_same = inputs_path.is_file() and inputs_path.read_text(encoding="ascii") == self.inputs
             if world.is_main and not is_same:
                 remove_tree(self.unfinished)

@@ -143,7 +143,8 @@ class MiningFolder:
             if not isinstance(finished, dict):
                 raise DataError(f"{summary} exists and is not a summary of {self._rows}: choose another output_dir")
             self._require_same(finished, self._rows)
-            remove_tree(self._temporary)
+            if identity.is_file():
+                remove_tree(self._temporary)
             return False
         require_no_links(self._temporary)
         if identity.is_file() and self.inputs.is_dir():  # otherwise nothing is lost by starting from scratch
@@ -155,6 +156,9 @@ class MiningFolder:
             path = self.output_dir / f"{name}.jsonl"
             if path.exists():
                 raise DataError(f"{path} exists and was not written by this command: choose another output_dir")
+        foreign = None if identity.is_file() else next((p for p in self._temporary.rglob("*") if not p.is_dir()), None)
+        if foreign is not None:
+            raise DataError(f"{foreign} was not written by this command: move it away, or choose another output_dir")
         remove_tree(self._temporary)
         self._blocks.mkdir(parents=True)
         _write_json(identity, self.identity)

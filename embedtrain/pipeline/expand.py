@@ -16,6 +16,7 @@ EACH, REPEAT, AFTER, INIT, FROM, STAGES, DO = "each", "repeat", "after", "init",
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _MEMBER = re.compile(r"[\w-]+")
 _MAX_NAME = 100  # characters: a file system allows 255 bytes, and names get suffixes
+_NAME_RULE = f"a name has letters, digits, _ and -, begins with a letter, and has at most {_MAX_NAME} characters"
 _REFERENCE = re.compile(r"\$\{out:([\w-]+)(?=\.)")
 _FIRST_SEED = 42  # the recipe's default
 MAX_ROUNDS = 1000
@@ -40,10 +41,7 @@ class Expanded:
     def add(self, name: str, options: dict[str, Any], *origins: str) -> None:
         """Add a stage; a ConfigError if there is one of this name, or if the name cannot be that of a folder."""
         if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
-            raise ConfigError(
-                f"stages.{name}: becomes the name of a folder: it has letters, digits, _ and -, begins with a letter, "
-                f"and has at most {_MAX_NAME} characters"
-            )
+            raise ConfigError(f"stages.{name}: {_NAME_RULE}")
         if name in self.stages or name in self.groups or name in self.aliases:
             raise ConfigError(f"stages.{name}: there are two stages of this name; rename one")
         self.stages[name] = options
@@ -66,7 +64,7 @@ def expand(stages: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Expanded
         )
     for name, stage in stages.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"stages.{name}: a name has letters, digits, _ and -, and begins with a letter")
+            raise ConfigError(f"stages.{name}: {_NAME_RULE}")
         if not isinstance(stage, dict):
             raise ConfigError(f"stages.{name}={stage}: must be a mapping with `do` and the options of that command")
         _add(expanded, name, stage, f"stages.{name}")
@@ -131,6 +129,9 @@ def _add_rounds(expanded: Expanded, name: str, loop: Mapping[str, Any]) -> None:
     inner = loop[STAGES]
     if not isinstance(inner, dict) or not all(isinstance(stage, dict) for stage in inner.values()):
         raise ConfigError(f"stages.{name}.stages={inner}: must be a mapping from names to stages")
+    for key in inner:
+        if not isinstance(key, str) or not _NAME.fullmatch(key):
+            raise ConfigError(f"stages.{name}.stages.{key}: {_NAME_RULE}")
     with_model = [key for key, stage in inner.items() if MODEL in _outputs(stage)]
     if not with_model:
         raise ConfigError(f"stages.{name}.stages: none of a round's stages produces a model, such as do: train")

@@ -11,10 +11,10 @@ import contextlib
 import functools
 import gc
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ from embedtrain.pipeline.types import Pipeline, Stage, naming
 from embedtrain.tracking.console import Console
 from embedtrain.training.train import train
 
+LOCK, STAGES = "run.lock", "stages"
+_FILES = ("pipeline.yaml", "lineage.json", "report.html", "stopped.json", "from.json", "state.json")
 _UNLIMITED = 10 * 365 * 86400.0  # seconds
 _SKIP, _BEGIN, _RESUME = "skip", "begin", "resume"
 
@@ -57,17 +59,28 @@ def run_pipeline(pipeline: Pipeline, signals: StopSignals | None = None) -> None
         with world.fail_together("creating the directory of the pipeline"):
             if world.is_main:
                 root.mkdir(parents=True, exist_ok=True)
-                _require_pipeline(root)
+                _require_own(pipeline)
         ranks = f"{format_count(world.size, 'rank')} ({world.device.type})"
         console.note(f"pipeline {pipeline.name}, {format_count(len(pipeline.stages), 'stage')} on {ranks}, in {root}")
-        with output_dir_lock(root / "run.lock", world, pipeline.timeout):
+        with output_dir_lock(root / LOCK, world, pipeline.timeout):
             _PipelineRun(pipeline, world, signals, console).run()
 
 
-def _require_pipeline(root: Path) -> None:
-    """Raise ConfigError if the directory is that of one training."""
+def _require_own(pipeline: Pipeline) -> None:
+    """Raise ConfigError if the directory is that of one training, or if files of the user would be replaced."""
+    root, state = pipeline.output_dir, PipelineState(pipeline)
     if (root / "recipe.yaml").exists():
         raise ConfigError(f"output_dir={root} is the directory of one training: choose another output_dir")
+    if (root / STAGES).is_symlink():
+        raise ConfigError(f"{root / STAGES} is a link, through which nothing is written: delete it")
+    for stage in pipeline.stages:
+        state.require_own(stage)
+    for name in () if (root / LOCK).exists() else (*_FILES, STAGES):
+        if os.path.lexists(root / name):
+            raise ConfigError(
+                f"output_dir={root} contains {name}, which no pipeline has written, and which would be replaced: name "
+                f"another output_dir (in a copy of a pipeline, create an empty {LOCK})"
+            )
 
 
 class _PipelineRun:
@@ -171,6 +184,7 @@ class _PipelineRun:
         started = time.monotonic()
         with world.fail_together(f"beginning the stage {stage.name}"):
             if world.is_main:
+                self.state.require_own(stage)
                 self._begin(stage, action)
         result = self._call(stage)
         gc.collect()

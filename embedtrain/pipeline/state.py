@@ -55,6 +55,20 @@ class PipelineState:
         self._contents = ContentDigests(pipeline.output_dir / "state.json")
         self._verified: set[str] = set()
 
+    def require_own(self, stage: Stage) -> None:
+        """Raise ConfigError if the directory of a stage is a link, or has files although no stage has begun there."""
+        if stage.directory.is_symlink():
+            raise ConfigError(f"{stage.directory} is a link, through which nothing is written: delete it")
+        if stage.directory.exists() and not stage.directory.is_dir():
+            raise ConfigError(f"{stage.directory} is a file: move it away, or rename the stage {stage.name}")
+        if stage.directory.is_dir() and not os.path.lexists(stage.directory / STAGE_FILE):
+            foreign = next(iter(sorted(os.listdir(stage.directory))), None)
+            if foreign is not None:
+                raise ConfigError(
+                    f"{stage.directory} contains {foreign}, which no stage has written: move it away, or rename the "
+                    f"stage {stage.name}"
+                )
+
     def read(self, stage: Stage) -> StageRecord | None:
         """The record of a stage; None if it has not begun. Raises CheckpointError if the file is damaged."""
         path = stage.directory / STAGE_FILE

@@ -29,6 +29,15 @@ def test_directory_of_one_machine_is_rejected(ranks, tmp_path):
         assert message.startswith(f"output_dir={tmp_path / f'rank-{rank}'}: rank 1 does not see what rank 0 wrote")
 
 
+def test_a_folder_of_the_user_is_not_replaced(ranks, tmp_path):
+    notes = tmp_path / "shared" / ".mining" / "blocks" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("of the user")
+    (message,) = ranks(1, begin, tmp_path, True)
+    assert f"{notes} was not written by this command" in message
+    assert notes.read_text() == "of the user"
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", '"text"', "{}", '{"identity": 3}'])
 def test_other_files_are_not_overwritten(ranks, tmp_path, text):
     (tmp_path / "shared").mkdir()

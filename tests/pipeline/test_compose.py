@@ -191,6 +191,21 @@ def test_rounds_of_mining_and_training():
     assert expanded.aliases == {"rounds": "rounds-2-tuned"}
 
 
+@pytest.mark.parametrize("name", ["x/../../../../important", "..", "/etc", "a/b", "a.b", "", "x\n", "x\0", "é" * 101])
+def test_the_names_of_stages_are_those_of_folders(name):
+    """Whichever way they are made: those of a loop have the number of the round before them."""
+    training = {"do": "train"}
+    for stages in (
+        {name: training},
+        {"l": {"repeat": 2, "stages": {name: training}}},
+        {"l": {"repeat": 2, "stages": {name: {**training, "repeat": 2}}}},
+        {"s": {**training, "each": {name: {}}}},
+        {"l": {"repeat": 1, "stages": {"s": {**training, "each": {name: {}}}}}},
+    ):
+        with pytest.raises(ConfigError, match="letters, digits, _ and -"):
+            expand(stages, {})
+
+
 PIPELINES = sorted(path.stem for path in (ROOT / "recipes" / "pipelines").glob("*.yaml"))
 
 

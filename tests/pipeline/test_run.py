@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -235,6 +236,42 @@ def wait_for_rank_0(world: World) -> str:
 
 def test_rank_0_may_work_longer_than_the_timeout(ranks):
     assert ranks(2, wait_for_rank_0) == ["done", "done"]
+
+
+def test_files_of_the_user_are_not_taken_for_stages(ranks, run_inputs, tmp_path):
+    """A folder without the mark of a stage, one that was there before a first run, and links are left alone."""
+    content, root = small_pipeline(run_inputs, evaluation={}), tmp_path / "run"
+    important = tmp_path / "important"
+    important.mkdir()
+    (important / "thesis.txt").write_text("of the user")
+    (important / "stage.json").write_text("{}")
+
+    def plant(path, text):
+        shutil.rmtree(root, ignore_errors=True)
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            (root / path).symlink_to(important)
+        else:
+            (root / path).write_text(text)
+        return root / path
+
+    for path, text, locked, words in (
+        ("stages/final/notes.txt", "of the user", True, r"final contains notes\.txt, which no stage has written"),
+        ("stages/final", "of the user", True, "final is a file"),
+        ("stages/final", None, True, "final is a link"),
+        ("stages", None, True, "stages is a link"),
+        ("stages/other/notes.txt", "of the user", False, "contains stages, which no pipeline has written"),
+        ("pipeline.yaml", "of the user", False, r"contains pipeline\.yaml, which no pipeline has written"),
+        ("report.html", "of the user", False, r"contains report\.html, which no pipeline has written"),
+    ):
+        planted = plant(path, text)
+        if locked:
+            (root / "run.lock").touch()
+        for _ in range(2):
+            with pytest.raises(AssertionError, match=words):
+                ranks(1, run_small, tmp_path, content)
+            assert planted.is_symlink() if text is None else planted.read_text() == text
+            assert (important / "thesis.txt").read_text() == "of the user"
 
 
 @pytest.mark.slow

@@ -89,15 +89,15 @@ def test_a_run_writes_through_none_of_its_files(ranks, run_inputs, finished, tmp
     assert [step for step, _ in list_steps(out / "checkpoints")] == [4]
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "architecture", "tokenizer", "sample", "model"])
+@pytest.mark.parametrize("name", ["recipe.yaml", "architecture", "tokenizer", "sample", "model", "checkpoints/step-5"])
 def test_files_of_the_user_are_not_taken_for_a_run(ranks, run_inputs, tmp_path, name):
-    (tmp_path / name).mkdir() if "." not in name else None
+    (tmp_path / name).mkdir(parents=True) if "." not in name else None
     notes = tmp_path / name / "notes.txt" if "." not in name else tmp_path / name
     notes.write_text("of the user")
     (sentence,) = ranks(1, resume, run_inputs, tmp_path)
     assert f"contains {notes.name if name == 'model' else name}" in sentence
     assert notes.read_text() == "of the user"
-    assert {path.name for path in tmp_path.iterdir()} <= {name, "run.lock"}
+    assert {path.name for path in tmp_path.iterdir()} <= {Path(name).parts[0], "run.lock"}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,13 @@ def test_an_export_replaces_exports_only(tmp_path):
             export(out)
         assert (out / name).read_text() == text
         (out / name).unlink() if previous is None else (out / name).write_text(previous)
+    new = tmp_path / f"out.{'1' * 16}.tmp"
+    shutil.copytree(out, new)
+    (out / "notes.txt").write_text("added while the new export was written")
+    with pytest.raises(ConfigError, match=r"contains notes\.txt"):
+        replace_export(out, new)
+    (out / "notes.txt").unlink()
+    shutil.rmtree(new)
     shutil.copytree(neighbours[0], tmp_path / "theirs")
     with pytest.raises(ConfigError, match=r"theirs contains modules\.json"):
         export(tmp_path / "theirs")

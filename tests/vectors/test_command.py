@@ -144,11 +144,24 @@ def test_an_interrupted_command_resumes(ranks, inputs, tmp_path):
 
 
 def test_two_commands_cannot_write_one_directory(ranks, inputs, tmp_path):
-    with FileLock(tmp_path / "stored.lock"):
+    with FileLock(tmp_path / ".embedtrain-stored.lock"):
         (message,) = ranks(1, rejection, options(inputs, tmp_path / "stored", "timeout=2"))
     assert f"output_dir={tmp_path / 'stored'} is in use by another run" in message
     ranks(1, write, options(inputs, tmp_path / "stored"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stored"]
+
+
+def test_files_of_the_user_beside_the_directory_are_not_replaced(ranks, inputs, tmp_path):
+    own = [tmp_path / name for name in ("stored.lock", "stored.unfinished/notes.txt", "important/notes.txt")]
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("of the user")
+    (message,) = ranks(1, rejection, options(inputs, tmp_path / "stored"))
+    assert f"{tmp_path / 'stored.unfinished'} is where vectors are written" in message
+    (tmp_path / "other.unfinished").symlink_to(tmp_path / "important")
+    (message,) = ranks(1, rejection, options(inputs, tmp_path / "other"))
+    assert "is a link, through which nothing is written" in message
+    assert [path.read_text() for path in own] == ["of the user"] * 3
 
 
 def test_training_without_the_teacher(ranks, inputs, tmp_path):

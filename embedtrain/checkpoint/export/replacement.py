@@ -74,7 +74,11 @@ def require_only_export(output_dir: Path) -> None:
 
 
 def replace_export(output_dir: Path, new: Path) -> None:
-    """Rename `new` to `output_dir`; an earlier export is moved away before it is deleted."""
+    """Rename `new` to `output_dir`; an earlier export is moved away before it is deleted.
+
+    Raises ConfigError if the user has added files to it meanwhile.
+    """
+    require_only_export(output_dir)
     old = new.with_name(new.name.removesuffix(_SCRATCH) + _REPLACED)
     if os.path.lexists(output_dir):
         output_dir.rename(old)

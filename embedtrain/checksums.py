@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from embedtrain.files import atomic_write
+from embedtrain.files import atomic_write, reading
 
 # A large file has one checksum for each block, so that several processes can share its verification.
 BLOCK_BYTES = 1 << 26
@@ -47,9 +47,16 @@ class Checksums:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote. Raises ValueError if it is damaged or something else, OSError if it is missing."""
+        """Read what `write` wrote.
+
+        Raises:
+            ValueError: it is damaged or something else.
+            OSError: it is missing.
+            UnreadableError: it cannot be read.
+        """
         try:
-            content = json.loads(path.read_bytes())
+            with reading(path):
+                content = json.loads(path.read_bytes())
             if content["checksum"] != checksum_of(content["files"]):
                 raise ValueError("its checksum does not match")
             files = {str(name): (int(size), [*map(str, blocks)]) for name, (size, blocks) in content["files"].items()}
@@ -87,10 +94,10 @@ class Checksums:
         return list(damaged)
 
     def is_intact(self, folder: Path, block: Block) -> bool:
-        """Whether a block can be read and has its checksum."""
+        """Whether a block exists and has its checksum. Raises UnreadableError if it cannot be read."""
         name, index = block
         try:
-            with (folder / name).open("rb", buffering=0) as file:
+            with reading(folder / name), (folder / name).open("rb", buffering=0) as file:
                 file.seek(index * BLOCK_BYTES)
                 return _block_checksum(file) == self.files[name][1][index]
         except OSError:
@@ -158,7 +165,8 @@ def _num_blocks(size: int) -> int:
 
 def _has_size(path: Path, size: int) -> bool:
     try:
-        status = path.lstat()  # a link or a pipe is not what was written
+        with reading(path):
+            status = path.lstat()  # a link or a pipe is not what was written
     except (OSError, ValueError):
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size == size

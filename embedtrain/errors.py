@@ -28,6 +28,10 @@ class CheckpointError(EmbedtrainError):
     """A checkpoint that cannot be written, read or resumed from."""
 
 
+class UnreadableError(EmbedtrainError):
+    """A disk that fails to read a file, which may be intact: whoever catches damage does not catch this."""
+
+
 class TrainingError(EmbedtrainError):
     """Training cannot continue: a loss or gradient is not finite, or a rank failed."""
 

@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, UnreadableError
 
 _TEMPORARY = re.compile(r"\.embedtrain-[0-9a-f]{16}\.tmp")
 
@@ -50,6 +50,23 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error of reading into UnreadableError, unless the file is missing.
+
+    EIO and ESTALE of a network disk pass. A file that was taken for damaged would be deleted, or built again.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise UnreadableError(
+            f"{error.filename or path} cannot be read ({error.strerror or error}): it may be intact, so nothing is "
+            "deleted or built again; repair the disk, and run the same command again"
+        ) from error
 
 
 def expand_user(path: str | Path) -> Path:

@@ -56,7 +56,7 @@ from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.watchdog.watchdog import MAX_FINISHING, UnfinishedWork
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError, LostContact
+from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact, UnreadableError
 from embedtrain.files import directory_size, remove_tree
 from embedtrain.formatting import format_bytes
 
@@ -261,7 +261,8 @@ class Checkpointer:
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint; partial and damaged ones are reported and skipped.
 
-        Raises CheckpointError on every rank if a checkpoint has another version's format.
+        Raises CheckpointError on every rank if a checkpoint has another version's format, and UnreadableError if a rank
+        cannot read one: an older one would be resumed from, and the newer ones deleted.
         """
         messages: list[str] = []
         newest: Checkpoint | None = None
@@ -276,15 +277,18 @@ class Checkpointer:
             try:
                 newest = open_checkpoint(path)
                 verify_checksums(newest, self.world.rank, self.world.size)
-            except UnsupportedFormatError as error:
-                raise CheckpointError(f"{error}: resume with that version, or choose another output_dir") from None
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-            problems = [text for text in self.world.gather(problem) if text]
+            except EmbedtrainError as error:
+                problem = type(error).__name__, str(error)
+            problems = {rank: found for rank, found in enumerate(self.world.gather(problem)) if found}
             if not problems:
                 break
             newest = None
-            messages.append(f"{problems[0]}: skipped")
+            for rank, (name, text) in problems.items():
+                if name == UnreadableError.__name__:
+                    raise UnreadableError(f"{text} (rank {rank})")
+                if name == UnsupportedFormatError.__name__:
+                    raise CheckpointError(f"{text}: resume with that version, or choose another output_dir")
+            messages.append(f"{next(iter(problems.values()))[1]}: skipped")
         for message in messages[:_MAX_MESSAGES]:
             self.log(message)
         if len(messages) > _MAX_MESSAGES:

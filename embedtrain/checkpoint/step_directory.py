@@ -5,13 +5,16 @@ tensors is added and the directory is renamed, so that partial or damaged checkp
 skipped. Tensors are safetensors and the manifest is JSON: reading a checkpoint executes no code, whoever wrote it.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpoi
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.files import directory_size, flush_to_disk, remove_tree
+from embedtrain.files import directory_size, flush_to_disk, reading, remove_tree
 from embedtrain.records import read_record
 
 MANIFEST = "checkpoint.json"
@@ -103,12 +106,24 @@ def unfinished_path(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}{_UNFINISHED}"
 
 
+def _has_mode(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether there is a file or directory of a kind; unlike `Path.is_dir` of Python 3.14, raises other errors."""
+    try:
+        return is_kind(path.stat().st_mode)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+
+
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """Committed step directories, newest first. They are not verified."""
-    if not root.is_dir():
-        return []
-    matches = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
-    steps = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    """Committed step directories, newest first. They are not verified. UnreadableError if they cannot be listed."""
+    with reading(root):
+        if not _has_mode(root, stat.S_ISDIR):
+            return []
+    with reading(root):
+        matches = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
+        steps = [(int(match[1]), path) for match, path in matches if match and _has_mode(path, stat.S_ISDIR)]
     return sorted(((step, path) for step, path in steps if path == step_path(root, step)), reverse=True)
 
 
@@ -120,16 +135,33 @@ def list_unfinished(root: Path) -> list[Path]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of a step directory and compare the sizes of its files.
 
-    Raises CheckpointError if the manifest or a file is missing or damaged, UnsupportedFormatError if another version
-    wrote it.
+    Raises:
+        CheckpointError: the manifest or a file is missing or damaged.
+        UnsupportedFormatError: another version wrote it.
+        UnreadableError: the disk fails to read it.
     """
+    with _reading(path):
+        return _open_checkpoint(path)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        with reading(path):
+            yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{error.filename or path} is missing") from None
+
+
+def _open_checkpoint(path: Path) -> Checkpoint:
     file = path / MANIFEST
-    if not file.is_file():
+    if not _has_mode(file, stat.S_ISREG):
         raise CheckpointError(f"{path} has no {MANIFEST}: the save was interrupted")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        with reading(file):
+            manifest = json.loads(file.read_text(encoding="utf-8"))
         version = int(manifest["format"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _damaged(file, error) from None
     if version != FORMAT:
         age = "a newer" if version > FORMAT else "an older"
@@ -199,9 +231,10 @@ def _open_verified(path: Path) -> Checkpoint:
 
 
 def verify_checksums(checkpoint: Checkpoint, rank: int, world_size: int) -> None:
-    """Verify the part of the checksums that falls to a rank; raises CheckpointError if a file has changed."""
-    for kind in checkpoint.kinds:
-        checkpoint.tensors(kind).verify_checksums(rank, world_size)
+    """Verify the part of the checksums that falls to a rank; raises as `open_checkpoint` if a file has changed."""
+    with _reading(checkpoint.path):
+        for kind in checkpoint.kinds:
+            checkpoint.tensors(kind).verify_checksums(rank, world_size)
 
 
 def commit_checkpoint(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:

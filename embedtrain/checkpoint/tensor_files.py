@@ -8,8 +8,10 @@ and the same for `optimizer`. The layout follows from types, shapes and the numb
 ranks can locate any rows, and an export needs no ranks at all.
 """
 
+import contextlib
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from embedtrain.checkpoint.weight_files import (
 )
 from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.errors import CheckpointError
+from embedtrain.files import reading
 
 _MAX_ELEMENTS = 1 << 50  # of a tensor: no machine holds as many
 
@@ -213,26 +216,33 @@ class TensorReader:
     def require_sizes(self) -> None:
         """Raise CheckpointError if a file is missing or has another size."""
         for file, layout in self.files.files.items():
-            path = self.folder / file
-            if not path.is_file():
+            path, status = self.folder / file, None
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), reading(path):
+                status = path.stat()
+            if status is None or not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is missing")
-            if path.stat().st_size != layout.size:
-                raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes instead of {layout.size}")
+            if status.st_size != layout.size:
+                raise CheckpointError(f"{path} is damaged: {status.st_size} bytes instead of {layout.size}")
 
     def verify_checksums(self, rank: int, world_size: int) -> None:
         """Verify every `world_size`-th checksum, so that the ranks share the reading.
 
-        Raises CheckpointError if the content of a file has changed.
+        Raises CheckpointError if the content of a file has changed, UnreadableError if it cannot be read.
         """
         for file, layout in list(self.files.files.items())[rank::world_size]:
             path = self.folder / file
-            if b"".join(read_blocks(path, 0, len(layout.header))) != layout.header:
+            with reading(path):
+                header = b"".join(read_blocks(path, 0, len(layout.header)))
+            if header != layout.header:
                 raise CheckpointError(f"{path} is damaged: its header has changed")
         shards = [(name, shard) for name in self.specs for shard in self.files.tensor_shards(name)]
         for name, shard in shards[rank::world_size]:
             file, offset, size = self.files.byte_range(name, shard)
-            if size and checksum_of(read_blocks(self.folder / file, offset, size)) != self.checksums[name][shard]:
-                raise CheckpointError(f"{self.folder / file} is damaged: the checksum of {name} does not match")
+            path = self.folder / file
+            with reading(path):
+                is_intact = not size or checksum_of(read_blocks(path, offset, size)) == self.checksums[name][shard]
+            if not is_intact:
+                raise CheckpointError(f"{path} is damaged: the checksum of {name} does not match")
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

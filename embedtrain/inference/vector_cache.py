@@ -31,7 +31,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write
+from embedtrain.files import atomic_write, reading
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.inference.stored_vectors import map_tensors
 from embedtrain.losses.encoded import Part
@@ -161,7 +161,8 @@ class VectorCache:
 def _is_intact(path: Path) -> bool:
     """Whether the name of a file has the checksum of its content; those of earlier versions have none."""
     try:
-        return path.stem.rpartition("-")[2] == file_checksum(path)
+        with reading(path):
+            return path.stem.rpartition("-")[2] == file_checksum(path)
     except OSError:
         return False
 

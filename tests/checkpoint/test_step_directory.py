@@ -31,7 +31,7 @@ from embedtrain.checkpoint.step_directory import (
 from embedtrain.checkpoint.tensor_files import describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout
-from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.errors import CheckpointError, ConfigError, UnreadableError
 
 FILE = "weights-00000-of-00001.safetensors"
 SIZE = 1000
@@ -203,6 +203,16 @@ def test_absurd_numbers_in_a_manifest_are_reported_at_once(tmp_path, change):
     (path / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged: .*Error"):
         open_checkpoint(path)
+
+
+def test_what_cannot_be_read_is_not_damaged(tmp_path):
+    """Reading /proc/self/mem fails with EIO."""
+    path = write(tmp_path, 10)
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).symlink_to("/proc/self/mem")
+    for read in (lambda: open_checkpoint(path), lambda: find_checkpoint(tmp_path, "latest")):
+        with pytest.raises(UnreadableError, match=rf"step-00000010/{MANIFEST} cannot be read \(Input/output error\)"):
+            read()
 
 
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path):

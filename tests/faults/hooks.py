@@ -1,5 +1,6 @@
 """Faults injected into a rank by a thread or a replaced function: real signals, real exceptions."""
 
+import errno
 import os
 import signal
 import threading
@@ -122,6 +123,27 @@ class SlowSave:
             return real(*arguments)
 
         checkpointer.write_local_shards = write_local_shards
+
+
+@dataclass(frozen=True)
+class DiskFails:
+    """A rank's disk fails while checkpoints are verified.
+
+    Args:
+        rank: the rank that cannot read them.
+    """
+
+    rank: int
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        import embedtrain.checkpoint.tensor_files as tensor_files
+
+        def read_blocks(path, offset, size):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        tensor_files.read_blocks = read_blocks
 
 
 @dataclass(frozen=True)

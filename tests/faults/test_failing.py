@@ -1,13 +1,14 @@
 """A rank fails or hangs: all ranks end with one message that names the rank, the activity and the cause."""
 
 import re
+import shutil
 import signal
 import socket
 import time
 
 import pytest
 
-from tests.faults.hooks import InStep, MemoryExhausted, NcclError, SlowSave, verify_cache_in_thread
+from tests.faults.hooks import DiskFails, InStep, MemoryExhausted, NcclError, SlowSave, verify_cache_in_thread
 from tests.faults.runs import finish, start, training_result
 
 
@@ -39,6 +40,22 @@ def test_a_pending_checkpoint_is_finished(folder, undisturbed, fault):
     again = finish(folder, out)
     assert f"resuming from {out}/checkpoints/step-00000003" in again.text
     assert training_result(folder / out) == undisturbed
+
+
+def test_a_disk_that_fails_is_no_damage(folder, undisturbed):
+    """One rank cannot read the newest checkpoint: nothing older is resumed from, and nothing deleted."""
+    out = folder / "unread"
+    shutil.copytree(folder / "undisturbed", out)
+    before = sorted(out.glob("checkpoints/*/*"))
+    run = start(folder, out.name, hook=DiskFails(1))
+    assert run.wait() == [1, 1], run.text
+    (error,) = run.errors
+    assert "unread/checkpoints/step-00000012/" in error
+    assert "cannot be read (Input/output error): it may be intact" in error
+    assert error.endswith("(rank 1)")
+    assert sorted(out.glob("checkpoints/*/*")) == before
+    assert "step-00000012 is the end of this run" in finish(folder, out.name).text
+    assert training_result(out) == undisturbed
 
 
 def test_a_hanging_rank(folder):

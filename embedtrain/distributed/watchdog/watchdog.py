@@ -284,7 +284,7 @@ class Watchdog:
             return ""
 
     def _read_resume_hint(self, result: "queue.SimpleQueue[str]") -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, EmbedtrainError):
             hint = self.resume_hint()
             result.put(f"; {hint}" if hint else "")
 

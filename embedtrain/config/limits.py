@@ -6,6 +6,7 @@ OmegaConf and Hydra have no such limits. Their private names are used here only,
 import copy
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,14 +181,25 @@ def own_hydra_state() -> Iterator[None]:
         BaseContainer._resolvers = resolvers
 
 
+# Held while functions of OmegaConf are replaced: of two threads that restore them in another order, the later one would
+# restore the replacement of the other.
+_REPLACING = threading.RLock()
+
+
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function within the block, for this thread: others may use OmegaConf for something else."""
+    with _REPLACING:
+        before, thread = getattr(owner, name), threading.get_ident()
+
+        def choose(*args: Any, **named: Any) -> Any:
+            return (function if threading.get_ident() == thread else before)(*args, **named)
+
+        setattr(owner, name, choose)
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)
 
 
 def _num_values(value: Any) -> int:

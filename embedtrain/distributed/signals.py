@@ -12,6 +12,8 @@ from enum import IntFlag
 from types import FrameType
 from typing import Any
 
+from embedtrain.distributed.monitor import start_monitor
+
 # Sent by schedulers before they reclaim a machine, by Ctrl-C, and when a terminal or an SSH connection is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
@@ -69,7 +71,7 @@ class StopSignals:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _ignore)
         os.register_at_fork(after_in_child=_restore_defaults)
-        threading.Thread(target=self._listen, args=(receiver, sender), name="signals", daemon=True).start()
+        start_monitor("signals", lambda: self._listen(receiver, sender))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

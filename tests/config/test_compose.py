@@ -4,13 +4,19 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import omegaconf._utils
 import pytest
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.base import Container
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.limits import limited_files, limited_interpolations
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
 from embedtrain.config.optim import ScheduleKind
@@ -35,6 +41,27 @@ def empty_directory(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     yield
     assert list(folder.iterdir()) == []
+
+
+def test_other_threads_may_use_omegaconf_meanwhile(tmp_path):
+    """While this thread composes, another one reads its own file as before, and a third one waits to compose."""
+    before = omegaconf._utils.get_yaml_loader, Container._resolve_node_interpolation
+    (tmp_path / "own.yaml").write_text("number: 1\nagain: ${number}\n")
+    entered = threading.Event()
+
+    def compose() -> None:
+        with limited_files(ROOT / "configs", None), limited_interpolations():
+            entered.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        with limited_files(ROOT / "configs", None), limited_interpolations():
+            with pytest.raises(yaml.YAMLError, match="is outside of --config-dir"):
+                OmegaConf.load(tmp_path / "own.yaml")
+            assert threads.submit(OmegaConf.load, tmp_path / "own.yaml").result().again == 1
+            waiting = threads.submit(compose)
+            assert not entered.wait(0.1)
+        waiting.result()
+    assert (omegaconf._utils.get_yaml_loader, Container._resolve_node_interpolation) == before
 
 
 def error_of(arguments: list[str]) -> str:

@@ -2,13 +2,14 @@
 
 import json
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from embedtrain.distributed.monitor import start_monitor
 
 Answer = TypeVar("Answer")
 
@@ -57,7 +58,7 @@ class HeartbeatStore:
         self.is_lost = False
         self._overdue: Future[object] | None = None
         self._requests: queue.SimpleQueue[tuple[Callable[[Store], object], Future[object]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve_requests, name="heartbeat-store", daemon=True).start()
+        start_monitor("heartbeat-store", self._serve_requests)
 
     @property
     def is_unresponsive(self) -> bool:

@@ -15,11 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 
 import psutil
+
+from embedtrain.distributed.monitor import start_monitor
 
 _GRACE = 15.0  # seconds that an agent without ranks has to end by itself
 _TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -78,7 +79,7 @@ def stop_after_launcher() -> None:
     """
     launcher = find_launcher()
     if launcher is not None:
-        threading.Thread(target=_stop_after, args=(launcher,), name="launcher", daemon=True).start()
+        start_monitor("launcher", lambda: _stop_after(launcher))
 
 
 def _stop_after(launcher: Launcher) -> None:

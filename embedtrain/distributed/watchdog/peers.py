@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def _timed_out(missing: str, rank: int, timeout: float) -> LostContact:
 
 @dataclass(slots=True)
 class LocalProcesses:
-    """The processes of the other ranks on this host."""
+    """The processes of the other ranks on this host; may be used from any thread."""
 
     store: Store
     rank: int
@@ -74,6 +75,7 @@ class LocalProcesses:
     _processes: dict[int, psutil.Process] = field(default_factory=dict)
     _unidentified: set[int] = field(default_factory=set)
     _ended: set[int] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # never held while the store is asked
 
     def __post_init__(self) -> None:
         self._unidentified = set(self.local) - {self.rank}
@@ -83,44 +85,53 @@ class LocalProcesses:
     def ended(self) -> list[int]:
         """Ranks whose process has ended, in order."""
         self._identify()
-        self._ended |= {rank for rank, process in self._processes.items() if not _runs(process)}
-        return sorted(self._ended)
+        with self._lock:
+            self._ended |= {rank for rank, process in self._processes.items() if not _runs(process)}
+            return sorted(self._ended)
 
     def runs(self, rank: int) -> bool:
         """Whether the process of a rank is known and running."""
-        return rank in self._processes and _runs(self._processes[rank])
+        with self._lock:
+            process = self._processes.get(rank)
+        return process is not None and _runs(process)
 
     def describe(self, ranks: Sequence[int]) -> str:
         """The state of known processes: `, its process 123 is suspended`."""
         states = []
-        for rank in ranks:
-            if self.runs(rank):
-                process = self._processes[rank]
-                state = "suspended" if process.status() == psutil.STATUS_STOPPED else "running"
-                states.append(f", its process {process.pid} is {state}")
+        with self._lock:
+            processes = [self._processes[rank] for rank in ranks if rank in self._processes]
+        for process in processes:
+            with contextlib.suppress(psutil.Error, OSError):  # it ends meanwhile; no file can be opened
+                if (status := process.status()) != psutil.STATUS_ZOMBIE and process.is_running():
+                    state = "suspended" if status == psutil.STATUS_STOPPED else "running"
+                    states.append(f", its process {process.pid} is {state}")
         return "".join(states)
 
     def _identify(self) -> None:
         """Look up the processes of ranks that have published their ids since the last call."""
+        with self._lock:
+            unidentified = sorted(self._unidentified)
         with contextlib.suppress(RuntimeError):  # the store is lost
-            for rank in sorted(self._unidentified):
+            for rank in unidentified:
                 if self.store.check([f"who/{rank}"]):
-                    self._unidentified.discard(rank)
                     self._add(rank, *json.loads(self.store.get(f"who/{rank}")))
 
     def _add(self, rank: int, namespace: str, pid: int, created: float) -> None:
-        if namespace != _pid_namespace():
-            return
+        process = None
         try:
-            process = psutil.Process(pid)
-            if process.create_time() != created:
-                raise psutil.NoSuchProcess(pid)
+            if namespace == _pid_namespace():
+                process = psutil.Process(pid)
+                if process.create_time() != created:
+                    raise psutil.NoSuchProcess(pid)
         except psutil.NoSuchProcess:
-            self._ended.add(rank)
-        except OSError:  # this process has reached its limit of open files
-            self._unidentified.add(rank)
-        else:
-            self._processes[rank] = process
+            with self._lock:
+                self._ended.add(rank)
+        except OSError:  # this process has reached its limit of open files: at the next call
+            return
+        with self._lock:
+            self._unidentified.discard(rank)
+            if process is not None and rank not in self._ended:
+                self._processes[rank] = process
 
 
 def hosts_by_rank(store: Store, rank: int, size: int) -> list[str]:

@@ -18,6 +18,7 @@ from signal import Signals
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from embedtrain.distributed.monitor import start_monitor
 from embedtrain.distributed.signals import EXIT_INTERRUPTED, exit_code
 from embedtrain.distributed.watchdog.activity import current_activity, describe_activity
 from embedtrain.distributed.watchdog.heartbeats import Failure, Heartbeat, HeartbeatStore
@@ -79,12 +80,12 @@ class Watchdog:
         self._exit_state = ""
         self._is_finishing = self._is_exiting = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start publishing heartbeats and monitoring."""
         self._publish()
-        self._thread.start()
+        self._thread = start_monitor("watchdog", self._monitor)
 
     def learn_hosts(self) -> None:
         """Read the hosts of all ranks, once all have published theirs, and find the processes on this host."""
@@ -95,7 +96,8 @@ class Watchdog:
         """Leave without a failure."""
         self._leave("done")
         self._closed.set()
-        self._thread.join(OBSERVATION)
+        if self._thread is not None:
+            self._thread.join(OBSERVATION)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

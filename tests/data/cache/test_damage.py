@@ -2,14 +2,18 @@
 
 import random
 import shutil
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from embedtrain.checksums import Checksums
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache import read_sources as stored
@@ -25,7 +29,7 @@ from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.parts import part_of_file
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import DataError
+from embedtrain.errors import DataError, UnreadableError
 from tests.data.files import write
 from tests.small import small_tokenizer, text
 
@@ -149,6 +153,47 @@ def test_damage_beyond_what_is_verified_at_once(
     assert data.contents() == expected
     assert f"{path}: damaged in the cache, and built again" in capsys.readouterr().err
     assert data.files() == original
+
+
+def test_a_folder_is_verified_that_is_added_while_the_thread_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "VERIFIED_BYTES", 0)
+    for name in ("intact", "damaged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "values").write_text("1")
+        Checksums.of(tmp_path / name).write(tmp_path / name / verification.COMPLETE)
+    (tmp_path / "damaged" / "values").write_text("2")
+    ending = threading.Event()
+
+    def end_slowly(frame: FrameType, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is Verification._verify.__code__:
+            ending.set()
+            time.sleep(0.3)
+
+    threading.setprofile(end_slowly)
+    try:
+        verified = Verification()
+        verified.add(tmp_path / "intact")
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert ending.wait(10)
+    verified.add(tmp_path / "damaged")
+    with pytest.raises(DataError, match="damaged/values is damaged"):
+        verified.wait()
+
+
+def test_an_error_of_the_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "VERIFIED_BYTES", 0)
+    (tmp_path / "values").write_text("1")
+    Checksums.of(tmp_path).write(tmp_path / verification.COMPLETE)
+    (tmp_path / "values").unlink()
+    (tmp_path / "values").symlink_to("/proc/self/mem")  # reading it fails with EIO
+    verified = Verification()
+    verified.add(tmp_path)
+    with pytest.raises(UnreadableError, match=r"values cannot be read \(Input/output error\)"):
+        verified.wait()
+    assert (tmp_path / verification.COMPLETE).exists()
 
 
 def test_rows_are_read_from_the_cache_only(data: Data) -> None:

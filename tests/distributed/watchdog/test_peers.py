@@ -1,12 +1,16 @@
 """Ranks agree on a name for this start over a store that holds entries of earlier starts."""
 
+import json
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
-from embedtrain.distributed.watchdog.peers import agree_on_attempt
+from embedtrain.distributed.watchdog.peers import LocalProcesses, _pid_namespace, agree_on_attempt
 from embedtrain.distributed.world import World
 from embedtrain.errors import LostContact
 
@@ -41,6 +45,29 @@ def test_each_start_has_its_own_name(ranks, store):
     second = ranks(3, agree, store.port)
     assert len(set(first)) == len(set(second)) == 1
     assert first[0] != second[0]
+
+
+def test_threads_look_at_processes_while_others_are_found():
+    """The watchdog's thread and the main thread both look, while ranks are still joining."""
+    store, process = HashStore(), psutil.Process()
+    processes = LocalProcesses(store, 0, range(200))
+    ended = list(range(7, 200, 7))
+
+    def look() -> str:
+        deadline = time.monotonic() + 60
+        while processes.ended() != ended and time.monotonic() < deadline:
+            processes.describe(range(200))
+        return processes.describe(range(200))
+
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(look) for _ in range(3)]
+        for rank in range(1, 200):
+            created = process.create_time() - (rank in ended)
+            store.set(f"who/{rank}", json.dumps([_pid_namespace(), process.pid, created]))
+            time.sleep(0.002)
+        descriptions = [future.result() for future in futures]
+    assert processes.ended() == ended
+    assert all(text.count(f"its process {process.pid} is running") > 150 for text in descriptions)
 
 
 def test_a_missing_rank_is_named(ranks, store):

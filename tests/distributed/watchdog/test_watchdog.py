@@ -1,6 +1,9 @@
 """Ranks find out which of them is lost or late, and one of them reports it."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -77,6 +80,19 @@ def test_an_unexpected_error_has_its_message_below_its_traceback(ranks, store):
 
 def test_a_stop_is_not_a_failure(ranks, store):
     assert ranks(2, stop, store.port) == [("Stopped: stopped by SIGTERM", None, [])] * 2
+
+
+def test_a_monitor_that_fails_ends_the_process():
+    program = (
+        "import time; from embedtrain.distributed.monitor import start_monitor\n"
+        "start_monitor('watchdog', lambda: {}['wolves']); time.sleep(60); print('unnoticed')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"RANK": "3"}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1 and not ended.stdout
+    assert "KeyError: 'wolves'" in ended.stderr
+    assert ended.stderr.endswith("error: rank 3 ends because its thread 'watchdog' failed, see above\n")
 
 
 def test_activities():

@@ -28,6 +28,7 @@ from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.tracking.metrics import read_metrics
 from tests.commands import TORCHRUN
 from tests.conftest import ROOT
 from tests.small import WORDS, save_small, small_model
@@ -156,6 +157,9 @@ def test_a_finished_run_keeps_its_model_and_what_describes_it(model, tmp_path):
     measured = train(**small, options={**options, **more, "parallel": {"precision": "fp32"}}, resume="require")
     assert not measured.has_trained and measured.step == 4
     assert measured.metrics["dev"] == pytest.approx(evaluate(first, DEV, output_dir=tmp_path / "e", quiet=True)["dev"])
+    evaluate(first, DEV, output_dir=tmp_path / "bf16", precision="bf16", quiet=True)
+    for precision, folder in {"fp32": out, "bf16": tmp_path / "bf16"}.items():
+        assert read_metrics(folder / "metrics.jsonl")[-1]["dataset"]["precision"] == precision
     assert (out / "model" / "model.safetensors").read_bytes() == weights
     card = (out / "model" / "README.md").read_text()
     assert "license: mit" in card and "| dev |" in card and "# run\n" in card and "strategy: fsdp" in card

@@ -182,6 +182,9 @@ def _evaluation(
         lines.append(f"| {' | '.join(cells)} |")
     if any(info.subset for info in datasets.values()):
         lines += ["", "Metrics of a subset are not comparable with those of the whole set."]
+    computed = list(dict.fromkeys(info.precision for info in datasets.values() if info.precision))
+    if computed:
+        lines += ["", f"The model computed in {' and '.join(computed)}; in another precision values differ slightly."]
     if any(change.interval for change in shown):
         lines += [
             "",

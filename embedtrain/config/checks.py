@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
+from embedtrain.config.columns import parse_columns
 from embedtrain.config.compressed import check_evaluated_vectors
 from embedtrain.config.conditions import parse_condition
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype, check_index
@@ -123,11 +124,12 @@ def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
         )
         check.at_least(0, "negatives", "null for all of a row")
         check.positive("score_scale", "scores are divided by it")
-        if source.where is not None:
-            try:
+        try:
+            parse_columns(source.columns)
+            if source.where is not None:
                 parse_condition(source.where)
-            except ConfigError as error:
-                raise ConfigError(f"{option}, {source.path}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{option}, {source.path}: {error}") from None
         check.length("query_max_length")
         check.length("document_max_length")
         check.instruction_format()
@@ -217,11 +219,15 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
         check.require(bool(evaluation_set.path), "path", "is empty; write a BEIR folder, a table or a Hub id")
         instead = evaluator_sets(evaluation_set.path, option)
         check.require(instead is None, "path", f"is a class of sentence-transformers: {instead}")
-        columns = evaluation_set.columns
+        try:
+            columns = parse_columns(evaluation_set.columns)
+        except ConfigError as error:
+            raise ConfigError(f"{option}[{index}].{error}") from None
+        is_of_one_text = kind in (SetKind.classification, SetKind.clustering)
         check.require(
-            columns is None or (len(columns) > 1 and kind in (SetKind.auto, SetKind.retrieval, SetKind.bitext)),
+            columns is None or (len(columns.names) > 1 and (columns.by_role or not is_of_one_text)),
             "columns",
-            "names at least two columns of a table with kind=retrieval or kind=bitext, such as [question,answer]",
+            "names at least two columns of a table, such as [question,answer], or {text: body, label: topic}",
         )
         check.at_least(1, "subset", "null takes all queries or rows")
         check.at_least(1, "subset_documents", "null takes all documents")

@@ -121,8 +121,9 @@ class EvaluationSet:
 
     path: str  # BEIR directory, table, directory of tables, or Hub id
     kind: SetKind = SetKind.auto
-    # Of a table: those of the query and its documents, or of the two languages; default: chosen by their names.
-    columns: list[str] | None = None
+    # Of a table: those of the query and its documents, or of the two languages, in this order; or by role, as
+    # {query: q, positive: passage, label: gold}, with text, sentence1, sentence2, negative and score. Default: by name.
+    columns: Any = None
     backslash_escapes: bool = False  # CSV, TSV: a backslash escapes quotation marks, as Spark and MySQL write them
     name: str | None = None  # default: the end of the path
     config: str | None = None  # configuration of a Hub data set, such as a language

@@ -179,19 +179,6 @@ class WeightMode(str, Enum):
     proportions = "proportions"
 
 
-class Resume(str, Enum):
-    """What happens if `output_dir` holds a run.
-
-    `auto` continues it; if it has finished, it only makes the evaluation and the export that are asked for, and ends
-    with an error if an option that changes training is another one. `never` ends with an error. `require` ends with an
-    error if there is no checkpoint to continue.
-    """
-
-    auto = "auto"
-    never = "never"
-    require = "require"
-
-
 class OnError(str, Enum):
     """How rows that cannot be used are handled."""
 
@@ -266,7 +253,9 @@ class TrainSource:
     negatives: int | None = 7  # hard negatives per row, drawn from all of its negatives in each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # of a Hub data set, or of a folder by the names of its files
-    columns: list[str] | None = None  # query, positive, negatives in this order, and a score; default: by name
+    # In the order query, positive, negatives, and a score; or by role, as {query: q1, positive: q2, label: same}, with
+    # text, negative and score. Default: by name.
+    columns: Any = None
     score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
     # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A
     # column with a number for each positive chooses among a row's positives; a row without any is left out.
@@ -364,8 +353,7 @@ class Recipe:
 
     name: str = ""  # name of the run; default: that of the recipe, else the last part of model.path
     seed: int = 42  # seed of the data order, dropout and new weights
-    output_dir: str = "runs/${name}"  # directory of the run
-    resume: Resume = Resume.auto
+    output_dir: str = "runs/${name}"  # directory of the run; an existing run in it resumes
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=InfoNCEConfig)

@@ -37,7 +37,7 @@ _MONITOR_SECONDS = 0.1
 
 
 def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_ranks: int) -> int:
-    """Run `python -P -m MODULE ARGUMENTS` on `num_local_ranks` ranks of this node; returns the exit code.
+    """Run `python -m MODULE ARGUMENTS` on `num_local_ranks` ranks of this node; returns the exit code.
 
     It is that of the rank that ended first with an error: 0, 1, 75 or 130. A rank that a signal has ended without this
     process having forwarded one is reported, and the exit code is 1.
@@ -58,7 +58,7 @@ def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_r
         role="default",
         local_world_size=num_local_ranks,
         entrypoint=sys.executable,
-        args=("-P", "-u", "-m", module, *arguments),
+        args=("-u", "-m", module, *arguments),
         rdzv_handler=_rendezvous(launch),
         max_restarts=launch.max_restarts,
         monitor_interval=_MONITOR_SECONDS,
@@ -69,17 +69,12 @@ def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_r
         result = agent.run()
     except SignalException as error:
         return 128 + error.sigval
-    return 1 if result is None else _exit_code(result, signals.received, is_reported=agent.has_reporting_rank())
+    return 1 if result is None else _exit_code(result, signals.received)
 
 
 class _Agent(LocalElasticAgent):
     def give_up_restarts(self) -> None:
         self._remaining_restarts = 0  # torch's agent does the same (2.11 to 2.13)
-
-    def has_reporting_rank(self) -> bool:
-        """Whether a rank has ended with an error, which it has printed; a rank that a signal ended prints nothing."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})  # of torch 2.11 to 2.13
-        return any(handler.proc.returncode == 1 for handler in handlers.values())
 
 
 class _ForwardedSignals(StopSignals):
@@ -163,7 +158,7 @@ def _set_interface(host: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _exit_code(result: RunResult, received: signal.Signals | None, *, is_reported: bool) -> int:
+def _exit_code(result: RunResult, received: signal.Signals | None) -> int:
     if not result.is_failed():
         return 0
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
@@ -174,9 +169,7 @@ def _exit_code(result: RunResult, received: signal.Signals | None, *, is_reporte
     name = signal.Signals(-failure.exitcode).name
     hint = ": the memory of this node may be exhausted, see `dmesg`" if name == "SIGKILL" else ""
     print(
-        # The cause of the error of another rank, which has noticed that this one has ended, is no second error.
-        f"{'' if is_reported else 'error: '}{name} ended rank {rank} (process {failure.pid} on "
-        f"{socket.gethostname()}){hint}",
+        f"error: {name} ended rank {rank} (process {failure.pid} on {socket.gethostname()}){hint}",
         file=sys.stderr,
         flush=True,
     )

@@ -44,7 +44,6 @@ _KINDS: dict[type[EvaluationData], str] = {
 }
 # Options of some kinds of sets.
 _KINDS_OF_OPTION: dict[str, tuple[type[EvaluationData], ...]] = {
-    "columns": (RetrievalSet, Bitext),
     "candidates": (RetrievalSet,),
     "subset_documents": (RetrievalSet,),
     "ignore_identical_ids": (RetrievalSet,),

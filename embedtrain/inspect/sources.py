@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from embedtrain.config.columns import parse_columns
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
@@ -157,6 +158,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, limit
 def num_empty_files(source: TrainSource, store: RowStore) -> int:
     """Number of files of a source that have no rows, valid or not; a DataError if a file cannot be read."""
     with_rows = {row_range.part for row_range in store.row_ranges}
-    reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
+    columns = parse_columns(source.columns)
+    reader = PartReader(subset=source.subset, split=source.split, columns=None if columns is None else columns.names)
     others = [part for number, part in enumerate(find_parts(source).parts) if number not in with_rows]
     return sum(all(line.row is None for line in reader.lines(Piece(part))) for part in others)

@@ -61,7 +61,6 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
         tokenizer=bound,
         layout=ParallelLayout(Strategy.ddp, world.size, 1, "a graph is whole on every rank"),
         notes=(f"{file} in onnxruntime, on the CPU, {bound.longest_text} tokens", *bound.notes),
-        precision=backend.value,
         reduce_per_step=False,
     )
 

@@ -58,7 +58,7 @@ def assert_error(pattern: str, path: object, expected: type[EmbedtrainError] = D
 
 def write_table(path: Path, table: dict[str, list[Any]]) -> Path:
     """A file of columns; the suffix gives its kind."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     match "".join(path.suffixes):
         case ".parquet":

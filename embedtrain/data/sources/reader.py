@@ -7,6 +7,7 @@ from dataclasses import asdict, astuple
 from itertools import islice
 from typing import Any, TypeAlias
 
+from embedtrain.config.columns import parse_columns
 from embedtrain.config.conditions import parse_condition
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
@@ -134,7 +135,8 @@ class SourceReader:
         self.documents: DocumentReader | None = None
         if source_parts.document_parts:
             self.documents = DocumentReader(source_parts.document_parts, f"documents of {name}")
-        columns = source.columns
+        named = parse_columns(source.columns)
+        columns = None if named is None else named.names
         if columns is not None and source.where is not None:
             compared = [comparison.column for comparison in parse_condition(source.where)]
             columns = list(dict.fromkeys([*columns, *compared]))

@@ -1,5 +1,6 @@
 """Checks of single values of a row (texts, scores, ids, labels, vectors), and how messages show a value."""
 
+import ast
 import json
 import math
 import re
@@ -95,7 +96,9 @@ def describe_error(error: BaseException, length: int = 300) -> str:
 
 
 def string(value: object, name: str) -> str:
-    """A text, which may be empty."""
+    """A text, which may be empty; of an object with a text, that."""
+    if isinstance(value, dict):
+        value = text_of(value, name)
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         hint = ": write it as a text, in quotation marks" if is_number else ""
@@ -126,7 +129,9 @@ def text(value: object, name: str) -> str:
 
 
 def texts(value: object, name: str) -> list[str]:
-    """A text, or a list of texts."""
+    """A text, or a list of texts; each may be an object with a text."""
+    if isinstance(value, dict):
+        value = objects_in(value)
     return text_list(value, name) if isinstance(value, list) else [text(value, name)]
 
 
@@ -153,6 +158,101 @@ def is_text_pair(value: object) -> TypeGuard[list[str]]:
 def instruction(value: object, name: str) -> str | None:
     """An instruction: a text, "" for none at all; None for null."""
     return None if value is None else string(value, name)
+
+
+# Objects with a text: passages of DPR, SimLM, MS MARCO and others.
+
+
+# Keys of the text of an object, in the order in which they are looked for.
+TEXT_KEYS = ("text", "contents", "passage", "passage_text", "document", "document_text", "doc", "body", "content")
+# Keys that say whether an object is a positive.
+_MARK_KEYS = ("is_selected", "is_relevant", "is_positive", "relevant", "label", "has_answer")
+
+
+def holds_text(value: object) -> bool:
+    """Whether a value is a text, or an object with one."""
+    if isinstance(value, dict):
+        value = objects_in(value)
+        value = value[0] if isinstance(value, list) and value else value
+    return isinstance(value, str) or (isinstance(value, dict) and "role" not in value and _text_key(value) is not None)
+
+
+def without_text(value: dict[str, object]) -> str:
+    """What is wrong with an object that `holds_text` denies."""
+    if "role" in value:
+        return (
+            "holds messages of a conversation, of which the texts are not known: write the texts, or ms-swift's "
+            '"messages", "positive_messages" and "negative_messages"'
+        )
+    return f"holds objects without a text (they have: {list_names(value)}): write texts, or objects with a text"
+
+
+def text_of(value: dict[str, object], name: str) -> str:
+    """The title and the text of an object, joined as Tevatron and BEIR do."""
+    key = None if "role" in value else _text_key(value)
+    if key is None:
+        raise BadRow(f"{name} {without_text(value)}")
+    title, text = (optional_string(value.get(part), f'"{part}" of {name}') for part in ("title", key))
+    return (text if key == "title" else f"{title} {text}").strip()
+
+
+def _text_key(value: dict[str, object]) -> str | None:
+    return next((key for key in TEXT_KEYS if isinstance(value.get(key), str)), "title" if "title" in value else None)
+
+
+def objects_in(value: dict[str, object]) -> object:
+    """The objects whose values an object has as lists of one length, as `datasets` stores them; else the object."""
+    lists = {key: element for key, element in value.items() if isinstance(element, list)}
+    lengths = {len(element) for element in lists.values()}
+    if not lists or len(lengths) != 1 or not any(key in lists for key in TEXT_KEYS):
+        return value
+    return [{key: element[i] for key, element in lists.items()} for i in range(lengths.pop())]
+
+
+def marks_of(value: object, name: str) -> list[bool] | None:
+    """For each object of a list, whether it is marked as a positive; None where objects have no such mark."""
+    if isinstance(value, dict):
+        value = objects_in(value)
+    if not isinstance(value, list) or not value or not all(isinstance(element, dict) for element in value):
+        return None
+    key = next((key for key in _MARK_KEYS if key in value[0]), None)
+    if key is None:
+        return None
+    return positive_marks([element.get(key) for element in value], f'"{key}" of {name}', len(value))
+
+
+# Lists in cells of CSV and TSV files, as pandas and json write them.
+
+
+_QUOTED = r"""(?:'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*")"""
+_LIST_CELL = re.compile(rf"\s*\[\s*(?:{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*,?\s*)?\]\s*", re.DOTALL)
+_LIKE_LIST = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)
+
+
+def list_in_cell(cell: str) -> object:
+    """The list of texts that a cell holds in JSON's or Python's form, else the cell.
+
+    Raises BadRow for a cell that looks like such a list and is none: numpy writes no commas between texts.
+    """
+    if not cell.lstrip().startswith("["):
+        return cell
+    try:
+        parsed = json.loads(cell)
+    except (ValueError, RecursionError):
+        parsed = None
+    if parsed is None and _LIST_CELL.fullmatch(cell):
+        try:
+            parsed = ast.literal_eval(cell.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            parsed = None
+    if isinstance(parsed, list) and all(isinstance(element, str | dict) for element in parsed):
+        return parsed
+    if parsed is None and _LIKE_LIST.fullmatch(cell):
+        raise BadRow(
+            f"{shorten(cell)} looks like a list of texts and is none, in JSON's form or Python's: write "
+            '["first text", "second text"], or the texts in columns of their own'
+        )
+    return cell
 
 
 def one_per_text(value: object, name: str, texts_name: str, count: int, check: Callable[[object, str], T]) -> list[T]:

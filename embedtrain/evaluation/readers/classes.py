@@ -17,11 +17,11 @@ Label = int | str
 
 
 def read_classification(
-    name: str, config: EvaluationSet, train: Part, test: Part
+    name: str, config: EvaluationSet, train: Part, test: Part, keys: tuple[str, str]
 ) -> tuple[ClassificationSet, list[str]]:
-    """A set of two tables with `text` and `label`, as in MTEB, and notes on its irregularities."""
-    train_texts, train_labels = _read_labelled_texts(train)
-    texts, labels = _read_labelled_texts(test)
+    """A set of two tables, and notes on its irregularities. `keys` are the columns of the text and the label."""
+    train_texts, train_labels = _read_labelled_texts(train, *keys)
+    texts, labels = _read_labelled_texts(test, *keys)
     unified = _unify_types([*train_labels, *labels])
     data = ClassificationSet(
         name,
@@ -44,8 +44,8 @@ def read_classification(
     return data, notes
 
 
-def read_clustering(name: str, rows: Iterable[Row], experiments: int) -> ClusteringSet:
-    """A set of `sentences` (or `text`) and `labels` (or `label`).
+def read_clustering(name: str, rows: Iterable[Row], text_key: str, label_key: str, experiments: int) -> ClusteringSet:
+    """A set of texts and their clusters, in two columns.
 
     A row is a text with its cluster, or with a list of nested ones, from the coarsest to the finest; or a list of texts
     with a list of their clusters, which is then clustered by itself. Raises DataError if rows differ in form.
@@ -54,8 +54,7 @@ def read_clustering(name: str, rows: Iterable[Row], experiments: int) -> Cluster
     labels: list[tuple[Label, ...]] = []
     groups: list[range] = []
     for row in rows:
-        text_key, label_key = row.key(*CLUSTER_TEXTS), row.key(*CLUSTER_LABELS)
-        text, label = row.fields[text_key], row.fields[label_key]
+        text, label = row.fields[row.key(text_key)], row.fields[row.key(label_key)]
         if texts and isinstance(text, list) != bool(groups):
             form, before = ("a list", "single texts") if isinstance(text, list) else ("a single text", "lists")
             raise row.error(f"{text_key} holds {form}, and rows before hold {before}")
@@ -74,12 +73,12 @@ def read_clustering(name: str, rows: Iterable[Row], experiments: int) -> Cluster
     return ClusteringSet(name, texts, _unify_nested_types(labels), groups or None, experiments)
 
 
-def _read_labelled_texts(table: Part) -> tuple[list[str], list[Label]]:
+def _read_labelled_texts(table: Part, text_key: str, label_key: str) -> tuple[list[str], list[Label]]:
     texts: list[str] = []
     labels: list[Label] = []
     for row in read_rows(table):
-        texts.append(row.text("text"))
-        labels.append(row.check(_check_label, row.fields[row.key("label")], "label"))
+        texts.append(row.text(text_key))
+        labels.append(row.check(_check_label, row.fields[row.key(label_key)], label_key))
     if not texts:
         raise DataError(f"{table_name(table)} is empty")
     return texts, labels

@@ -85,8 +85,18 @@ def read_rows(part: Part) -> Iterator[Row]:
         location = f"{name}:{number}"
         if isinstance(fields, BadRow):
             raise DataError(f"{location}: {fields}")
-        # An empty cell is an empty text.
-        yield Row(location, {key: cell or "" for key, cell in fields.items()} if has_cells else fields)
+        if not has_cells:
+            yield Row(location, fields)
+            continue
+        row = Row(location, {key: cell or "" for key, cell in fields.items()})  # an empty cell is an empty text
+        if any(cell.lstrip().startswith("[") for cell in row.fields.values()):
+            row = Row(location, row.check(lambda cells, _: _with_lists(cells), row.fields, ""))
+        yield row
+
+
+def _with_lists(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a row, those that hold a list of texts as lists."""
+    return {key: values.list_in_cell(cell) for key, cell in cells.items()}
 
 
 def first_rows(part: Part, count: int) -> list[Row]:

@@ -5,17 +5,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from embedtrain.config.columns import NamedColumns, parse_columns
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.cache.cache import read_metadata
+from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import (
     PAIR_NAMES,
     UnclearColumns,
+    are_pair,
     choose_text_columns,
     has_role,
     is_id,
+    is_label,
     is_negative,
+    is_positive,
+    is_query,
     is_score,
     normalized,
+    unnamed_score,
     written_columns,
 )
 from embedtrain.data.sources.hub import HubRepository
@@ -37,66 +44,58 @@ from embedtrain.evaluation.readers.rows import Row, first_row, first_rows, read_
 from embedtrain.evaluation.types import Bitext, EvaluationData, LabelledPairs, ScoredPairs
 from embedtrain.files import expand_user
 
-FIRST = ("sentence1", "sent1")
-SECOND = ("sentence2", "sent2")
-SCORE = ("score",)
-LABEL = ("label", "labels")
 # en, zh-CN, zho_Hans, cmn
 _LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,4})?")
 _EXAMINED_ROWS = 20  # to see which columns hold texts
 
 
-def read_scored(name: str, rows: Iterable[Row]) -> ScoredPairs:
-    """Pairs with a gold similarity: `sentence1`, `sentence2`, `score`."""
+@dataclass(frozen=True, slots=True)
+class TableColumns:
+    """The columns of a table by role."""
+
+    texts: list[str]  # query, positive, negatives; two sentences; or one text
+    score: str | None = None  # of scores or labels
+    are_pairs: bool = False  # two sentences of equal rank
+
+
+def read_scored(name: str, rows: Iterable[Row], columns: TableColumns) -> ScoredPairs:
+    """Pairs with a gold similarity."""
     first, second, scores = [], [], []
-    for row in _single_pairs(rows):
-        first.append(row.text(*FIRST))
-        second.append(row.text(*SECOND))
-        scores.append(row.number(*SCORE))
+    for row in _single_pairs(rows, columns):
+        first.append(row.text(columns.texts[0]))
+        second.append(row.text(columns.texts[1]))
+        scores.append(row.number(columns.score or "score"))
     return ScoredPairs(name, first, second, scores)
 
 
-def read_labelled(name: str, rows: Iterable[Row]) -> LabelledPairs:
-    """Pairs with the same meaning (1) or not (0): `sentence1`, `sentence2`, `label` (older sets: `sent1`, `labels`)."""
+def read_labelled(name: str, rows: Iterable[Row], columns: TableColumns) -> LabelledPairs:
+    """Pairs with the same meaning (1) or not (0)."""
     first, second, labels = [], [], []
-    for row in _single_pairs(rows):
-        first.append(row.text(*FIRST))
-        second.append(row.text(*SECOND))
-        key = row.key(*LABEL)
-        value = row.fields[key]
-        label = value if isinstance(value, bool) else row.number(key)
+    key = columns.score or "label"
+    for row in _single_pairs(rows, columns):
+        first.append(row.text(columns.texts[0]))
+        second.append(row.text(columns.texts[1]))
+        label = row.number(key)
         if label not in (0, 1):
-            raise row.error(f"{key} must be 0 or 1, not {shorten(value)}")
+            raise row.error(f"{key} must be 0 or 1, not {shorten(row.fields[key])}; kind=sts reads any numbers")
         labels.append(int(label))
     return LabelledPairs(name, first, second, labels)
 
 
-def read_bitext(name: str, rows: Iterable[Row], languages: Sequence[str] | None) -> Bitext:
-    """Sentences and translations: `sentence1` and `sentence2`, two columns of any names, or those of `languages`."""
+def read_bitext(name: str, rows: Iterable[Row], columns: TableColumns) -> Bitext:
+    """Sentences and translations."""
     first, second = [], []
-    for row in _single_pairs(rows):
-        if languages is not None:
-            columns: tuple[Sequence[str], Sequence[str]] = (languages[:1], languages[1:])
-        elif len(row.fields) == 2 and not has_pair(row):
-            names = list(row.fields)
-            columns = (names[:1], names[1:])
-        else:
-            columns = (FIRST, SECOND)
-        first.append(row.text(*columns[0]))
-        second.append(row.text(*columns[1]))
+    for row in _single_pairs(rows, columns):
+        first.append(row.text(columns.texts[0]))
+        second.append(row.text(columns.texts[1]))
     return Bitext(name, first, second)
 
 
-def has_pair(row: Row) -> bool:
-    """Whether a row holds two sentences under the usual names."""
-    return row.has(*FIRST) and row.has(*SECOND)
-
-
-def _single_pairs(rows: Iterable[Row]) -> Iterator[Row]:
+def _single_pairs(rows: Iterable[Row], columns: TableColumns) -> Iterator[Row]:
     """Rows of one pair each; older sets of MTEB have one row with a list in each column."""
     for row in rows:
         lists = {name: value for name, value in row.fields.items() if isinstance(value, list)}
-        if not any(name in lists for name in (*FIRST, *SECOND)):
+        if not any(name in lists for name in columns.texts):
             yield row
             continue
         lengths = {len(value) for value in lists.values()}
@@ -193,15 +192,13 @@ def _language_columns(repository: HubRepository, pair: str) -> tuple[str, str] |
 def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[EvaluationData, list[str]]:
     """The set that the columns of a table, or the options, make, and notes. Raises DataError if they make none."""
     table, rows, notes = tables.measured, read_rows(tables.measured), list[str]()
-    kind, columns = config.kind, config.columns or tables.languages
-    if kind is SetKind.auto:
-        kind = SetKind.bitext if tables.languages is not None else detect_kind(table, config.columns)
+    kind, columns = choose_columns(config, tables)
     data: EvaluationData
     match kind:
         case SetKind.sts:
-            data = read_scored(name, rows)
+            data = read_scored(name, rows, columns)
         case SetKind.pair_classification:
-            data = read_labelled(name, rows)
+            data = read_labelled(name, rows, columns)
         case SetKind.bitext:
             data = read_bitext(name, rows, columns)
             if config.kind is SetKind.auto:
@@ -209,25 +206,27 @@ def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[Evalu
                     f"{name}: the rows are translations (bitext mining); for queries and documents set kind: retrieval"
                 ]
         case SetKind.reranking:
-            data, notes = read_reranking(name, rows, table_name(table), tables.split)
+            data, notes = read_reranking(name, rows, columns.texts, columns.score, table_name(table), tables.split)
         case SetKind.clustering:
-            data = read_clustering(name, rows, config.experiments)
+            data = read_clustering(name, rows, columns.texts[0], columns.score or "label", config.experiments)
         case SetKind.classification:
-            data, notes = read_classification(name, config, _train_table(config, tables), table)
+            keys = columns.texts[0], columns.score or "label"
+            data, notes = read_classification(name, config, _train_table(config, tables), table, keys)
         case _:
-            columns = config.columns or _question_columns(table)
-            data, notes = read_questions(name, rows, columns, table_name(table))
-            if config.kind is SetKind.auto:
-                notes = [_describe_columns(name, columns), *notes]
+            data, notes = read_questions(name, rows, columns.texts, columns.score, table_name(table))
+    if config.kind is SetKind.auto and (kind is SetKind.retrieval or (kind is SetKind.reranking and columns.score)):
+        notes = [_describe_columns(name, kind, columns), *notes]
     return data, notes
 
 
-def _describe_columns(name: str, columns: Sequence[str]) -> str:
-    query, positive, *others = columns
-    roles = (
-        f"{query} = query, {positive} = relevant document{''.join(f', {other} = other documents' for other in others)}"
-    )
-    return f"{name}: retrieval, {roles}; for other columns set columns: [QUERY,DOCUMENT], for translations kind: bitext"
+def _describe_columns(name: str, kind: SetKind, columns: TableColumns) -> str:
+    query, positive, *others = columns.texts
+    documents = "relevant document" if columns.score is None else "documents"
+    roles = f"{query} = query, {positive} = {documents}{''.join(f', {other} = other documents' for other in others)}"
+    if columns.score is not None:
+        roles += f", {columns.score} = relevance"
+    other = "for translations kind: bitext" if kind is SetKind.retrieval else "to search all documents kind: retrieval"
+    return f"{name}: {kind.value}, {roles}; for other columns set columns: [QUERY,DOCUMENT], {other}"
 
 
 def _train_table(config: EvaluationSet, tables: Tables) -> Part:
@@ -249,47 +248,153 @@ def _train_table(config: EvaluationSet, tables: Tables) -> Part:
     return train
 
 
-def detect_kind(table: Part, chosen: Sequence[str] | None = None) -> SetKind:
-    """The kind of set that the columns of the first row make, or those that are `chosen`.
+def choose_columns(config: EvaluationSet, tables: Tables) -> tuple[SetKind, TableColumns]:
+    """The kind of a set and the columns of its table: those of the options, or by the names of the columns.
 
-    Raises DataError if they match no kind or several.
+    Raises DataError if they match no kind or several, or a column that is asked for is missing.
     """
-    row = first_row(table)
-    if chosen is not None:
-        row = Row(row.location, {row.key(column): row.fields[column] for column in chosen})
-    columns = list_names(row.fields)
-    if has_pair(row):
-        if row.has(*SCORE):
-            return SetKind.sts
-        return SetKind.pair_classification if row.has(*LABEL) else SetKind.bitext
-    if row.has("query") and row.has("positive") and row.has("negative"):
-        return SetKind.reranking
-    if row.has(*CLUSTER_TEXTS) and row.has(*CLUSTER_LABELS):
+    table, kind = tables.measured, config.kind
+    rows = first_rows(table, _EXAMINED_ROWS)
+    named = parse_columns(config.columns)
+    if named is not None:
+        columns = _named_columns(named, rows[0], kind)
+    elif tables.languages is not None and kind in (SetKind.auto, SetKind.bitext):
+        return SetKind.bitext, TableColumns(list(tables.languages), are_pairs=True)
+    elif (found := _text_with_label(rows[0], kind)) is not None:
+        columns = found
+    else:
+        columns = _columns_by_name(table, rows, kind)
+    if kind is SetKind.auto:
+        kind = _kind_of(table, rows, columns, is_named=named is not None)
+    num_texts = len(columns.texts)
+    needs_score = kind in (SetKind.sts, SetKind.pair_classification, SetKind.classification, SetKind.clustering)
+    if needs_score and columns.score is None:
+        raise rows[0].error(f"there is no score or label, only {list_names(rows[0].fields)}; {_example(columns)}")
+    if num_texts < 2 and kind not in (SetKind.classification, SetKind.clustering):
+        raise DataError(
+            f"{table_name(table)}: there are no two columns of texts: name those of the query and the documents, "
+            f"{{path: {table.name}, kind: {kind.value}, columns: [QUERY,DOCUMENT]}}"
+        )
+    return kind, columns
+
+
+def _example(columns: TableColumns) -> str:
+    texts = [*columns.texts, "QUERY", "DOCUMENT"][: max(2, len(columns.texts))]
+    return f"name one, such as columns: {{query: {texts[0]}, positive: {texts[1]}, label: LABEL}}"
+
+
+def _named_columns(named: NamedColumns, row: Row, kind: SetKind) -> TableColumns:
+    """The columns that the user names; of a list, one that is named as a score holds the scores."""
+    for name in named.names:
+        row.key(name)
+    scores = [] if named.by_role or kind is SetKind.bitext else [name for name in named.texts if is_score(name)]
+    texts = [name for name in named.texts if name not in scores[:1]]
+    return TableColumns(texts, named.score or next(iter(scores), None), named.are_sentences or are_pair(texts))
+
+
+def _text_with_label(row: Row, kind: SetKind) -> TableColumns | None:
+    """The text and the label of rows of one text, by MTEB's names; None for other rows."""
+    if kind not in (SetKind.auto, SetKind.classification, SetKind.clustering):
+        return None
+    text = next((name for name in CLUSTER_TEXTS if row.has(name)), None)
+    label = next((name for name in CLUSTER_LABELS if row.has(name)), None)
+    if kind is not SetKind.auto:  # the error about a missing one names it
+        return TableColumns([text or row.key(*CLUSTER_TEXTS)], label or row.key(*CLUSTER_LABELS))
+    others = [name for name in row.fields if name != text]
+    if text is None or label is None or any(is_query(name) or is_positive(name) for name in others):
+        return None
+    return TableColumns([text], label)
+
+
+def _columns_by_name(table: Part, rows: Sequence[Row], kind: SetKind) -> TableColumns:
+    """The columns of texts as those of training rows, and that of scores or labels."""
+    fields = [dict(row.fields) for row in rows]
+    names, is_cells = list(fields[0]), table.kind in (PartKind.csv, PartKind.tsv)
+    scores = sorted(filter(is_score, names), key=is_label)  # a score takes precedence over a label of a pair
+    try:
+        chosen = choose_text_columns([name for name in names if name not in scores], fields, is_cells=is_cells)
+    except UnclearColumns as unclear:
+        if kind is SetKind.auto and not any(map(has_role, names)):
+            return TableColumns([])
+        raise DataError(
+            f"{table_name(table)}: {unclear}; an example is columns: {written_columns(unclear.example)}: name those of "
+            f"the query and the documents, {{path: {table.name}, kind: retrieval, columns: [QUERY,DOCUMENT]}}"
+        ) from None
+    if not chosen.are_pairs or kind is SetKind.pair_classification:
+        scores.reverse()
+    score = next(iter(scores), None)
+    if score is None and len(chosen.names) > 1 and kind in (SetKind.auto, SetKind.retrieval, SetKind.reranking):
+        label = unnamed_score(names, fields, chosen, is_cells=is_cells)
+        if label is not None:
+            query, positive, *_ = chosen.names
+            raise DataError(
+                f"{table_name(table)}: column {label} holds numbers that may be labels or scores: write {{path: "
+                f"{table.name}, columns: {{query: {query}, positive: {positive}, label: {label}}}}}, or columns: "
+                f"{written_columns(chosen.names)} to leave it out"
+            )
+    return TableColumns(chosen.names, score, chosen.are_pairs)
+
+
+def _kind_of(table: Part, rows: Sequence[Row], columns: TableColumns, *, is_named: bool) -> SetKind:
+    """The kind of set that columns make. Raises DataError if they make none, or may make several."""
+    fields = rows[0].fields
+    names, texts = list(fields) if not is_named else columns.texts, columns.texts
+    if columns.are_pairs:
+        return SetKind.bitext if columns.score is None else _kind_of_pairs(table, columns.score)
+    if len(texts) == 1 and columns.score is not None:
         # Texts with labels are to be classified or clustered: MTEB's column names tell which.
-        if row.has("sentences") or isinstance(row.fields["text"], list):
+        if texts[0] == "sentences" or isinstance(fields[texts[0]], list):
             return SetKind.clustering
-        if row.has("label"):
+        if texts[0] == "text" and columns.score == "label":
             return SetKind.classification
         raise DataError(
-            f"{table_name(table)}: the columns {columns} may be those of kind=classification or of kind=clustering: "
-            "choose one"
+            f"{table_name(table)}: the columns {list_names(names)} may be those of kind=classification or of "
+            "kind=clustering: choose one"
         )
-    names = list(row.fields)
-    if _are_translations(names):
+    if len(texts) > 1 and columns.score is not None:
+        return SetKind.reranking if any(isinstance(row.fields[texts[1]], list) for row in rows) else SetKind.retrieval
+    if texts == ["query", "positive", "negative"]:
+        return SetKind.reranking
+    if columns.score is None and _are_translations(names):
         return SetKind.bitext
-    if not any(map(is_score, names)):
-        if _knows_a_role(names):
-            return SetKind.retrieval
-        if len(names) == 2 and all(isinstance(value, str) for value in row.fields.values()):
-            raise DataError(
-                f"{table_name(table)}: the columns {columns} may be those of kind=retrieval (a query and its document) "
-                f"or of kind=bitext (translations): choose one, such as {{path: {table.name}, kind: retrieval}}"
-            )
+    if len(texts) > 1 and _knows_a_role(names):
+        return SetKind.retrieval
+    if len(texts) == 2 and len(names) == 2 and all(isinstance(fields[name], str) for name in names):
+        raise DataError(
+            f"{table_name(table)}: the columns {list_names(names)} may be those of kind=retrieval (a query and its "
+            f"document) or of kind=bitext (translations): choose one, such as {{path: {table.name}, kind: retrieval}}"
+        )
     raise DataError(
-        f"{table_name(table)}: the columns {columns} make no set: expected sentence1, sentence2 (and score or label), "
-        "query, positive, negative, text and label, sentences and labels, a query and its documents (question, "
-        "answer), or two columns of translations (en, de)"
+        f"{table_name(table)}: the columns {list_names(names)} make no set: expected sentence1, sentence2 (and score "
+        "or label), query, positive, negative, text and label, sentences and labels, a query and its documents "
+        "(question, answer), or two columns of translations (en, de)"
     )
+
+
+def _kind_of_pairs(table: Part, score: str) -> SetKind:
+    """What pairs of sentences with scores or labels make, by their values."""
+    if is_score(score) and not is_label(score):
+        return SetKind.sts
+    found: set[float] = set()
+    for row in read_rows(table):
+        value = row.fields[row.key(score)]
+        for element in value if isinstance(value, list) else [value]:
+            number = values.parse_cell(element)
+            if isinstance(number, str) or number is None:
+                raise row.error(
+                    f"{score} is {values.describe_value(element)}: pairs have a label 0 or 1 (the same meaning), or a "
+                    "number that says how similar they are"
+                )
+            found.add(row.check(values.number, number, score))
+    if found <= {0, 1}:
+        return SetKind.pair_classification
+    if all(number.is_integer() for number in found) and found <= {-1, 0, 1, 2}:
+        raise DataError(
+            f"{table_name(table)}: {score} holds {', '.join(f'{number:g}' for number in sorted(found))}, which may be "
+            "classes, such as those of entailment, of which no set is made, or degrees of similarity: for these write "
+            f"{{path: {table.name}, kind: sts}}"
+        )
+    return SetKind.sts
 
 
 def _are_translations(names: Sequence[str]) -> bool:
@@ -303,21 +408,3 @@ def _are_translations(names: Sequence[str]) -> bool:
 def _knows_a_role(names: Sequence[str]) -> bool:
     """Whether a column has the name of a query or a document, and is no score or id."""
     return len(names) > 1 and any(has_role(name) and not is_id(name) and not is_negative(name) for name in names)
-
-
-def _question_columns(table: Part) -> list[str]:
-    """The columns of queries, relevant documents and other documents, as those of training rows."""
-    rows = [row.fields for row in first_rows(table, _EXAMINED_ROWS)]
-    is_cells = table.kind in (PartKind.csv, PartKind.tsv)
-    scores = [name for name in rows[0] if is_score(name)]
-    reason = f"the column {scores[0]} would be ignored" if scores else "there are no two columns of texts"
-    try:
-        columns = [] if scores else choose_text_columns(list(rows[0]), rows, is_cells=is_cells).names
-        if len(columns) > 1:
-            return columns
-    except UnclearColumns as unclear:
-        reason = f"{unclear}; an example is columns: {written_columns(unclear.example)}"
-    raise DataError(
-        f"{table_name(table)}: {reason}: name those of the query and the documents, "
-        f"{{path: {table.name}, kind: retrieval, columns: [QUERY,DOCUMENT]}}"
-    )

@@ -9,7 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import assert_error, error_of, read, write
+from embedtrain.config.columns import parse_columns
+from embedtrain.config.losses import BatchTripletConfig, ContrastiveConfig, CoSENTConfig
+from embedtrain.config.row_requirements import row_requirements
+from embedtrain.errors import ConfigError
+from tests.data.files import assert_error, error_of, read, write, write_table
 
 # Rows of one query "q", one positive "p" and perhaps the negatives "n" and "m".
 CLEAR = [
@@ -34,6 +38,8 @@ CLEAR = [
     {"deu": "q", "eng": "p"},
     {"negative_2": "m", "positive": "p", "negative_1": "n", "anchor": "q"},
     {"rejected": "n", "chosen": "p", "prompt": "q"},
+    {"query": "q", "response": "p", "rejected_response": "n"},
+    {"question": "q", "answers": "a", "positive_ctxs": "p", "hard_negative_ctxs": "n", "negative_ctxs": "m"},
 ]
 
 
@@ -86,6 +92,155 @@ def test_a_column_is_judged_by_several_rows(tmp_path: Path) -> None:
     assert [e.query for e in read(path)[0]] == ["42", "b"]
     answers = write(tmp_path / "a.jsonl", {"question": "6 * 7", "answer": 42})
     assert_error(f'^{answers}:1: column "answer" .*number .42.*quotation marks', answers)
+
+
+# Values of other forms
+
+# Rows of the query "q", the positives "p" and "r" and the negatives "n" and "m".
+READ = [
+    {"question": "q", "positive_ctxs": [{"text": "p"}, {"text": "r"}], "negative_ctxs": [{"text": "n"}, {"text": "m"}]},
+    {"query": "q", "positive": {"text": ["p", "r"], "docid": ["1", "2"]}, "negatives": [{"contents": "n"}, "m"]},
+    {"query": {"text": "q", "id": 7}, "positives": ["p", "r"], "hard_negatives": {"passage": ["n", "m"]}},
+    {
+        "query": "q",
+        "passages": {"is_selected": [0, 1, 0, 1], "passage_text": ["n", "p", "m", "r"], "url": list("abcd")},
+    },
+    {
+        "query": "q",
+        "docs": [{"label": 1, "text": "p"}, {"label": 1, "text": "r"}, {"label": 0, "text": "n"}],
+        "neg": "m",
+    },
+    # Known names of one role in any mixture.
+    {"query": "q", "positive": ["p", "r"], "neg": ["n", "m"]},
+    {"query": "q", "pos": ["p", "r"], "negative": ["n", "m"]},
+    {"question": "q", "pos": ["p", "r"], "neg": ["n"], "hard_negative": "m"},
+    {"query": "q", "positives": ["p", "r"], "negative_1": "n", "negative_2": "m", "pos_id": [1, 2]},
+    {"anchor": "q", "positive": ["p", "r"], "neg_1": "n", "hard_negatives": ["m"], "neg_scores": [0, 1]},
+    {"query": "q", "pos": [{"text": "p"}, {"title": "", "text": "r"}], "neg": [{"text": "n", "score": 0.4}, "m"]},
+]
+
+
+@pytest.mark.parametrize("row", READ, ids="-".join)
+def test_objects_and_mixed_names(tmp_path: Path, row: dict[str, object]) -> None:
+    (example,), report = read(write(tmp_path / "t.jsonl", row))
+    assert (example.query, example.positives, sorted(example.negatives)) == ("q", ("p", "r"), ["m", "n"])
+    unused = str(report).partition("not used: ")[2]
+    assert not any(name in unused for name in row if name.startswith(("pos", "neg")) and name != "neg_scores")
+
+
+def test_titles_of_objects(tmp_path: Path) -> None:
+    row = {"question": "q", "positive_ctxs": [{"title": "T", "text": "p", "score": 9.5}], "hard_negative_ctxs": []}
+    (example,), report = read(write(tmp_path / "t.jsonl", {**row, "answers": ["a"]}))
+    assert (example.positives, example.negatives) == (("T p",), ())
+    assert "not used: answers" in str(report)
+
+
+REFUSED = [
+    (
+        {"query": "q", "positives": {"doc_id": ["1"], "score": [0.5]}, "text": "t"},
+        "'positives' .*without a text.*doc_id",
+    ),
+    ({"query": "q", "positive": "p", "negatives": [{"doc_id": "1"}]}, "'negatives' .*without a text.*doc_id"),
+    ({"prompt": "q", "chosen": [{"role": "user", "content": "q"}], "rejected": "n"}, "'chosen' .*conversation"),
+    ({"query": "q", "text": "p", "positive": True}, "'positive' holds a truth value"),
+    ({"query": "q", "text": "p", "positive": 0}, '"positive" must be a text, not a number'),
+    ({"query": "q", "pos": ["p"], "positive": "r"}, '"pos" and "positive" may each be the positives'),
+    ({"query": "q", "positive_passages": [{"text": "p"}], "negatives": ["n"]}, '"negatives" would not be used'),
+    ({"query": "q", "pos": ["p", "r"], "labels": [1, 0]}, '"labels" makes these scored pairs'),
+    ({"question1": "q", "question2": "p", "is_duplicate": 0}, "'is_duplicate' makes these .*is_duplicate == 1"),
+    ({"premise": "q", "hypothesis": "p", "gold_label": "contradiction"}, "'gold_label' makes these"),
+    ({"sentence1": "q", "sentence2": "p", "similarity_score": 0.1}, "'similarity_score' makes these"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), REFUSED)
+def test_what_a_name_says_is_never_left_out(tmp_path: Path, row: dict[str, object], problem: str) -> None:
+    assert_error(problem, write(tmp_path / "t.jsonl", row))
+
+
+def test_columns_that_later_rows_have(tmp_path: Path) -> None:
+    first = {"question": "q", "answer": "p"}
+    path = write(tmp_path / "t.jsonl", first, {**first, "negative": "n"})
+    assert [e.negatives for e in read(path)[0]] == [(), ("n",)]
+    late = write(tmp_path / "u.jsonl", *[first] * 30, {**first, "negative": "n"})
+    assert_error(f'^{late}:31: "negative" would not be used', late)
+    assert len(read(late, columns=["question", "answer"])[0]) == 31
+    assert_error("'label' makes these scored pairs", write(tmp_path / "v.jsonl", first, {**first, "label": 0}))
+
+
+def test_a_column_that_may_hold_labels(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("query,passage,good\nq,p,1\nr,n,0\n")
+    message = error_of(path)
+    assert f"{{path: {path}, columns: {{query: query, positive: passage, label: good}}}}" in message
+    assert "columns: [query,passage] to leave it out" in message
+    assert [e.query for e in read(path, where="good == 1")[0]] == ["q"]
+    roles = {"query": "query", "positive": "passage", "label": "good"}
+    scored, _ = read(path, columns=roles, needs=row_requirements(ContrastiveConfig()))
+    assert [e.positive_scores for e in scored] == [(1.0,), (0.0,)]
+    assert_error("'good' makes these scored pairs", path, columns=roles)
+    path.write_text("query,passage,level\nq,p,1\nr,n,2\n")
+    assert len(read(path)[0]) == 2
+
+
+def test_columns_by_role(tmp_path: Path) -> None:
+    row = {"a": "p", "b": "q", "c": "n", "d": ["m"], "e": 0.5, "f": 3}
+    path = write(tmp_path / "t.jsonl", row)
+    (example,), report = read(path, columns={"query": "b", "positive": "a", "negative": ["c", "d"]})
+    assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
+    assert "columns b = query, a = positive, c + d = negatives" in str(report)
+    pairs = {"sentence1": "b", "sentence2": "a", "score": "e"}
+    assert read(path, columns=pairs, needs=row_requirements(CoSENTConfig()))[0][0].positive_scores == (0.5,)
+    text = {"text": "b", "label": "f"}
+    assert read(path, columns=text, needs=row_requirements(BatchTripletConfig()))[0][0].label == 3
+    assert_error("no column 'x'; there are: a, b", path, columns={"query": "b", "positive": "x"})
+
+
+WRONG_COLUMNS: list[tuple[object, str]] = [
+    ("question", "columns='question': write columns in the order"),
+    ({"query": "a", "document": "b"}, "columns.document=b: roles are query, text, "),
+    ({"query": "a", "text": "b"}, "columns.text=.* query is the same role"),
+    ({"query": ["a", "b"], "positive": "c"}, "columns.query=.* is one column"),
+    ({"positive": "c"}, "has no query"),
+    ({"query": "a", "negative": "c"}, "has no positive"),
+    ([["a"], "b"], "columns=.*in the order"),
+]
+
+
+@pytest.mark.parametrize(("columns", "message"), WRONG_COLUMNS)
+def test_wrong_columns(columns: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_columns(columns)
+
+
+# Lists in cells
+
+LISTS = {
+    "['n1', 'n2']": ["n1", "n2"],
+    '["n1", "n2"]': ["n1", "n2"],
+    "['it\\'s', \"5' long\"]": ["it's", "5' long"],
+    '["a\\u00e9", "b"]': ["aé", "b"],
+    "[]": [],
+    "['one']": ["one"],
+    "[1] Smith et al.": ["[1] Smith et al."],
+    "[sic]": ["[sic]"],
+    "[1, 2]": ["[1, 2]"],
+    "plain": ["plain"],
+}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+@pytest.mark.parametrize("cell", LISTS)
+def test_a_cell_that_holds_a_list(tmp_path: Path, suffix: str, cell: str) -> None:
+    path = write_table(tmp_path / f"t{suffix}", {"query": ["q"], "pos": ["['p']"], "neg": [cell]})
+    (example,), _ = read(path)
+    assert (example.positives, list(example.negatives)) == (("p",), LISTS[cell])
+
+
+@pytest.mark.parametrize("cell", ["['n1' 'n2']", "['n1'\n 'n2']", "['n1', nan, 'n2']", "['n1, 'n2']"])
+def test_a_cell_that_looks_like_a_list(tmp_path: Path, cell: str) -> None:
+    path = write_table(tmp_path / "t.csv", {"query": ["q"], "pos": ["p"], "neg": [cell]})
+    assert_error(f"^{path}:2: .*looks like a list of texts", path)
 
 
 # Files

@@ -140,8 +140,7 @@ def test_gritlm_rows_without_a_query(tmp_path: Path) -> None:
 
 
 def test_the_first_row_determines_the_layout(tmp_path: Path) -> None:
-    passages = {"query": "q", "positive_passages": [{"docid": "1", "text": "p"}]}
-    path = write(tmp_path / "a.jsonl", ROW, passages)
+    path = write(tmp_path / "a.jsonl", ROW, {"query": "q", "passage": "p"})
     assert error_of(path).startswith(f'{path}:2: no "pos" in this row')
     path = write(tmp_path / "b.jsonl", {"error": "slow down"}, ROW)
     assert_error(f"^{path}: rows need a query and a positive.*error$", path)

@@ -71,7 +71,9 @@ def test_classes_as_truth_values_and_decimals(
 
 def test_sources_without_classes_or_with_too_many_texts(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {"title": ["a"], "text": ["b"], "label": [1]})
-    assert_error(rf"^{path}: loss=batch_triplet .*title, text.*columns=\[title,label\]", path, needs=CLASSES)
+    assert_error(
+        rf"^{path}: loss=batch_triplet .*title, text.*columns=\{{text: title, label: label\}}", path, needs=CLASSES
+    )
     assert read(path, needs=CLASSES, columns=["text", "label"])[0][0].query == "b"
     path = write_table(tmp_path / "u.csv", {"text": ["b"]})
     assert "loss=batch_triplet needs the class of every row, and no column is" in error_of(path, needs=CLASSES)

@@ -204,7 +204,8 @@ def test_which_column_holds_the_scores(tmp_path: Path) -> None:
     assert scores(read(path, needs=SOFTMAX, columns=columns)[0]) == [((1.0,), ()), ((0.0,), ())]
     error = error_of(path, needs=SOFTMAX, columns=columns[:2])
     assert error.endswith(
-        "no column is named score, scores, label or labels; there is, in columns: sentence1, sentence2"
+        "no column is named score, scores, label or labels; there is, in columns: sentence1, sentence2; "
+        "columns={query: QUERY, positive: POSITIVE, score: SCORE} names one"
     )
     assert "name at least two, query and positive" in error_of(path, ConfigError, needs=PAIRS, columns=columns[1:])
 

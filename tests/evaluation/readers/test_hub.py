@@ -97,7 +97,8 @@ def test_pairs(tmp_path):
     assert "2 pairs" not in error_of(folder, split="train")
     write_parquet(folder, "test", [{"sentence1": "a", "sentence2": None, "score": 1.5}])
     assert error_of(folder).startswith(f"{folder} (default, test):1: sentence2 must be a text")
-    assert "the column score would be ignored: name those of the query" in error_of(folder, kind=SetKind.retrieval)
+    write_parquet(folder, "test", rows)
+    assert "score is 1.5, and relevance is a whole number" in error_of(folder, kind=SetKind.retrieval)
 
 
 def test_a_hub_id_that_cannot_be_loaded(monkeypatch):

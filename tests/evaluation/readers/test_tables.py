@@ -16,6 +16,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
+from tests.data.files import write_table
 from tests.evaluation.files import error_of, jsonl, parquet, read
 
 
@@ -45,6 +46,109 @@ def test_labelled_pairs(tmp_path, names):
     for path in files:
         for kind in (SetKind.auto, SetKind.pair_classification):
             assert read(path, kind=kind, name="t").data == LabelledPairs("t", ["a", "c"], ["b", "d"], [1, 0])
+
+
+# Names of two sentences and of what is known of them, two values, and the kind of set that they make.
+JUDGED_PAIRS = [
+    ("sentence1", "sentence2", "similarity_score", (0.1, 4.9), SetKind.sts),
+    ("sentence_A", "sentence_B", "relatedness_score", (4.2, 0.2), SetKind.sts),
+    ("sentence1", "sentence2", "label", (4.2, 0.2), SetKind.sts),
+    ("text_a", "text_b", "label", (5, 0), SetKind.sts),
+    ("premise", "hypothesis", "score", (1, 0), SetKind.sts),
+    ("question1", "question2", "is_duplicate", (1, 0), SetKind.pair_classification),
+    ("sentence1", "sentence2", "label", (True, False), SetKind.pair_classification),
+    ("premise", "hypothesis", "gold_label", (1, 0), SetKind.pair_classification),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".tsv", ".parquet"])
+@pytest.mark.parametrize(("first", "second", "score", "found", "kind"), JUDGED_PAIRS)
+def test_pairs_with_scores_and_labels(tmp_path, first, second, score, found, kind, suffix):
+    """The values decide between degrees of similarity and labels, and any name can be given."""
+    pairs = {first: ["a", "c"], second: ["b", "d"], score: list(found)}
+    expected = ScoredPairs if kind is SetKind.sts else LabelledPairs
+    for names, options in (
+        ((first, second, score), {}),
+        ((first, second, score), {"kind": kind}),
+        (("x", "y", "z"), {"kind": kind, "columns": {"query": "x", "positive": "y", "label": "z"}}),
+        (("x", "y", "z"), {"columns": {"sentence1": "x", "sentence2": "y", "label": "z"}}),
+    ):
+        table = dict(zip(names, pairs.values(), strict=True))
+        path = write_table(tmp_path / f"t{suffix}", {"other": ["e", "f"], **table})
+        if names[0] == "x" and "kind" not in options and score == "score":  # by its values, these are labels
+            continue
+        assert read(path, **options).data == expected("t", ["a", "c"], ["b", "d"], list(map(float, found)))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize("label", ["is_selected", "gold", "relevance"])
+def test_judged_documents_of_queries(tmp_path, suffix, label):
+    """A document with the label 0 is not relevant."""
+    table = {
+        "query": ["a", "a", "b", "b", "c"],
+        "passage": ["w", "x", "x", "y", "z"],
+        label: [0, 2 if label == "relevance" else 1, 0, 1, 0],
+    }
+    path = write_table(tmp_path / f"t{suffix}", table)
+    loaded = read(path)
+    gain = table[label][1]
+    expected = {"q0": {"d0": 0, "d1": gain}, "q1": {"d1": 0, "d2": 1}}
+    documents = Corpus([f"d{i}" for i in range(4)], list("wxyz"))
+    assert loaded.data == RetrievalSet("t", {"q0": "a", "q1": "b"}, documents, expected)
+    assert f"{label} = relevance" in loaded.notes[0]
+    assert "1 rows without query or passage are left out" in loaded.notes[1]
+    ranked = read(path, kind=SetKind.reranking).data
+    assert list(ranked.queries.values()) == ["a", "b"] and [len(c) for c in ranked.candidates.values()] == [2, 2]
+    other = write_table(tmp_path / f"u{suffix}", {"q": table["query"], "d": table["passage"], "how": table[label]})
+    roles = {"query": "q", "positive": "d", "label": "how"}
+    assert read(other, name="t", columns=roles).data == loaded.data
+    assert read(other, name="t", columns=["q", "d"]).data.judgements["q0"] == {"d0": 1, "d1": 1}
+
+
+def test_graded_lists_are_reranking_sets(tmp_path):
+    rows = [
+        {"query": "a", "documents": ["x", "y", "z"], "labels": [0, 3, 1]},
+        {"query": "b", "documents": ["x", "w"], "labels": [1, 0]},
+    ]
+    loaded = read(jsonl(tmp_path / "t.jsonl", rows))
+    ids = loaded.data.documents.ids
+    judged = [
+        {loaded.data.documents.texts[ids.index(document)]: gain for document, gain in gains.items()}
+        for gains in loaded.data.judgements.values()
+    ]
+    assert judged == [{"x": 0, "y": 3, "z": 1}, {"x": 1, "w": 0}]
+    assert [len(candidates) for candidates in loaded.data.candidates.values()] == [3, 2]
+    assert "labels = relevance" in loaded.notes[0] and "kind: retrieval" in loaded.notes[0]
+    searched = read(tmp_path / "t.jsonl", kind=SetKind.retrieval).data
+    assert searched.candidates is None and list(searched.documents.texts) == ["x", "y", "z", "w"]
+    cells = {name: [json.dumps(row[name]) if name != "query" else row[name] for row in rows] for name in rows[0]}
+    assert read(write_table(tmp_path / "t.csv", cells)).data == loaded.data
+    passages = [{"query": "a", "passages": {"is_selected": [0, 1], "passage_text": ["x", "y"], "url": ["u", "v"]}}]
+    assert read(jsonl(tmp_path / "m.jsonl", passages)).data.judgements == {"q0": {"d1": 1}}
+
+
+def test_texts_inside_of_objects(tmp_path):
+    rows = [
+        {
+            "question": "a",
+            "answers": ["short"],
+            "positive_ctxs": [{"title": "T", "text": "x", "score": 3}],
+            "hard_negative_ctxs": [{"text": "y"}],
+        }
+    ]
+    data = read(jsonl(tmp_path / "t.jsonl", rows)).data
+    assert list(data.documents.texts) == ["T x", "y"] and data.judgements == {"q0": {"d0": 1}}
+
+
+def test_named_texts_and_classes(tmp_path):
+    for name, texts in (("train", ["a", "b"]), ("test", ["c", "d"])):
+        write_table(tmp_path / "t" / f"{name}.csv", {"body": texts, "topic": [0, 1]})
+    columns = {"text": "body", "label": "topic"}
+    data = read(tmp_path / "t", kind=SetKind.classification, columns=columns).data
+    assert (data.train_texts, data.texts, data.labels) == (["a", "b"], ["c", "d"], [0, 1])
+    clusters = read(tmp_path / "t" / "test.csv", kind=SetKind.clustering, columns=columns).data
+    assert clusters.labels == [(0,), (1,)]
+    assert "kind=classification" in error_of(tmp_path / "t", columns=columns)
 
 
 def test_a_score_takes_precedence_over_a_label(tmp_path):
@@ -101,10 +205,6 @@ def test_columns_whose_roles_are_not_known_need_a_decision(tmp_path):
     assert re.search(r"answer and context .*columns: \[question,answer\]", error_of(more))
     assert list(read(more, columns=["question", "context"]).data.documents.texts) == ["y"]
     assert "no odd, only question, answer, context" in error_of(more, columns=["odd", "answer"])
-    assert re.search(
-        r"columns=.*no use with .*labelled pairs",
-        error_of(jsonl(tmp_path / "l.jsonl", labelled()), columns=["sentence1", "label", "sentence2"]),
-    )
 
 
 def test_translations(tmp_path, shared_data):
@@ -189,14 +289,22 @@ def test_folders_of_tables_and_of_save_to_disk(tmp_path, shared_data):
     assert read(tmp_path / "one").data.labels == [1, 0]
 
 
+NLI = [{"sentence1": "a", "sentence2": "b", "gold_label": name} for name in ("neutral", "entailment")]
 FILE = "{}/t.jsonl"
 LISTS = [{"sentences": ["a"], "labels": [1]}, {"sentences": "b", "labels": 2}]
 # Rows, options, and a pattern of the error with its location and values; {} stands for the folder.
 BROKEN = [
     (labelled(label="score")[:1], {}, "^{}/t.jsonl: .*1 different scores"),
-    ([{"sentence1": "a", "sentence2": "b", "label": 2}], {}, "^{}/t.jsonl:1: label .*0 or 1, not 2"),
+    ([{"sentence1": "a", "sentence2": "b", "label": 2}], {}, "^{}/t.jsonl: label holds 2, .*kind: sts"),
+    (NLI, {}, "^{}/t.jsonl:1: gold_label is a text .'neutral'.*0 or 1"),
+    (labelled()[:1] + NLI, {"kind": SetKind.pair_classification}, "^{}/t.jsonl:2: there is no label"),
+    ([{"query": "q", "passage": "p", "score": 0.5}], {}, "^{}/t.jsonl:1: score is 0.5, .*[[]query,passage[]]"),
+    ([{"query": "q", "passage": ["p"], "label": [1, 0]}], {}, "^{}/t.jsonl:1: label has 2 .*passage has 1"),
+    ([{"query": "q", "text": "p", "good": i % 2} for i in range(2)], {}, "^{}/t.jsonl: .*positive: text, label: good"),
+    ([{"s1": "q", "s2": "p", "how": i / 7} for i in range(2)], {}, "^{}/t.jsonl: .*positive: s2, label: how"),
+    ([{"query": "q", "positive": {"doc_id": ["1"]}}], {}, "^{}/t.jsonl: column 'positive' .*doc_id"),
     (labelled()[:1], {}, "^{}/t.jsonl: 1 pairs .*label 1"),
-    (labelled(), {"kind": SetKind.sts}, "^{}/t.jsonl:1: .*score, only sentence1, sentence2, label"),
+    ([{"s1": "a", "s2": "b"}], {"kind": SetKind.sts}, "^{}/t.jsonl:1: .*no score or label, only s1, s2"),
     ([{"sentence1": ["a"], "sentence2": ["b", "c"]}], {}, "^{}/t.jsonl:1: .*sentence1 1, sentence2 2"),
     ([{"a": 1, "b": "x"}], {}, "^{}/t.jsonl: the columns a, b .*sentence1, "),
     ([{"text": "a", "labels": 1}], {}, "^{}/t.jsonl: the columns text, labels .*kind=class.*kind=cluster"),

@@ -9,6 +9,7 @@ from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
 from embedtrain.data.sources import values
+from embedtrain.data.sources.column_roles import is_negative, is_positive
 from embedtrain.data.sources.documents import Document
 from embedtrain.data.sources.values import BadRow, describe_value, list_names
 from embedtrain.data.texts import Texts
@@ -72,7 +73,23 @@ class RowLayout(ABC):
         )
 
     def _ignore_except(self, row: dict[str, Any], *keys: str) -> None:
-        self.ignored.update((key, None) for key in row if key not in keys)
+        for key, value in row.items():
+            if key in keys or key in self.ignored:
+                continue
+            if value is not None and value not in ("", []):
+                self._require_no_role(key, value)
+            elif is_negative(key) or is_positive(key):  # a later row may have one
+                continue
+            self.ignored[key] = None
+
+    def _require_no_role(self, name: str, value: object) -> None:
+        """Reject a value that is not used although its name can only be that of a positive or of negatives."""
+        role = "negatives" if is_negative(name) else "positives" if is_positive(name) else None
+        if role is not None and not isinstance(value, bool | int | float):
+            raise BadRow(
+                f'"{name}" would not be used, and by its name it holds {role}: name the columns, such as '
+                "columns=[QUERY,POSITIVE,...], or rename or remove it"
+            )
 
 
 def _drop_repeated_negatives(texts: Texts) -> Texts:

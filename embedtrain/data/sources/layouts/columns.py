@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from embedtrain.config.columns import parse_columns
+from embedtrain.config.conditions import parse_condition
 from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
@@ -12,7 +14,12 @@ from embedtrain.data.sources.column_roles import (
     UnclearColumns,
     choose_text_columns,
     content_of,
+    is_document,
+    is_label,
+    is_positive,
+    is_query,
     is_score,
+    unnamed_score,
     written_columns,
 )
 from embedtrain.data.sources.layouts.base import (
@@ -22,7 +29,7 @@ from embedtrain.data.sources.layouts.base import (
     losses_with_scores,
     needs_besides_texts,
 )
-from embedtrain.data.sources.layouts.flag_embedding import FlagEmbedding
+from embedtrain.data.sources.layouts.flag_embedding import OWN_KEYS, FlagEmbedding
 from embedtrain.data.sources.layouts.keyed import BeirQueries, MsSwiftMessages, NemoRows, TevatronIds, TevatronPassages
 from embedtrain.data.sources.parts import PartKind
 from embedtrain.data.sources.values import BadRow, list_names
@@ -61,13 +68,32 @@ def choose_layout(
             f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, which {layout.describe()} do not "
             "hold: give it as FlagEmbedding's pos_scores and neg_scores, or as a column named score"
         )
-    if isinstance(layout, FlagEmbedding) and needs.scores == ScoreRequirement.none and row.get("scores") is not None:
-        raise DataError(
-            f'{source.path}: "scores" makes these scored pairs, which loss={needs.loss} does not use: '
-            'write columns=[query,pos] to take every text of "pos" as a positive, or remove the source; '
-            f"losses that use scores: {losses_with_scores()}"
-        )
+    if isinstance(layout, FlagEmbedding):
+        _reject_scores(source, row, needs)
     return layout
+
+
+def _reject_scores(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> None:
+    """Reject `scores` of FlagEmbedding's rows that the loss does not use, and labels, which they do not have.
+
+    A column `score` is no label: `filter annotate=true` writes one.
+    """
+    compared = () if source.where is None else [comparison.column for comparison in parse_condition(source.where)]
+    for name, value in row.items():
+        if value is None or name in compared or (name != "scores" and not is_label(name)):
+            continue
+        if needs.scores == ScoreRequirement.none:
+            raise DataError(
+                f'{source.path}: "{name}" makes these scored pairs, which loss={needs.loss} does not use: '
+                'write columns=[query,pos] to take every text of "pos" as a positive, or remove the source; '
+                f"losses that use scores: {losses_with_scores()}"
+            )
+        if name != "scores":
+            raise DataError(
+                f'{source.path}: "{name}" is not what scores of rows with "pos" and "neg" are called: rename it to '
+                '"scores" (of the positives, then the negatives) or "pos_scores" and "neg_scores", or name columns, '
+                f"such as columns={{query: query, positive: pos, score: {name}}}"
+            )
 
 
 def _keyed_layout(source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements) -> RowLayout | None:
@@ -103,7 +129,13 @@ def _layout_of_keys(row: dict[str, Any], needs: RowRequirements) -> RowLayout | 
         return TevatronIds(needs)
     if {"pos_doc", "neg_doc"} & keys:
         return NemoRows(needs)
-    return FlagEmbedding(needs) if "query" in keys and {"pos", "neg"} & keys else None
+    is_flag = bool(OWN_KEYS & keys) and any(map(is_query, keys))
+    single = [name for name in ("pos", "neg") if isinstance(row.get(name), str)]
+    # Texts instead of lists are columns, but for FlagEmbedding's own keys, of which one that is no list is a mistake.
+    has_positives = "pos" in keys or any(map(is_positive, keys))
+    has_other_names = "query" not in keys or (has_positives and "pos" not in keys)
+    is_answer = not has_positives and OWN_KEYS & keys == {"neg"} and any(map(is_document, keys))  # {"answer", "neg"}
+    return None if not is_flag or is_answer or (single and has_other_names) else FlagEmbedding(needs)
 
 
 def _reject_unpaired(source: TrainSource, row: dict[str, Any]) -> None:
@@ -124,6 +156,9 @@ def _reject_unpaired(source: TrainSource, row: dict[str, Any]) -> None:
         )
 
 
+_BEGINS_LIST = "[ \t\n"  # characters with which a cell begins that may hold a list
+
+
 @dataclass(kw_only=True)
 class Columns(RowLayout):
     """Columns of query, positive and negatives. A value may be a text or a list of texts.
@@ -138,6 +173,7 @@ class Columns(RowLayout):
     is_cells: bool = False  # of CSV or TSV, in which numbers are texts
     is_chosen: bool = False  # from the columns of the file, and not named by the source
     by_name: bool = False  # chosen by their names, not by their order
+    unused: tuple[str, ...] = ()  # of the first rows, in which they have no role beside the others
 
     def describe(self) -> str:
         """What each column is used as."""
@@ -163,18 +199,39 @@ class Columns(RowLayout):
                 raise BadRow(f'no "{name}" in this row, which has: {list_names(row)}')
         query = values.text(row[self.names[0]], f'column "{self.names[0]}"')
         positives: list[str] = []
-        for name in self.names[1:2]:
-            positives = values.texts(row[name], f'column "{name}"')
-            if not positives:
-                raise BadRow(f'column "{name}" is empty: a row needs at least one positive')
         negatives: list[str] = []
+        for name in self.names[1:2]:
+            positives, negatives = self._documents(row[name], f'column "{name}"')
+            if not positives and (not negatives or self.needs.scores == ScoreRequirement.none):
+                lacking = "marks no document as a positive" if negatives else "is empty"
+                raise BadRow(f'column "{name}" {lacking}: a row needs at least one positive')
         for name in self.names[2:]:
             value = row.get(name)
             if value is not None:  # a row of a table with fewer negatives than others
+                if self.is_cells and value[0] in _BEGINS_LIST:
+                    value = values.list_in_cell(value)
                 negatives += values.texts(value, f'column "{name}"')
         if self.score is None:
             return Texts(query, tuple(positives), tuple(negatives), 0)
         return self._with_score(row[self.score], query, positives, negatives)
+
+    def _documents(self, value: Any, name: str) -> tuple[list[str], list[str]]:
+        """Positives, and the documents that are marked as none, if objects have marks."""
+        if self.is_cells and value and value[0] in _BEGINS_LIST:
+            value = values.list_in_cell(value)
+        if isinstance(value, str):
+            return [values.text(value, name)], []
+        texts, marks = values.texts(value, name), values.marks_of(value, name)
+        if marks is None:
+            return texts, []
+        return (
+            [text for text, mark in zip(texts, marks, strict=True) if mark],
+            [text for text, mark in zip(texts, marks, strict=True) if not mark],
+        )
+
+    def _require_no_role(self, name: str, value: object) -> None:
+        if self.is_chosen and name not in self.unused:
+            super()._require_no_role(name, value)
 
     def _with_score(self, value: object, query: str, positives: list[str], negatives: list[str]) -> Texts:
         name = f'column "{self.score}"'
@@ -203,30 +260,40 @@ def _choose_columns(
     source: TrainSource, first_rows: Sequence[dict[str, Any]], needs: RowRequirements, *, is_cells: bool
 ) -> "Columns":
     """The columns of texts, and the one of scores, labels or vectors."""
-    row = first_rows[0]
-    present = list(row)
+    # Rows after the first may have more columns, such as negatives; one of other columns is of another kind.
+    alike = [row for row in first_rows if first_rows[0].keys() <= row.keys()]
+    present = list(dict.fromkeys(name for row in alike for name in row))
     needs_score = needs.scores != ScoreRequirement.none or needs.label or needs.vectors
-    named = present if source.columns is None else source.columns
-    # Columns that the user names are texts, whatever their names, where the loss needs only texts.
-    scores = [name for name in named if is_score(name)] if needs_score or source.columns is None else []
-    texts, by_name = [name for name in named if name not in scores], False
+    columns = parse_columns(source.columns)
+    named = present if columns is None else columns.names
+    if columns is not None and columns.by_role:
+        texts, scores, by_name = columns.texts, [] if columns.score is None else [columns.score], False
+    else:
+        # Columns that the user names are texts, whatever their names, where the loss needs only texts.
+        scores = [name for name in named if is_score(name)] if needs_score or columns is None else []
+        if columns is None and not needs_score and source.where is not None:  # which has chosen the rows by them
+            compared = {comparison.column for comparison in parse_condition(source.where)}
+            scores = [name for name in scores if name not in compared]
+        texts, by_name = [name for name in named if name not in scores], False
     min_texts = 2 if needs.documents or needs.scores != ScoreRequirement.none else 1
-    if source.columns is not None and len(texts) < min_texts:
+    if columns is not None and len(texts) < min_texts:
         expected = "at least two, query and positive" if min_texts == 2 else "at least one of texts"
         raise ConfigError(f"{source.path}: columns={source.columns}: name {expected}")
-    missing = [name for name in named if name not in row]
+    missing = [name for name in named if name not in present]
     if missing:
         raise DataError(f"{source.path}: no column {missing[0]!r}; there are: {list_names(present)}")
-    if source.columns is None:
-        texts, by_name = _text_columns(source, texts, first_rows, needs, is_cells=is_cells)
-    layout = Columns(names=texts, needs=needs, is_cells=is_cells, is_chosen=source.columns is None, by_name=by_name)
-    if len(scores) == 1 and not needs_score and _marks_documents(row, texts, scores[0]):
+    if columns is None:
+        texts, by_name = _text_columns(source, texts, scores, first_rows, needs, is_cells=is_cells)
+    layout = Columns(names=texts, needs=needs, is_cells=is_cells, is_chosen=columns is None, by_name=by_name)
+    layout.unused = tuple(name for name in present if name not in texts)
+    if len(scores) == 1 and not needs_score and _marks_documents(first_rows[0], texts, scores[0], is_cells=is_cells):
         return replace(layout, score=scores[0])
     if scores and not needs_score:
+        condition = f"{scores[0]} {'== 1' if is_label(scores[0]) else '> 0.5'}"
         raise DataError(
             f"{source.path}: column {scores[0]!r} makes these scored pairs, which loss={needs.loss} does not use: "
-            f"name the columns to train on, such as columns={written_columns(texts[:2])}, or remove the source; "
-            f"losses that use scores: {losses_with_scores()}"
+            f"name the columns to train on, such as columns={written_columns(texts[:2])}, choose rows, such as "
+            f'where="{condition}", or remove the source; losses that use scores: {losses_with_scores()}'
         )
     if len(scores) > 1:
         raise DataError(
@@ -237,17 +304,18 @@ def _choose_columns(
         raise DataError(
             f"{source.path}: loss={needs.loss} takes one text and its class, and there are the columns of texts "
             f"{list_names(texts)}: name one of them and that of the class, such as "
-            f"columns={written_columns([texts[0], 'label'])}"
+            f"columns={{text: {texts[0]}, label: {scores[0] if scores else 'label'}}}"
         )
     if len(texts) < min_texts:
         pair = 'a query and a positive, as two columns or as FlagEmbedding\'s "query" and "pos"'
         expected = pair if min_texts == 2 else "a text"
         raise DataError(f"{source.path}: rows need {expected}; there is: {list_names(present)}")
     if needs_score and needs.scores != ScoreRequirement.pairs and not scores:
+        example = "{text: TEXT, label: CLASS}" if needs.label else "{query: QUERY, positive: POSITIVE, score: SCORE}"
         raise DataError(
             f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, and no column is named score, "
-            f"scores, label or labels; there {'is' if source.columns is None else 'is, in columns'}: "
-            f"{list_names(named)}"
+            f"scores, label or labels; there {'is' if columns is None else 'is, in columns'}: {list_names(named)}; "
+            f"columns={example} names one"
         )
     return replace(layout, score=scores[0] if scores else None)
 
@@ -255,6 +323,7 @@ def _choose_columns(
 def _text_columns(
     source: TrainSource,
     names: Sequence[str],
+    scores: Sequence[str],
     first_rows: Sequence[dict[str, Any]],
     needs: RowRequirements,
     *,
@@ -271,10 +340,22 @@ def _text_columns(
             f"data.train=[{{path: {source.path}, columns: {written_columns(unclear.example)}}}] (query, positive, "
             "negatives in this order)"
         ) from None
+    compared = [] if source.where is None else [comparison.column for comparison in parse_condition(source.where)]
+    others = [name for name in names if name not in compared]
+    label = None if scores or len(chosen.names) < 2 else unnamed_score(others, first_rows, chosen, is_cells=is_cells)
+    if label is not None:
+        query, positive, *_ = chosen.names
+        raise DataError(
+            f"{source.path}: column {label!r} holds numbers that may be labels or scores of the pairs: write "
+            f"data.train=[{{path: {source.path}, columns: {{query: {query}, positive: {positive}, label: {label}}}}}], "
+            f"or columns: {written_columns(chosen.names)} to leave it out"
+        )
     return chosen.names, chosen.by_name
 
 
-def _marks_documents(row: dict[str, Any], texts: list[str], score: str) -> bool:
+def _marks_documents(row: dict[str, Any], texts: list[str], score: str, *, is_cells: bool) -> bool:
     """Whether a column holds a 1 or 0 for each document of a list."""
-    documents, marks = row.get(texts[1]) if len(texts) == 2 else None, row[score]
+    documents, marks = row.get(texts[1]) if len(texts) == 2 else None, row.get(score)
+    if is_cells and isinstance(documents, str):
+        documents, marks = values.list_in_cell(documents), values.parse_cell(marks)
     return isinstance(documents, list) and isinstance(marks, list) and all(mark in (0, 1) for mark in marks)

@@ -1,10 +1,12 @@
 """The layout of FlagEmbedding, and of RAG-Retrieval, gritlm, E5 and MEDI."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from embedtrain.config.row_requirements import ScoreRequirement
 from embedtrain.data.sources import values
+from embedtrain.data.sources.column_roles import is_negative, is_positive, is_query
 from embedtrain.data.sources.layouts.base import (
     DocumentLookup,
     RowLayout,
@@ -18,6 +20,9 @@ from embedtrain.data.texts import Texts
 SYMMETRIC = ("symmetric_sts", "symmetric_clustering")
 _FLAG_KEYS = ("query", "pos", "neg", "pos_id", "neg_id", "prompt", "prompt_for_query", "type")
 _FLAG_SCORES = ("pos_scores", "neg_scores", "scores")
+_KNOWN_KEYS = frozenset((*_FLAG_KEYS, *_FLAG_SCORES))
+# Of these keys, one shows that rows are FlagEmbedding's.
+OWN_KEYS = frozenset(("pos", "neg", "pos_scores", "neg_scores", "pos_id", "neg_id"))
 
 
 class FlagEmbedding(RowLayout):
@@ -25,7 +30,8 @@ class FlagEmbedding(RowLayout):
 
     `pos_scores` and `neg_scores` (or `scores`, of the positives and then the negatives) are read where the loss needs
     scores; `pos_id`, `neg_id`, the query's instruction `prompt` (or `prompt_for_query`) and `type` are always read;
-    other keys are ignored. The query may also be [instruction, text], and then documents may be, too.
+    other keys are ignored, unless their names are those of a query, positives or negatives (`question`, `positive`,
+    `hard_negatives`), which are read as such. The query may also be [instruction, text], and then documents may be.
 
     Sources: https://github.com/FlagOpen/FlagEmbedding/tree/master/examples/finetune/embedder,
     https://github.com/NovaSearch-Team/RAG-Retrieval, https://github.com/ContextualAI/gritlm.
@@ -34,6 +40,8 @@ class FlagEmbedding(RowLayout):
     name = "FlagEmbedding rows"
 
     def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+        if not row.keys() <= _KNOWN_KEYS:
+            row = self._with_own_keys(row)
         require_keys(row, "query", "pos")
         instruction, query = values.text_with_instruction(row["query"], '"query"')
         may_have_instructions = instruction is not None
@@ -60,6 +68,33 @@ class FlagEmbedding(RowLayout):
         if len(row) > 2 + ("neg" in row):
             texts = self._with_optional_values(texts, row)
         return texts
+
+    def _with_own_keys(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with the values of other names of a query, positives and negatives under FlagEmbedding's keys."""
+        others = {
+            key: role
+            for key, value in row.items()
+            if key not in _KNOWN_KEYS and not isinstance(value, bool | int | float | None) and (role := _role(key))
+        }
+        if not others:
+            return row
+        renamed = {key: value for key, value in row.items() if key not in others}
+        for key, role in others.items():
+            value, before = row[key], renamed.get(role)
+            if isinstance(value, dict):
+                value = values.objects_in(value)
+            if role != "query" and not isinstance(value, list):
+                value = [value] if value else []
+            if role == "neg" and before is not None:
+                value = [*(before if isinstance(before, list) else [before]), *value]
+            elif before is not None and before != value:
+                raise BadRow(
+                    f'"{role}" and "{key}" may each be the {"query" if role == "query" else "positives"}: write the '
+                    f"columns to train on, such as columns=[query,pos,neg], or remove one of them"
+                )
+            renamed[role] = value
+            self.features[f"{key} = {role}"] = None
+        return renamed
 
     def _with_optional_values(self, texts: Texts, row: dict[str, Any]) -> Texts:
         has_scores = self.needs.scores != ScoreRequirement.none
@@ -143,6 +178,12 @@ class FlagEmbedding(RowLayout):
         )
         negative_scores = values.one_per_text(of_negatives or [], '"neg_scores"', '"neg"', num_negatives, values.number)
         return replace(texts, positive_scores=tuple(positive_scores), negative_scores=tuple(negative_scores))
+
+
+@cache
+def _role(name: str) -> str | None:
+    """The key of a column of another name; None for one without a role of its own."""
+    return "neg" if is_negative(name) else "pos" if is_positive(name) else "query" if is_query(name) else None
 
 
 def _flag_documents(value: object, name: str, instructions: set[str | None], may_have_instructions: bool) -> list[str]:

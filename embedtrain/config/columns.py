@@ -1,0 +1,81 @@
+"""`columns` of a training source or an evaluation set: names in order, or by their roles."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embedtrain.errors import ConfigError
+
+# What a column may be named as, in the order of the texts of a row. `text` and `sentence1` are the query of rows of one
+# text and of pairs of sentences.
+_FIRST, _SECOND, _OTHERS, _SCORES = (
+    ("query", "text", "sentence1"),
+    ("positive", "sentence2"),
+    "negative",
+    ("label", "score"),
+)
+ROLES = (*_FIRST, *_SECOND, _OTHERS, *_SCORES)
+_EXPECTED = (
+    "write columns in the order query, positive, negatives, such as [question,answer], or by role, such as "
+    "{query: question1, positive: question2, label: is_duplicate}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedColumns:
+    """The columns that a user names."""
+
+    texts: list[str]  # query, positive, negatives; of an unnamed order perhaps a score among them
+    score: str | None = None  # that of labels or scores, if roles are named
+    by_role: bool = False
+    are_sentences: bool = False  # the roles are sentence1 and sentence2
+
+    @property
+    def names(self) -> list[str]:
+        """All columns."""
+        return self.texts if self.score is None else [*self.texts, self.score]
+
+    def __str__(self) -> str:
+        return str(self.names)
+
+
+def parse_columns(value: Any) -> NamedColumns | None:
+    """`columns` as it is written: a list, or a mapping from roles to columns. Raises ConfigError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return _parse_roles(value)
+    names = _names(value, "columns")
+    return NamedColumns(names)
+
+
+def _parse_roles(value: Mapping[Any, Any]) -> NamedColumns:
+    unknown = [role for role in value if role not in ROLES]
+    if unknown:
+        raise ConfigError(f"columns.{unknown[0]}={value[unknown[0]]}: roles are {', '.join(ROLES)}; {_EXPECTED}")
+    chosen = {role: _names(of_role, f"columns.{role}") for role, of_role in value.items() if of_role is not None}
+    texts: list[str] = []
+    for roles in (_FIRST, _SECOND, _SCORES):
+        given = [role for role in roles if role in chosen]
+        if len(given) > 1:
+            raise ConfigError(f"columns.{given[1]}={chosen[given[1]]}: {given[0]} is the same role: leave one out")
+        for role in given:
+            if len(chosen[role]) != 1:
+                raise ConfigError(f"columns.{role}={chosen[role]}: is one column; only negative may be several")
+            texts += [] if roles is _SCORES else chosen[role]
+    first, second = (any(role in chosen for role in roles) for roles in (_FIRST, _SECOND))
+    if not first or (not second and _OTHERS in chosen):
+        missing = "query" if not first else "positive"
+        raise ConfigError(f"columns={dict(value)}: has no {missing}; {_EXPECTED}")
+    score = next((chosen[role][0] for role in _SCORES if role in chosen), None)
+    texts += chosen.get(_OTHERS, [])
+    return NamedColumns(texts, score, by_role=True, are_sentences="sentence1" in chosen or "sentence2" in chosen)
+
+
+def _names(value: Any, option: str) -> list[str]:
+    """The names of columns; a number is the name of one as well."""
+    names = [value] if isinstance(value, str | int) and option != "columns" else value
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or not names or not all(isinstance(name, str | int) for name in names):
+        raise ConfigError(f"{option}={value!r}: {_EXPECTED}")
+    return [str(name) for name in names]

@@ -15,6 +15,7 @@ from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.tracking.metrics import metrics_at
 from tests.merge.models import merge, merge_on_rank, split_weights, state_of
 from tests.runs import BASE, options, run, run_without_base, write_run_inputs
+from tests.safety.payloads import MARKER, edit, plant_module
 from tests.small import save_guide, save_language_model, small_model, write_beir
 
 
@@ -90,6 +91,14 @@ def test_adapters(ranks, inputs, tmp_path):
     expected = peft.PeftModel.from_pretrained(AutoModel.from_pretrained(base), adapter).merge_and_unload().state_dict()
     actual = AutoModel.from_pretrained(tmp_path / "alone").state_dict()
     assert all((actual[name] - tensor).abs().max() < 1e-6 for name, tensor in expected.items() if "pooler" not in name)
+    # The user trusts the models that he names, and not the base model that the adapter's file names.
+    theirs, other = shutil.copytree(base, tmp_path / "theirs"), shutil.copytree(adapter, tmp_path / "adapter")
+    plant_module(theirs, tmp_path / MARKER)
+    edit(theirs / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"})
+    edit(other / "adapter_config.json", base_model_name_or_path=str(theirs))
+    with pytest.raises(ModelError, match="auto_map"):
+        merge(f"models=[{other},{base}]", "pooling=mean", "trust_remote_code=true", f"output_dir={tmp_path / 'no'}")
+    assert not (tmp_path / MARKER).exists()
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -26,6 +27,7 @@ from embedtrain.limits import explain_limits
 
 T = TypeVar("T")
 
+PROGRESS_SECONDS = 5.0  # between two signs that a long action of rank 0 goes on
 _joined: list["World"] = []  # what this process has joined, by `joined_world`
 BACKGROUND_GROUP = "background"  # description of process groups used by other threads than the main one
 _POLL_SECONDS = 0.05
@@ -131,6 +133,31 @@ class World:
             raise error
         name, text = failures[failed[0]] or ("", "")
         raise FailedElsewhere(f"rank {failed[0]} failed while {phase}: {name}: {text}") from error
+
+    def run_on_main(self, phase: str, action: Callable[[], None]) -> None:
+        """Run a function on rank 0 for as long as it takes, such as an upload. A collective.
+
+        The function runs in a thread, and rank 0 tells the others again and again that it goes on, so that no time-out
+        of a collective or of the watchdog limits it. If it fails, all ranks fail as in `fail_together`.
+        """
+        ended: Future[None] = Future()
+        if self.is_main:
+            threading.Thread(target=_run, args=(action, ended), name=phase, daemon=True).start()
+        with activity(phase), explain_lost_contact(phase):
+            while self.broadcast(self.is_main and not wait([ended], timeout=PROGRESS_SECONDS).done):
+                set_activity(phase)
+        with self.fail_together(phase):
+            if self.is_main:
+                ended.result()
+
+
+def _run(action: Callable[[], None], ended: Future[None]) -> None:
+    try:
+        action()
+    except BaseException as error:
+        ended.set_exception(error)
+    else:
+        ended.set_result(None)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`torchrun -m embedtrain.merge models=[DIR,...] output_dir=DIR`: merge models, streamed over all ranks."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +80,9 @@ def main(options: MergeOptions) -> Path:
             result = write_merged(options, members, combine, record, scratch, world, console)
         if result is not None:
             console.note(f"merged model: {result.directory} ({result.describe()})")
-        with world.fail_together("uploading"):
-            if options.push_to_hub is not None and world.is_main:
-                address = upload_model(output_dir, options.push_to_hub, private=options.private)
-                console.note(f"uploaded: {address}")
+        if options.push_to_hub is not None:
+            upload = partial(upload_model, output_dir, options.push_to_hub, private=options.private)
+            world.run_on_main("uploading", lambda: console.note(f"uploaded: {upload()}"))
         return output_dir
 
 

@@ -16,7 +16,7 @@ from embedtrain.formatting import install_command
 _INIT_TIMEOUT = 30.0  # seconds; the other ranks wait in their first collective meanwhile
 _KEY_TIMEOUT = 60.0  # seconds that a person at a terminal has to type the key
 _FINISH_TIMEOUT = 60.0  # seconds that the end of a run may wait until all metrics are sent
-_UPLOAD_TIMEOUT = 3600.0  # the same with a model to upload
+_UPLOAD_TIMEOUT = 4 * 3600.0  # the same with a model to upload: 16 GB at 1.1 MB/s
 _TEARDOWN_TIMEOUT = 5.0  # seconds to shut down a wandb that hangs
 WANDB_MARGIN = 15.0  # seconds beyond wandb's own limits after which it counts as hanging
 TENSORBOARD_FOLDER = "tensorboard"

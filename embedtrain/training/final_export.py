@@ -101,9 +101,6 @@ def export_run(
                     tracker.note(note)
         if reference is None:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
-        with world.fail_together("uploading the model"):
-            if world.is_main:
-                _upload(recipe, run_dir, step, tracker)
     return ExportResult(run_dir.model, world.broadcast(difference), dtype)
 
 
@@ -115,13 +112,17 @@ def _read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world
     read_tensors(folder, trained, None, AVERAGE if has_average else WEIGHTS)
 
 
-def _upload(recipe: Recipe, run_dir: RunDirectory, step: int, tracker: Tracker) -> None:
-    """Upload the exported model, if the recipe says where."""
+def upload_run(recipe: Recipe, directory: Path, step: int, world: World, tracker: Tracker) -> None:
+    """Upload the exported model of a run, if the recipe says where. A collective."""
     repository = recipe.export.push_to_hub
-    if repository is not None:
-        with tracker.phase(f"uploading to {repository}"):
-            address = upload_model(run_dir.model, repository, private=recipe.export.private, step=step)
-        tracker.note(f"uploaded: {address}")
+    if repository is None:
+        return
+
+    def upload() -> None:
+        tracker.note(f"uploaded: {upload_model(directory, repository, private=recipe.export.private, step=step)}")
+
+    with tracker.phase(f"uploading to {repository}"):
+        world.run_on_main("uploading the model", upload)
 
 
 def _reference(

@@ -28,7 +28,7 @@ from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.ema import WeightAverage
-from embedtrain.training.final_export import export_run, exported_step
+from embedtrain.training.final_export import export_run, exported_step, upload_run
 from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.initial_state import start_from
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
@@ -158,10 +158,12 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             step = exported_step(recipe, state)
             _report_outcome(run, exported.directory, step)
             reporter.report_finished(step)
+            upload_run(recipe, exported.directory, step, world, tracker)
+            metrics = world.broadcast(metrics_at(run_dir.path, step))
+        world.run_on_main("closing the trackers", tracker.close)  # wandb may still upload the model
     if stopped is not None:
         raise stopped
-    step = exported_step(recipe, state)
-    return TrainedModel(exported.directory, step, world.broadcast(metrics_at(run_dir.path, step)))
+    return TrainedModel(exported.directory, step, metrics)
 
 
 def _average(run: Run, parts: TrainedParts, checkpointer: Checkpointer) -> WeightAverage | None:

@@ -147,6 +147,35 @@ class DiskFails:
 
 
 @dataclass(frozen=True)
+class SlowUpload:
+    """What rank 0 sends after the training takes long.
+
+    Args:
+        seconds: of the upload of the model, and of closing the trackers.
+    """
+
+    seconds: float
+
+    def __call__(self, rank: int) -> None:
+        from huggingface_hub import constants
+
+        import embedtrain.training.final_export as final_export
+        from embedtrain.tracking.tracker import Tracker
+
+        constants.HF_HUB_OFFLINE = False
+        os.environ["HF_TOKEN"] = "hf_of_a_test"
+        final_export.upload_model = lambda *_, **__: time.sleep(self.seconds)
+        real = Tracker.close
+
+        def close(tracker, **options):
+            if rank == 0:
+                time.sleep(self.seconds)
+            real(tracker, **options)
+
+        Tracker.close = close
+
+
+@dataclass(frozen=True)
 class MemoryExhausted:
     """An allocation fails in an optimizer step: more bytes than any machine has.
 

@@ -8,7 +8,15 @@ import time
 
 import pytest
 
-from tests.faults.hooks import DiskFails, InStep, MemoryExhausted, NcclError, SlowSave, verify_cache_in_thread
+from tests.faults.hooks import (
+    DiskFails,
+    InStep,
+    MemoryExhausted,
+    NcclError,
+    SlowSave,
+    SlowUpload,
+    verify_cache_in_thread,
+)
 from tests.faults.runs import finish, start, training_result
 
 
@@ -56,6 +64,15 @@ def test_a_disk_that_fails_is_no_damage(folder, undisturbed):
     assert sorted(out.glob("checkpoints/*/*")) == before
     assert "step-00000012 is the end of this run" in finish(folder, out.name).text
     assert training_result(out) == undisturbed
+
+
+@pytest.mark.slow  # tests/distributed/watchdog/test_watchdog.py
+def test_slow_uploads_do_not_fail_a_run(folder, undisturbed):
+    """40 minutes each, scaled with the time-out of 30 minutes."""
+    run = start(folder, "uploads", "parallel.timeout=18", "export.push_to_hub=me/model", hook=SlowUpload(24.0))
+    assert run.wait(180) == [0, 0], run.text
+    assert not run.errors
+    assert training_result(folder / "uploads") == undisturbed
 
 
 def test_a_hanging_rank(folder):

@@ -5,15 +5,17 @@ import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
 from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.distributed.world import World
-from embedtrain.errors import DataError, FailedElsewhere, LostContact, Stopped
+from embedtrain.errors import DataError, EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
 HOST = socket.gethostname()
 
@@ -80,6 +82,38 @@ def test_an_unexpected_error_has_its_message_below_its_traceback(ranks, store):
 
 def test_a_stop_is_not_a_failure(ranks, store):
     assert ranks(2, stop, store.port) == [("Stopped: stopped by SIGTERM", None, [])] * 2
+
+
+def upload(world: World, port: int, seconds: float, error: str) -> str:
+    """A long action of rank 0; all time-outs are shorter."""
+    store = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
+    watchdog = Watchdog(store, world.rank, world.size, range(world.size), timeout=1.0, store_on_rank_0=False)
+    watchdog.start()
+
+    def act() -> None:
+        time.sleep(seconds)
+        if error:
+            raise DataError(error)
+
+    impatient = world.new_cpu_group(timeout=seconds * 30 / 40)
+    with unittest.mock.patch("embedtrain.distributed.world.PROGRESS_SECONDS", seconds / 20):
+        started = time.monotonic()
+        try:
+            impatient.run_on_main("uploading", act)
+            outcome = f"after {(time.monotonic() - started) // seconds:.0f}"
+        except EmbedtrainError as failure:
+            outcome = str(failure)
+    watchdog.close()
+    dist.destroy_process_group(impatient.group)
+    return outcome
+
+
+def test_an_upload_may_take_longer_than_ranks_wait(ranks, store):
+    """40 minutes with a time-out of 30, both scaled; the watchdog's is shorter."""
+    assert ranks(3, upload, store.port, 6.0, "") == ["after 1"] * 3
+    first, second = ranks(2, upload, store.port, 0.1, "no space for sheep")
+    assert first == "no space for sheep"
+    assert second == "rank 0 failed while uploading: DataError: no space for sheep"
 
 
 def test_a_monitor_that_fails_ends_the_process():

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import io
 import os
 import socket
@@ -45,6 +46,9 @@ def run_command(
     exit code 1 if the output cannot be written because a disk is full, not if its terminal or reader has gone.
     `launches` is the module that the options of the launcher start on several ranks; None if there are no such options.
     """
+    # Before torch is imported: a crash in native code prints where each thread was. Standard error itself, because the
+    # stream may be replaced.
+    faulthandler.enable(file=2)
     protect_standard_streams()
     try:
         _with_user_errors(_prepare_process, delay=5.0)

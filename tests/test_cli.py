@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -174,3 +175,15 @@ assert not {"torch", "datasets", "transformers"} & sys.modules.keys()
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script, json.dumps(MISSING_PATHS)], cwd=tmp_path, env=environment, check=True)
+
+
+def test_a_crash_in_native_code_says_where():
+    script = (
+        "import faulthandler\nfrom embedtrain.cli import run_command\n"
+        "def main(options):\n    faulthandler._sigsegv()\n"
+        "run_command(lambda arguments: None, main, has_ranks=False)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in ended.stderr
+    assert "line 4 in main" in ended.stderr

@@ -1,17 +1,22 @@
 """Whole runs on real ranks: reported rates, garbage collection between steps, and batches prepared in advance."""
 
+import contextlib
 import gc
 import itertools
 import threading
+import time
+import unittest.mock
 
 import pytest
 import torch
 
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.planning.flops import model_flops
+from embedtrain.tracking.tracker import Tracker
 from embedtrain.training import loop
 from tests.runs import metric_rows, options, run
 from tests.small import small_model
@@ -59,6 +64,36 @@ def test_flops_count_real_tokens_for_any_ranks_and_chunks(ranks, run_inputs, tmp
         measured = [row["step"] for row in rows if "communication" in row]
         assert measured == ([] if size == 1 else [3])
     assert results[2] == pytest.approx(results[1])
+
+
+def run_with_pauses(world: World, *arguments: str) -> str:
+    """A run with 0.2 s of other work between two steps, and evaluations and saves of 1 s each."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, seconds in (
+            (Tracker, "advance", 0.2),
+            (Evaluator, "evaluate", 1.0),
+            (Checkpointer, "save", 1.0),
+        ):
+            real = getattr(owner, name)
+
+            def later(*args, real=real, seconds=seconds, **named):
+                time.sleep(seconds)
+                return real(*args, **named)
+
+            stack.enter_context(unittest.mock.patch.object(owner, name, later))
+        return run(world, *arguments)
+
+
+def test_rates_count_the_time_between_steps_but_not_evaluations(ranks, run_inputs, tmp_path):
+    """Steps of 10 rows; with evaluations they would be at most 10 rows/s."""
+    more = ("train.steps=3", "evaluation.every=1", "checkpoint.every=2", "train.log_every=1")
+    ranks(1, run_with_pauses, *options(run_inputs, tmp_path / "run", *more))
+    rates = [row["samples_per_s"] for row in metric_rows(tmp_path / "run") if "loss" in row]
+    assert len(rates) == 3
+    assert max(rates) > 11
+    ranks(1, run_with_pauses, *options(run_inputs, tmp_path / "joined", "train.steps=4", "train.log_every=4"))
+    (rate,) = [row["samples_per_s"] for row in metric_rows(tmp_path / "joined") if "loss" in row]
+    assert rate < 40 / 0.6
 
 
 def collection_states(world: World, steps: int, *arguments: str) -> dict[str, list[bool]]:

@@ -57,6 +57,7 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
     ("tokens_per_s", "tokens/s", rate, 7),
     ("memory_gib", "memory", lambda value: f"{value:.1f} GiB", 6),
     ("mfu", "mfu", lambda value: f"{value:.1%}", 10),
+    ("matmul_fraction", "of matmul", lambda value: f"{value:.1%}", 10),
     ("padding", "padding", lambda value: f"{value:.1%}", 11),
     ("data_wait", "waiting for data", lambda value: f"{value:.0%}", 12),
     ("communication", "communication", lambda value: f"{value:.0%}", 13),
@@ -66,7 +67,8 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
     ("uniformity", "uniformity", lambda value: f"{value:.2f}", 17),
     ("alignment", "alignment", lambda value: f"{value:.3f}", 18),
 ]
-_KNOWN_KEYS = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}  # mfu is shown instead of model_tflops
+# The others are shown instead of model_tflops.
+_KNOWN_KEYS = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}
 
 
 def step_metrics(

@@ -118,7 +118,7 @@ class Tracker:
     def step(self, row: Mapping[str, float]) -> None:
         """Print and record the metrics of a logged step; adds `memory_gib` and, where known, `gpu_utilization`.
 
-        `padding`, `data_wait`, `mfu` and `communication` are fractions of 1.
+        `padding`, `data_wait`, `mfu`, `matmul_fraction` and `communication` are fractions of 1.
         """
         if not self._world.is_main:
             return

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from embedtrain.training.profile import StepProfiler
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
-from embedtrain.training.timing import BATCHES, CommunicationMeter, span
+from embedtrain.training.timing import BATCHES, CommunicationMeter, FlopsReference, span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class TrainingLoop:
     run_dir: RunDirectory
     stop_signals: StopSignals
     timeouts: Timeouts
-    matmul_flops: float | None  # reference of `mfu`; None: not logged
+    reference: FlopsReference  # of `mfu`
 
     def run(self) -> Stopped | None:
         """Train from the current state. After a signal, save a checkpoint and return why the run ends."""
@@ -188,6 +189,7 @@ class TrainingLoop:
                     self._save()
             elif state.step == 0 and recipe.evaluation.at_start:
                 self._evaluate()
+            throughput.ended = time.perf_counter()
             while not (self._is_done or self.stop_signals.agreed):
                 step = state.step + 1
                 is_followed = _is_due(step, recipe.evaluation.every) or _is_due(step, recipe.checkpoint.every)
@@ -205,15 +207,8 @@ class TrainingLoop:
                 state.add_to_means({"loss": report.loss, **report.measures})
                 self.tracker.advance(step)
                 if self._is_logged(step):
-                    rates = throughput.rates(world.size, self.matmul_flops)
-                    row = throughput.row(step, report, state.pop_means())
-                    self.tracker.step({**row, **rates, **communication.pop()})
-                    measures = report.measures
-                    warning = None if warned else constant_scores_warning(measures) or sparsity_warning(measures)
-                    if warning is not None:
-                        self.tracker.warn(f"step {step}: {warning}")
-                    warned = warned or warning is not None
-                    throughput = _Throughput()
+                    warned = self._log(report, throughput, communication.pop(), warned=warned)
+                    throughput = _Throughput(ended=throughput.ended)
                 garbage.collect_after(step)
                 improved = False
                 if step == self._total_steps or _is_due(step, recipe.evaluation.every):
@@ -221,6 +216,22 @@ class TrainingLoop:
                 is_due = _is_due(step, recipe.checkpoint.every) or Notice.save_due in report.notices
                 if is_due or self._is_done or improved or self.stop_signals.agreed:
                     self._save()
+                    is_followed = True
+                if is_followed:
+                    throughput.ended = time.perf_counter()
+
+    def _log(
+        self, report: StepReport, throughput: "_Throughput", communication: Mapping[str, float], *, warned: bool
+    ) -> bool:
+        """Record the step; returns whether there has been a warning about its measures, which is printed once."""
+        state, measures = self.context.state, report.measures
+        row = throughput.row(state.step, report, state.pop_means())
+        rates = throughput.rates(self.context.world.size, self.reference)
+        self.tracker.step({**row, **rates, **communication})
+        warning = None if warned else constant_scores_warning(measures) or sparsity_warning(measures)
+        if warning is not None:
+            self.tracker.warn(f"step {state.step}: {warning}")
+        return warned or warning is not None
 
     def _evaluate(self) -> bool:
         set_activity("evaluating", self.context.state.step)
@@ -295,18 +306,27 @@ def _is_due(step: int, every: int) -> bool:
 
 @dataclass
 class _Throughput:
-    """Rates over the steps since the last logged one, without evaluation and checkpoints."""
+    """Rates over the steps since the last logged one, without evaluation and checkpoints.
+
+    The time from the end of a step to the end of the next one counts: between them a GPU runs the optimizer, which a
+    step only queues, and the host logs.
+    """
 
     reports: list[StepReport] = field(default_factory=list)
     wait_seconds: float = 0.0
+    seconds: float = 0.0
+    ended: float = field(default_factory=time.perf_counter)  # the last step, or what followed it
 
     def add(self, report: StepReport, wait_seconds: float) -> None:
+        now = time.perf_counter()
         self.reports.append(report)
         self.wait_seconds += wait_seconds
+        self.seconds += now - self.ended
+        self.ended = now
 
     def row(self, step: int, report: StepReport, means: Mapping[str, float]) -> dict[str, float]:
         """The row of a step; `means` are those of the loss and its metrics since the last row."""
-        seconds = self._seconds
+        seconds = self.seconds
         real_tokens = sum(r.real_tokens for r in self.reports)
         return {
             "step": step,
@@ -321,11 +341,9 @@ class _Throughput:
             "data_wait": self.wait_seconds / seconds,
         }
 
-    def rates(self, num_ranks: int, matmul_flops: float | None) -> dict[str, float]:
-        """TFLOP/s of the model on one rank, and as a fraction of the rate of a matrix product, if known."""
-        flops = sum(r.flops for r in self.reports) / num_ranks / self._seconds
-        return {"model_tflops": flops / 1e12, **({} if matmul_flops is None else {"mfu": flops / matmul_flops})}
-
-    @property
-    def _seconds(self) -> float:
-        return sum(r.seconds for r in self.reports) + self.wait_seconds
+    def rates(self, num_ranks: int, reference: FlopsReference) -> dict[str, float]:
+        """TFLOP/s of the model on one rank, and as fractions of what the device can reach, if known."""
+        flops = sum(r.flops for r in self.reports) / num_ranks / self.seconds
+        fractions = {"mfu": reference.peak, "matmul_fraction": reference.matmul}
+        known = {name: flops / limit for name, limit in fractions.items() if limit is not None}
+        return {"model_tflops": flops / 1e12, **known}

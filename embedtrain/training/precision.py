@@ -12,7 +12,7 @@ from embedtrain.distributed.sharding import resolve_precision
 from embedtrain.distributed.world import World
 from embedtrain.planning.model_costs import compute_dtype
 from embedtrain.tracking.console import Console
-from embedtrain.training.timing import MatmulRate, matmul_rate
+from embedtrain.training.timing import FlopsReference, matmul_rate, peak_flops
 
 
 def choose_precision(recipe: Recipe, run_dir: RunDirectory, world: World, console: Console) -> Recipe:
@@ -39,16 +39,20 @@ def choose_precision(recipe: Recipe, run_dir: RunDirectory, world: World, consol
     return replace(recipe, parallel=replace(parallel, precision=precision))
 
 
-def measure_matmul_rate(recipe: Recipe, world: World, console: Console) -> MatmulRate | None:
-    """The reference of `mfu` on GPUs, measured before the model is loaded, because that needs memory as well.
+def flops_reference(recipe: Recipe, world: World, console: Console) -> FlopsReference:
+    """The references of `mfu` and `matmul_fraction` on GPUs.
 
-    None on CPUs, whose rate in one product is no limit: clocks and threads differ between products and training.
+    The rate is measured before the model is loaded, because that needs memory as well. On CPUs there is none: the rate
+    in one product is no limit, because clocks and threads differ between products and training.
     """
     if world.device.type != "cuda":
-        return None
-    rate = matmul_rate(world, compute_dtype(recipe.parallel.precision))
-    console.note(f"mfu is relative to {rate}")
-    return rate
+        return FlopsReference()
+    dtype = compute_dtype(recipe.parallel.precision)
+    rate, peak = matmul_rate(world, dtype), peak_flops(torch.cuda.get_device_name(world.device), dtype)
+    console.note(f"matmul_fraction is relative to {rate}")
+    if peak is not None:
+        console.note(f"mfu is relative to the {peak / 1e12:,.0f} TFLOP/s of the datasheet")
+    return FlopsReference(peak, rate.flops)
 
 
 def use_tf32_products(loss: nn.Module, precision: Precision) -> None:

@@ -1,6 +1,5 @@
 """One optimizer step."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -40,7 +39,6 @@ class StepReport:
     real_tokens: int
     computed_tokens: int
     flops: float  # of the model, for real tokens only
-    seconds: float
     notices: Notice  # union of the notices of all ranks
 
 
@@ -66,7 +64,6 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
 
     If the loss or the gradient is not finite, all ranks raise TrainingError and the weights have not changed.
     """
-    started = time.perf_counter()
     context.module.train()
     context.optimizer.zero_grad(set_to_none=True)
     output, finite = context.backward(*(batch.to(context.world.device) for batch in batches), measured=measured)
@@ -103,7 +100,6 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
         real_tokens=int(real),
         computed_tokens=int(computed),
         flops=flops,
-        seconds=time.perf_counter() - started,
         notices=notices,
     )
 

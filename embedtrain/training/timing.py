@@ -1,4 +1,4 @@
-"""Timing of a step: spans of its parts, the fraction in exposed communication, and the matmul rate behind `mfu`.
+"""Timing of a step: spans of its parts, the fraction in exposed communication, and the rates behind `mfu`.
 
 On a GPU, exposed communication is the time of NCCL kernels during which no other kernel runs, measured by
 torch.profiler. Profiling CPU operators would slow the step down by a fifth and take seconds to process. On a CPU
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import statistics
 import threading
 import time
@@ -198,6 +199,42 @@ def covered_length(intervals: Intervals) -> float:
         total += max(0.0, end - max(start, end_so_far))
         end_so_far = max(end_so_far, end)
     return total
+
+
+# TFLOP/s of dense products in bf16 with sums in fp32, by the name of the device: what the datasheets say, half of the
+# figure where that is for sparse matrices.
+_BF16_PEAKS = (
+    (r"B200", 2250.0),
+    (r"H200 NVL", 835.0),
+    (r"GH200|H200|H100 80GB HBM3|H100 SXM", 989.4),
+    (r"H100 NVL", 835.0),
+    (r"H100 PCIe", 756.0),
+    (r"A100", 312.0),
+    (r"L40S", 362.0),
+    (r"L4", 121.0),
+    (r"A30", 165.0),
+    (r"A10", 125.0),
+    (r"RTX 4090", 165.2),
+    (r"RTX 3090", 71.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsReference:
+    """FLOP/s of one device in dense products, of the type that the model computes in; None if it is not known."""
+
+    peak: float | None = None  # of the datasheet: the reference of `mfu`
+    matmul: float | None = None  # measured: the reference of `matmul_fraction`
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """The dense peak of the datasheet; None for other types than bf16, other devices, and parts of a device (MIG)."""
+    if dtype != torch.bfloat16 or "MIG" in device_name:
+        return None
+    return next(
+        (tflops * 1e12 for name, tflops in _BF16_PEAKS if re.search(rf"\b({name})\b", device_name)),
+        None,
+    )
 
 
 # Sizes n of n x n matrices, of which the largest that fits into `SECONDS` is measured. Small ones do not fill a GPU.

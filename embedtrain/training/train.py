@@ -34,7 +34,7 @@ from embedtrain.training.initial_state import start_from
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop, WeightsEvaluation
 from embedtrain.training.optimizer import Schedule
-from embedtrain.training.precision import choose_precision, measure_matmul_rate
+from embedtrain.training.precision import choose_precision, flops_reference
 from embedtrain.training.report_sample import choose_sample
 from embedtrain.training.resume import RunStart
 from embedtrain.training.run_reporter import RunLength, RunReporter
@@ -106,7 +106,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     require_rates(recipe.optim, inputs.total_steps)
     run.console.warn(*schedule_warnings(recipe.optim, inputs.total_steps))
     checkpointer, start = open_checkpoints(run, inputs)
-    matmul_rate = measure_matmul_rate(recipe, world, run.console)
+    reference = flops_reference(recipe, world, run.console)
     parts = build_parts(run, inputs, start)
     groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
@@ -145,7 +145,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             run_dir=run_dir,
             stop_signals=stop_signals,
             timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
-            matmul_flops=None if matmul_rate is None else matmul_rate.flops,
+            reference=reference,
         )
         stopped = loop.run()
         if stopped is not None:

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from embedtrain.distributed.world import World
 from embedtrain.training import timing as module
-from embedtrain.training.timing import matmul_rate
+from embedtrain.training.timing import matmul_rate, peak_flops
 
 
 def rate_for_durations(world: World, seconds: list[float]) -> tuple[float, int]:
@@ -33,6 +33,27 @@ def test_the_rate_is_the_mean_over_ranks_for_one_size(ranks):
     assert ranks(1, rate_for_durations, [1e-4]) == [(2 * 1024**3 / 1e-4, 1024)]
     slow = 2 * 256**3 / 1e-2
     assert ranks(2, rate_for_durations, [1e-4, 1e-2]) == [(pytest.approx((slow * 100 + slow) / 2), 256)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_is_that_of_the_datasheet(name, tflops):
+    assert peak_flops(name, torch.bfloat16) == (None if tflops is None else tflops * 1e12)
+    assert peak_flops(name, torch.float32) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

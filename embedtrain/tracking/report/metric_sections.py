@@ -80,7 +80,14 @@ METRICS = {
     "tokens_per_s": MetricInfo("Tokens per second", "without padding, over all ranks", _SPEED, _RATE, "tokens/s"),
     "mfu": MetricInfo(
         "Model FLOPs utilisation",
-        "fraction of the devices' rate in matrix products",
+        "fraction of the devices' peak by their datasheet",
+        _SPEED,
+        _FRACTION,
+        "% of the peak",
+    ),
+    "matmul_fraction": MetricInfo(
+        "Fraction of matrix products",
+        "of the devices' measured rate in large matrix products",
         _SPEED,
         _FRACTION,
         "% of that rate",

@@ -8,7 +8,7 @@ import pytest
 
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.distributed.world import World
-from tests.runs import losses, metric_rows, rewind_run, run
+from tests.runs import BASE, losses, metric_rows, options, rewind_run, run, run_without_base
 from tests.small import batch, save_small, small_model, text
 
 
@@ -182,3 +182,16 @@ def test_files_that_differ_between_nodes(ranks, workshop, tmp_path):
     with pytest.raises(AssertionError) as failure:
         ranks(2, elsewhere, str(workshop), str(tmp_path / "out"))
     assert str(failure.value).count("DataError: data.train: train has other rows on rank 1 than on rank 0") == 2
+
+
+@pytest.mark.parametrize("loss", ["infonce", "siglip"])
+def test_rows_without_any_negative_are_reported_before_the_first_step(ranks, run_inputs, tmp_path, loss):
+    (tmp_path / "equal.jsonl").write_text('{"query": "alpha", "pos": ["beta"]}\n' * 12)
+    few = f"data.train=[{tmp_path / 'equal.jsonl'}]", "evaluation.sets=[]", "train.steps=2", f"loss={loss}"
+    arguments = [value for value in BASE if not value.startswith("loss.")]
+    for path, expected in ((tmp_path / "run", 1), (tmp_path / "other", 0)):
+        several = (few[0] if expected else f"data.train=[{run_inputs / 'train.jsonl'}]", *few[1:])
+        outputs = ranks(2, run_without_base, *arguments, *options(run_inputs, path), *several)
+        warning = "step 1: no query of this batch has a negative"
+        assert ["\n".join(texts).count(warning) for texts in outputs] == [expected, 0]
+        assert "step 2: no query" not in str(outputs)  # once

@@ -7,7 +7,7 @@ cells, that is, pairs of a row and a candidate.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from embedtrain.config.loss_choices import LossDirection
 from embedtrain.distributed.collectives import gather_rows
+from embedtrain.formatting import format_count
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput, Prepared
 
@@ -292,6 +293,36 @@ class _Lists:
         span = max(len(self.groups), len(self.codes), 1)
         pairs = np.unique(keys * span + values)
         return pairs // span, pairs % span
+
+
+def no_negatives_warning(prepared: Iterable[Hashable], rows: GlobalRows) -> str | None:
+    """A warning if a loss compares queries with negatives and no query of the batch has one; None otherwise.
+
+    `prepared` are the keys of what losses have prepared for the batch. Documents are compared by text, not by id.
+    """
+    exclusions = [key for key in prepared if isinstance(key, Exclusion)]
+    if not exclusions or any(_has_negative(exclusion, rows) for exclusion in exclusions):
+        return None
+    num_documents = len(np.unique(rows.document_keys))
+    return (
+        f"no query of this batch has a negative ({format_count(len(rows.query_keys), 'row')}, "
+        f"{format_count(num_documents, 'different document')}): the loss learns nothing from it; add rows or hard "
+        "negatives, or increase train.global_batch_size"
+    )
+
+
+def _has_negative(exclusion: Exclusion, rows: GlobalRows) -> bool:
+    """Whether any query has a document that is not excluded: of the batch, or of its own ones without directions."""
+    has_documents = rows.num_documents > 0
+    firsts, queries = rows.first_documents[has_documents], rows.query_keys[has_documents]
+    if not exclusion.duplicates:
+        return bool(exclusion.directions and len(rows.document_keys) > 1) or bool((rows.num_documents > 1).any())
+    answers = np.unique(np.stack([queries, rows.document_keys[firsts]]), axis=1)  # of each different query
+    if exclusion.directions:
+        num_answers = np.unique(answers[0], return_counts=True)[1]
+        return bool((num_answers < len(np.unique(rows.document_keys))).any())
+    own = np.unique(np.stack([np.repeat(rows.query_keys, rows.num_documents), rows.document_keys]), axis=1)
+    return bool(own.shape[1] > answers.shape[1])
 
 
 def _relation(

@@ -29,6 +29,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
+from embedtrain.losses.excluded import no_negatives_warning
 from embedtrain.losses.lists import constant_scores_warning
 from embedtrain.losses.sparsity import sparsity_warning
 from embedtrain.losses.types import Loss
@@ -40,6 +41,8 @@ from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_ba
 from embedtrain.training.state import TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
 from embedtrain.training.timing import BATCHES, CommunicationMeter, FlopsReference, span
+
+_CHECKED_STEPS = 10  # of a session, whose batches are searched for negatives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +179,7 @@ class TrainingLoop:
         communication = CommunicationMeter(world, recipe.train.log_every)
         profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker)
         profiler.report_skipped_steps(state.step, self._total_steps)
-        throughput, warned = _Throughput(), False
+        throughput, warned, last_checked = _Throughput(), False, state.step + _CHECKED_STEPS
         self.checkpointer.prepare_asynchronous(self.context.module, self.context.optimizer)
         with (
             self.tracker.training(self._total_steps, state.step),
@@ -197,6 +200,8 @@ class TrainingLoop:
                     set_activity("reading the batches", step)
                     with span(BATCHES):
                         rank_batches = list(itertools.islice(stream, batches_per_step))
+                    if step <= last_checked:
+                        last_checked = self._warn_of_no_negatives(step, rank_batches, last_checked)
                     set_activity("training", step)
                     with communication.measure_step(already_profiled=profiler.is_active):
                         report = train_step(self.context, *rank_batches, measured=self._is_logged(step))
@@ -232,6 +237,18 @@ class TrainingLoop:
         if warning is not None:
             self.tracker.warn(f"step {state.step}: {warning}")
         return warned or warning is not None
+
+    def _warn_of_no_negatives(self, step: int, batches: Sequence[RankBatch], last_checked: int) -> int:
+        """Warn if a batch has no negative, before it is trained; the last step to check, none after a warning.
+
+        The host knows the texts of all ranks, so that no device is asked.
+        """
+        for batch in batches:
+            warning = no_negatives_warning(batch.batch_info.prepared, batch.batch_info.rows)
+            if warning is not None:
+                self.tracker.warn(f"step {step}: {warning}")
+                return 0
+        return last_checked
 
     def _evaluate(self) -> bool:
         set_activity("evaluating", self.context.state.step)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -21,9 +22,10 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses import excluded, softmax
 from embedtrain.losses.build import build_loss
+from embedtrain.losses.excluded import Exclusion, no_negatives_warning
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
 from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
-from embedtrain.losses.types import BatchInfo, Counts, Guide
+from embedtrain.losses.types import BatchInfo, Counts, GlobalRows, Guide
 from tests.losses.global_batch import Case, GlobalVectors, check, check_all, vectors
 from tests.losses.reference_loss import PrecomputedVectors
 from tests.marks import slow_but
@@ -504,3 +506,43 @@ def test_fixed_temperature_has_no_parameters():
     loss = build_loss(InfoNCEConfig(temperature=0.3, mask_duplicates=False), dimension=8, seed=0)
     assert isinstance(loss, InfoNCE)
     assert not list(loss.parameters())
+
+
+def global_rows(*rows: tuple[int, list[int]]) -> GlobalRows:
+    """Rows of one rank: the key of the query, and those of its documents, the positive first."""
+    return GlobalRows(
+        rank=0,
+        num_rows=[len(rows)],
+        num_documents=np.array([len(documents) for _, documents in rows]),
+        query_keys=np.array([query for query, _ in rows]),
+        document_keys=np.array([key for _, documents in rows for key in documents]),
+    )
+
+
+IN_BATCH = Exclusion(directions=(LossDirection.query_document,), duplicates=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_batch", "own"),
+    [
+        ([(1, [7])], False, False),
+        ([(1, [7]), (1, [7])], False, False),
+        ([(1, [7]), (2, [7])], False, False),
+        ([(1, [7]), (1, [8])], False, False),  # both answer the query
+        ([(1, [7, 8]), (1, [8, 7])], False, False),
+        ([(1, [7]), (2, [8])], True, False),
+        ([(1, [7, 9])], True, True),
+        ([(1, [7]), (1, [8]), (2, [7])], True, False),  # 8 is a negative of the query 2
+    ],
+)
+def test_a_batch_without_negatives_is_noticed(rows, in_batch, own):
+    batch, alone = global_rows(*rows), replace(IN_BATCH, directions=())
+    warning = no_negatives_warning([IN_BATCH, "something else"], batch)
+    assert (warning is None) == in_batch
+    assert (no_negatives_warning([alone], batch) is None) == own
+    assert (no_negatives_warning([alone, IN_BATCH], batch) is None) == (own or in_batch)
+    assert no_negatives_warning(["something else"], batch) is None  # a loss of pairs
+    texts = sum(len(documents) for _, documents in rows)
+    assert (no_negatives_warning([replace(IN_BATCH, duplicates=False)], batch) is None) == (texts > 1)
+    if warning is not None:
+        assert warning.startswith("no query of this batch has a negative (") and "train.global_batch_size" in warning

@@ -117,7 +117,18 @@ def explain_out_of_memory(device: torch.device, local_size: int = 1) -> Iterator
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not _EXHAUSTED.search(str(error)):
             raise
+        # The allocator of GPU memory has a type of its own; other memory that CUDA gives is of the host, page-locked.
+        if device.type == "cuda" and "CUDA error: out of memory" in str(error):
+            raise OutOfMemory(_describe_host()) from error
         raise OutOfMemory(_describe(device, local_size, str(error))) from error
+
+
+def _describe_host() -> str:
+    free = _gib(psutil.virtual_memory().available)
+    return (
+        f"out of memory while {current_activity().name}: CUDA could not lock pages of the host's memory, of which "
+        f"{free} are free; raise the memory limit of the job or container and `ulimit -l`, or lower data.workers"
+    )
 
 
 def _describe(device: torch.device, local_size: int, error: str) -> str:

@@ -28,6 +28,10 @@ from embedtrain.models.types import ModelSource
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 # The weight of a score of tokens, and where the rows that it starts from are stored.
 _SCORE, _VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
+_NO_VOCABULARY_HEAD = (
+    "; model.kind=sparse weighs words with the vocabulary head of a masked language model, which embedding models do "
+    "not keep: start from one that has it, such as the model that this one was made from"
+)
 
 
 def build_encoder(source: ModelSource) -> Encoder:
@@ -89,9 +93,10 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     new = [name for name in absent if source.head is not None and source.head.is_new and name.startswith(HEAD)]
     if len(absent) > len(new):
         first = min(set(absent) - set(new)).removeprefix("backbone.").removeprefix(HEAD)
+        has_backbone = not any(name.startswith("backbone.") for name in absent)
         raise ModelError(
             f"{source.directory} lacks {len(absent) - len(new)} of {len(weights)} weights, such as {first}: "
-            "they would be random"
+            f"they would be random{_NO_VOCABULARY_HEAD if source.words is not None and has_backbone else ''}"
         )
     encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
     for index, dense in enumerate(source.dense):  # a new one keeps its initial weights

@@ -82,7 +82,8 @@ def require_m3_directory(pooling: Pooling | None, num_heads: int, where: str) ->
     if pooling not in (None, Pooling.cls) or num_heads:
         raise ModelError(
             f"{where}: model.kind=m3 has the vector of the first token (pooling cls, without Dense modules) as the "
-            "dense vector of a text"
+            f"dense vector of a text, and {COLBERT}.pt and {SPARSE}.pt are of such a model; remove both to train new "
+            "layers on its backbone"
         )
 
 

@@ -24,7 +24,7 @@ from embedtrain.models.file_references import read_json
 from embedtrain.models.heads import dense_heads
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format, read_late_interaction
-from embedtrain.models.m3_files import m3_settings, require_m3_directory
+from embedtrain.models.m3_files import has_m3_layers, m3_settings, require_m3_directory
 from embedtrain.models.module_settings import (
     CROSS_ENCODER,
     SETTINGS,
@@ -213,7 +213,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         settings=stored,
     )
     head = _score_head(scorer, config, model)
-    if model.kind is ModelKind.m3:
+    if model.kind is ModelKind.m3 and has_m3_layers(transformer):  # another model is only the backbone
         require_m3_directory(pooling, len(dense), str(directory / "modules.json"))
     return ModelSource(
         directory=transformer,

@@ -9,7 +9,7 @@ from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.code import code_options
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.m3 import HybridWeights
-from embedtrain.config.prompts import prompt_warnings
+from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
@@ -86,6 +86,7 @@ def read_inputs(run: Run) -> RunInputs:
     with world.fail_together("opening the model"):
         described = download_configuration(recipe.model)
         source = open_model_source(described)
+        run.console.warn(*untrained_prompt_warnings(recipe.data.train, source.prompts))
         check_dimensions(recipe, source)
         path = check_layers(recipe, source)
     directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)

@@ -1,7 +1,7 @@
 """A backslash and an n in a prompt causes a warning; a newline does not."""
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.prompts import prompt_warnings
+from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
 from embedtrain.evaluate.options import compose_evaluate
 from embedtrain.mine.options import compose_mine
 
@@ -35,3 +35,19 @@ def test_options_of_commands():
     rank_batch = compose_mine(["model=m", "data=[x]", "output_dir=o", r'document_prompt="a\nb"'])
     assert prompt_warnings(evaluate)[0].startswith("query_prompt ")
     assert prompt_warnings(rank_batch)[0].startswith("document_prompt ")
+
+
+def warned(data: str, **prompts: str) -> list[str]:
+    (recipe,) = compose_recipes([*GOOD, f"data.train={data}"])
+    return untrained_prompt_warnings(recipe.data.train, prompts)
+
+
+def test_prompts_of_sources_that_evaluation_and_export_do_not_have():
+    (warning,) = warned("[{path: x, query_prompt: 'query: '}, {path: y, query_prompt: 'Q '}]")
+    assert "query_prompt of the sources ('query: ', 'Q ')" in warning
+    assert "model.query_prompt" in warning
+    (warning,) = warned("[{path: x, document_prompt: ''}]", document="passage: ")
+    assert "'passage: ' before each document" in warning
+    assert warned("[{path: x, query_prompt: 'query: '}, y]") == [], "the other source trains with the model's prompt"
+    assert warned("[{path: x, query_prompt: 'query: '}]", query="query: ") == []
+    assert warned("[x]", query="query: ") == []

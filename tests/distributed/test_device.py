@@ -63,7 +63,6 @@ def test_freed_memory_is_returned_to_the_system():
     ("error", "allocation"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), "an allocation of 2.50 GiB"),
-        (RuntimeError("CUDA error: out of memory"), "an allocation"),
         (MemoryError("Unable to allocate 3.00 GiB for an array with shape (1,)"), "an allocation of 3.00 GiB"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."),
          "an allocation of 2.0 GiB"),
@@ -82,6 +81,16 @@ def test_the_message_names_what_is_used_and_what_to_lower(gpu, error, allocation
     assert (
         str(caught.value) == f"out of memory while evaluating dev, step 7: {allocation} failed, {metrics}; lower that"
     )
+
+
+def test_memory_of_the_host_that_cuda_cannot_lock_is_no_matter_of_chunks(gpu):
+    advise_when_exhausted("", "lower train.chunk_tokens")
+    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(GPU), activity("preparing a batch"):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    message = str(caught.value)
+    assert "preparing a batch" in message
+    assert "ulimit -l" in message
+    assert "chunk_tokens" not in message
 
 
 def test_other_errors_are_unchanged():

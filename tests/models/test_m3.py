@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.m3 import M3Config
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Pooling
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapters import add_adapters
@@ -131,8 +132,17 @@ def test_options_that_do_not_fit_the_files_are_rejected(tmp_path):
     directory, _ = save_m3(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model\.m3\.dim=9: .*colbert_linear\.pt has 8"):
         open_model_source(opened(directory, dim=9))
+
+
+def test_an_embedding_model_of_another_pooling_is_only_the_backbone(tmp_path):
     mean = save_guide(small_model("xlm-roberta"), tmp_path / "mean")
-    with pytest.raises(ModelError, match=r"modules\.json: model\.kind=m3 .*pooling cls"):
+    source = open_model_source(opened(mean, dim=5))
+    assert source.has_new_head
+    assert source.pooling is Pooling.cls
+    directory, _ = save_m3(tmp_path / "model")
+    for layer in LAYERS:
+        shutil.copy(directory / f"{layer}.pt", mean)
+    with pytest.raises(ModelError, match=r"modules\.json: model\.kind=m3 .*pooling cls.*remove both"):
         open_model_source(opened(mean))
 
 

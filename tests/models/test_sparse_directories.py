@@ -20,7 +20,7 @@ from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.loading.encoder_model import load_encoder_model, open_encoder_source
 from embedtrain.models.source import open_model_source
-from tests.small import save_language_model, small_model, small_tokenizer, text
+from tests.small import save_language_model, save_small, small_model, small_tokenizer, text
 
 TEXTS = [text(seed, length) for seed, length in enumerate((30, 19, 3, 1))] + ["", "alpha alpha beta", "[SEP] </s> x"]
 WEIGHTS = torch.linspace(0.5, 6.0, len(small_tokenizer()))
@@ -236,6 +236,14 @@ def test_options_that_do_not_fit_the_files(tmp_path, options, pattern):
     sparse = SparseConfig(queries=queries, **options)
     with pytest.raises(ConfigError, match=pattern):
         open_model_source(ModelConfig(path=str(tmp_path), kind=ModelKind.sparse, sparse=sparse, lora=lora))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_an_embedding_model_has_no_head_that_weighs_words(ranks, tmp_path, architecture):
+    save_small(small_model(architecture), tmp_path)
+    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind=ModelKind.sparse))
+    assert f"{tmp_path} lacks " in message
+    assert "masked language model" in message
 
 
 def test_a_vocabulary_of_another_size_is_rejected(ranks, tmp_path):

@@ -52,7 +52,13 @@ def main(options: ExportOptions) -> Path:
         checkpoint = exported.checkpoint
         console.note(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.manifest.layout.value} layout")
     if options.adapters:
-        result = export_adapters(dict(zip(options.adapters, runs, strict=True)), output_dir, config, console)
+        result = export_adapters(
+            dict(zip(options.adapters, runs, strict=True)),
+            output_dir,
+            config,
+            trust_remote_code=options.trust_remote_code,
+            console=console,
+        )
     else:
         with graph_metrics(options, run.recipe.model.kind, console) as measure:
             result = export_checkpoint(

@@ -38,7 +38,12 @@ class _Task:
 
 
 def export_adapters(
-    runs: Mapping[str, ExportedRun], output_dir: Path, config: ExportConfig, console: Console
+    runs: Mapping[str, ExportedRun],
+    output_dir: Path,
+    config: ExportConfig,
+    *,
+    trust_remote_code: bool,
+    console: Console,
 ) -> ExportResult:
     """Write the base model and the adapters of the runs, by task; replaces `output_dir` once it has passed all checks.
 
@@ -47,7 +52,9 @@ def export_adapters(
     Raises ConfigError for a run that has no adapters, or that trained more than these; ModelError or CheckpointError
     for runs with different base models, tokenizers or settings.
     """
-    tasks = [_open_task(name, run, config.rope_theta) for name, run in runs.items()]
+    tasks = [
+        _open_task(name, run, config.rope_theta, trust_remote_code=trust_remote_code) for name, run in runs.items()
+    ]
     first, *others = tasks
     for other in others:
         _require_compatible(first, other)
@@ -116,7 +123,7 @@ def _require_same_modules(adapters: Sequence[TaskAdapter], tasks: Sequence[_Task
             )
 
 
-def _open_task(name: str, run: ExportedRun, rope_theta: float | None) -> _Task:
+def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_remote_code: bool) -> _Task:
     recipe = run.recipe
     shown = f"adapters.{name}={run.run_dir.path}"
     if not recipe.model.lora.on:
@@ -132,7 +139,7 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None) -> _Task:
         ModelConfig(
             path=str(run.run_dir.architecture),
             rope_theta=rope_theta,
-            trust_remote_code=recipe.model.trust_remote_code,
+            trust_remote_code=trust_remote_code,
         )
     )
     return _Task(name, run, source, bound_tokenizer(source, load_tokenizer(source)))

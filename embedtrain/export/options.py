@@ -32,6 +32,7 @@ class ExportOptions:
     # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
     # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
     adapters: Any = None
+    base: str | None = None  # base model of the adapters, as ID@REVISION; default: the recipe's model.path
     step: str = "latest"  # latest, best, or a step's number
     weights_of: WeightsOf | None = None  # default: the moving average if the run has one (optim.ema)
     output_dir: str | None = None  # default: model/ in the run's directory
@@ -51,7 +52,7 @@ class ExportOptions:
     push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
     private: bool = True  # whether a repository that is created is private
     # Execute Python code in the run directory; its recipe cannot allow that
-    trust_remote_code: bool = code_option(False, "run", "adapters")
+    trust_remote_code: bool = code_option(False, "run", "adapters", "base")
 
     @property
     def export(self) -> ExportConfig:

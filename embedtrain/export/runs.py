@@ -1,6 +1,6 @@
 """Opens the runs whose checkpoints are exported."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embedtrain.checkpoint.run_directory import RunDirectory
@@ -9,6 +9,7 @@ from embedtrain.config.compose import load_recipe
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 from embedtrain.export.options import ExportOptions
+from embedtrain.models.hub import split_revision
 from embedtrain.models.security import require_no_links
 
 
@@ -35,6 +36,14 @@ def open_run(path: str, options: ExportOptions) -> ExportedRun:
             f"{run_dir.recipe} has model.trust_remote_code: true, but a file does not grant this permission: if you "
             f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
         )
+    # The file names the base model of adapters as well, and does not make its code trusted. Nor that of a tokenizer.
+    trusted = options.trust_remote_code and options.base is not None
+    if options.base is not None:
+        name, revision = split_revision(options.base)
+        recipe.model = replace(recipe.model, path=name, revision=revision)
+    if trusted:
+        recipe.model = replace(recipe.model, tokenizer=None, tokenizer_revision=None)
+    recipe.model.trust_remote_code = trusted
     require_no_links(run_dir.architecture)
     run_dir.require_intact()
     checkpoint = find_checkpoint(run_dir.checkpoints, options.step)

@@ -168,7 +168,8 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
     common["kind"] = checkpoint.weights_kind(options.weights_of)
     reader = checkpoint.tensors(common["kind"])
     if recipe.model.lora.on:
-        adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, reader)
+        own = replace(recipe.model, trust_remote_code=False)  # the recipe does not make its base model's code trusted
+        adapters = AdapterCheckpoint.open(run_dir.adapter, own, recipe.seed, source, reader)
         require_same_base(checkpoint, adapters.base)
         if options.lora is LoraMerge.factors:
             factors = tensors_of_checkpoint(reader, ENCODER)

@@ -296,6 +296,27 @@ def test_a_run_cannot_allow_its_own_code(ranks, copied):
     assert outcome.ran  # on the user's own word
 
 
+def test_a_run_cannot_name_a_base_model_whose_code_runs(ranks, copied):
+    """The user trusts the Python in the run, and the base model of its adapters only if he names it."""
+    adapters = [*TRAIN[:-1], "model.lora.rank=2", "export.check=false", "output_dir=run2"]
+    (outcome,) = ranks(1, attempt, "train", copied, adapters)
+    assert outcome.kind == "", outcome.message
+    theirs = shutil.copytree(copied / "guide", copied / "theirs")
+    edit(theirs / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"})
+    plant_module(theirs, copied / MARKER)
+    recipe = copied / "run2" / "recipe.yaml"
+    content = yaml.safe_load(recipe.read_text())
+    content["model"] |= {"path": str(theirs), "trust_remote_code": True}
+    recipe.write_text(yaml.safe_dump(content))
+    export = ["run=run2", "output_dir=out", "check=false", "trust_remote_code=true"]
+    (outcome,) = ranks(1, attempt, "export", copied, export)
+    assert not outcome.ran
+    assert outcome.kind == "ModelError"
+    assert f"base={theirs}" in outcome.message
+    (outcome,) = ranks(1, attempt, "export", copied, [*export, f"base={theirs}"])
+    assert outcome.ran  # on the user's own word
+
+
 def test_a_run_with_unpickling_settings(ranks, copied):
     architecture = copied / "run" / "architecture"
     edit(architecture / "sentence_bert_config.json", model_args={"weights_only": False, "use_safetensors": False})

@@ -24,7 +24,7 @@ from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader, require_fit
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import LoraConfig, ModelConfig
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.files import remove_tree
 from embedtrain.models.adapter_files import CONFIG, AdapterFiles, read_settings
 from embedtrain.models.adapters import (
@@ -218,7 +218,14 @@ class AdapterCheckpoint:
 
         Raises ConfigError or ModelError if the base model no longer exists, or the settings are damaged.
         """
-        base = replace(open_model_source(model), config=run.config)
+        try:
+            base = replace(open_model_source(model), config=run.config)
+        except ModelError as error:
+            if "auto_map" not in str(error):
+                raise
+            raise ModelError(
+                f"{error}, and name this base model, which only recipe.yaml names, as base={model.path} of export"
+            ) from None
         return cls(base, seed, read_settings(adapter), reader, model.lora.load_in_4bit)
 
     def base_encoder(self) -> Encoder:

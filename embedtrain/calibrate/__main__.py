@@ -3,20 +3,26 @@
 import glob
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.calibrate.options import CalibrateOptions, compose_calibrate
 from embedtrain.cli import run_command
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.files import expand_user
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import World
     from embedtrain.loading.load import LoadedModel
+    from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
 
 
@@ -65,7 +71,8 @@ def main(options: CalibrateOptions) -> Path:
             if world.is_main:
                 head = fit_head(vectors, options.head, options.dims)
                 outputs = vectors if head is None else head.apply(vectors)
-                ranges = {size: ranges_of(outputs, size) for size in dict.fromkeys((num_out, *options.ranges))}
+                prepare = _prepared(config, model.source)
+                ranges = {size: ranges_of(prepare(outputs, size)) for size in dict.fromkeys((num_out, *options.ranges))}
                 digest = hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).hexdigest()
                 origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
                 origin |= {"head": options.head.value}
@@ -91,12 +98,25 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
 
     check_kind_of_vectors(model.source.kind, "model")
     require_calibratable(model.source, options.model)
+    model.source.require_inner_products("model")
     dimension, check = model.source.dimension, OptionChecks(options)
     check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
     num_out = options.dims or dimension
     check.require(max(options.ranges, default=1) <= num_out, "ranges", f"the vectors have {num_out} dimensions")
     check.require(len(texts) > 1, "data", "has fewer than two documents")
     return num_out
+
+
+def _prepared(config: "ModelConfig", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":
+    """What compares so many first dimensions of the vectors of the new directory, which may normalise all of them."""
+    from embedtrain.inference.exact import unit_vectors
+    from embedtrain.inference.vector_comparison import vector_comparison
+    from embedtrain.loading.encoder_model import open_encoder_source
+
+    prepare = vector_comparison(source.similarity).prepare
+    if source.similarity is VectorSimilarity.dot and open_encoder_source(replace(config, normalize=None))[1].normalize:
+        return lambda vectors, size: prepare(unit_vectors(vectors), size)
+    return prepare
 
 
 def _require_outside(output_dir: Path, model: str) -> None:

@@ -22,7 +22,6 @@ from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, wr
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
 from embedtrain.files import write_json
-from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.principal_components import principal_components
 from embedtrain.losses.quantisation import Ranges
 from embedtrain.models.export_record import RECORD, write_record
@@ -73,10 +72,9 @@ def _head(weight: NDArray[np.float64], mean: NDArray[np.float64], explained: flo
     return AffineHead(torch.from_numpy(weight.copy()).float(), torch.from_numpy(bias).float(), explained)
 
 
-def ranges_of(vectors: Tensor, dimension: int) -> Ranges:
-    """Ranges of the first dimensions of [n, K], normalised."""
-    unit = unit_vectors(vectors[:, :dimension])
-    return Ranges(unit.amin(dim=0), unit.amax(dim=0))
+def ranges_of(vectors: Tensor) -> Ranges:
+    """Ranges of vectors [n, K] that are compared."""
+    return Ranges(vectors.amin(dim=0), vectors.amax(dim=0))
 
 
 def require_calibratable(source: ModelSource, model: str) -> None:

@@ -28,7 +28,8 @@ class ListConfig(LossConfig):
 
     # Scores are divided by it: 1 for the logits of a cross-encoder, 0.02 to 0.1 for cosines.
     temperature: float = 1.0
-    similarity: Similarity = Similarity.cosine  # of a dense model; a cross-encoder's scores are taken as they are
+    # Of a dense model, by default its own; a cross-encoder's scores are taken as they are.
+    similarity: Similarity | None = None
 
 
 @dataclass(kw_only=True)

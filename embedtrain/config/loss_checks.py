@@ -243,7 +243,7 @@ def _check_infonce(loss: InfoNCEConfig, check: OptionChecks) -> None:
     check.at_least(0, "focal")
     check.at_least(0, "mixed_pairs")
     check.require(
-        not loss.mixes_negatives or loss.similarity is Similarity.cosine,
+        not loss.mixes_negatives or loss.similarity is not Similarity.dot,
         "similarity",
         "mixed negatives have length 1; write cosine, or leave mixed_pairs and mixed_list out",
     )

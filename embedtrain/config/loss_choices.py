@@ -10,6 +10,18 @@ class Similarity(str, Enum):
     dot = "dot"
 
 
+class VectorSimilarity(str, Enum):
+    """How a model compares the vectors of two texts, as sentence-transformers names it.
+
+    `euclidean` and `manhattan` are distances, less than 0.
+    """
+
+    cosine = "cosine"
+    dot = "dot"
+    euclidean = "euclidean"
+    manhattan = "manhattan"
+
+
 class Distance(str, Enum):
     """Distance of two vectors; cosine is 1 - cosine similarity."""
 

@@ -64,7 +64,8 @@ class InfoNCEConfig(LossConfig):
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.
     temperature_bounds: list[float] | None = None
-    similarity: Similarity = Similarity.cosine  # of vectors; late interaction: model.late_interaction.similarity
+    # Of vectors; default: the model's. Late interaction: model.late_interaction.similarity.
+    similarity: Similarity | None = None
     directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
     partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
@@ -136,7 +137,7 @@ class SigLIPConfig(LossConfig):
     learn_temperature: bool = True  # start from `temperature` and train it
     learn_bias: bool = True  # start from `bias` and train it
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
-    similarity: Similarity = Similarity.cosine
+    similarity: Similarity | None = None  # default: the model's
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
 
 
@@ -169,7 +170,7 @@ class ContrastiveConfig(LossConfig):
 
     name: str = "contrastive"
     margin: float = 0.5  # distance that pairs labelled 0 are pushed to
-    distance: Distance = Distance.cosine
+    distance: Distance | None = None  # default: the model's
 
 
 @dataclass(kw_only=True)
@@ -178,7 +179,7 @@ class OnlineContrastiveConfig(LossConfig):
 
     name: str = "online_contrastive"
     margin: float = 0.5  # distance that pairs labelled 0 are pushed to
-    distance: Distance = Distance.cosine
+    distance: Distance | None = None  # default: the model's
     reduction: Reduction = Reduction.sum  # sum, as in sentence-transformers; mean: over all pairs of the batch
 
 
@@ -188,7 +189,7 @@ class TripletConfig(LossConfig):
 
     name: str = "triplet"
     margin: float = 0.3  # minimal difference of the distances of negative and positive
-    distance: Distance = Distance.cosine
+    distance: Distance | None = None  # default: the model's
 
 
 @dataclass(kw_only=True)
@@ -198,7 +199,7 @@ class BatchTripletConfig(LossConfig):
     name: str = "batch_triplet"
     mining: TripletMining = TripletMining.hard
     margin: float = 0.3  # minimal difference of the distances of negative and positive
-    distance: Distance = Distance.cosine
+    distance: Distance | None = None  # default: the model's
 
 
 @dataclass(kw_only=True)
@@ -210,7 +211,7 @@ class DistillScoresConfig(LossConfig):
     # for a cross-encoder's logits and with `normalize_scores`.
     temperature: float | None = None
     teacher_temperature: float = 1.0  # the teacher's scores are divided by it
-    similarity: Similarity = Similarity.cosine
+    similarity: Similarity | None = None  # default: the model's
     times_squared_temperature: bool = False  # as in Hinton et al. and sentence-transformers, for equal temperatures
     normalize_scores: bool = False  # map the student's scores of each query to 0 to 1, as PyLate does
 

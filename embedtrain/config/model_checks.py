@@ -58,7 +58,7 @@ def check_model(model: ModelConfig) -> None:
 
 # The options that only models of one kind have.
 _OPTIONS_OF_KIND = {
-    ModelKind.dense: ("pooling", "normalize", "include_prompt", "append_eos"),
+    ModelKind.dense: ("pooling", "normalize", "similarity", "include_prompt", "append_eos"),
     ModelKind.cross_encoder: ("pair_template", "score_head", "score_tokens"),
 }
 

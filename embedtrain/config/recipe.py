@@ -13,6 +13,7 @@ from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.m3 import M3Config
 from embedtrain.config.optim import OptimConfig
@@ -201,6 +202,9 @@ class ModelConfig:
     # of a sentence-transformers directory.
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
+    # How vectors are compared in evaluation, mining and search, and in the exported model: cosine, dot, euclidean or
+    # manhattan. Default: as the loss compares them unless they are normalised, else that of the directory, else cosine.
+    similarity: VectorSimilarity | None = None
     # New dense heads between pooling and normalisation, for a model whose directory has none.
     heads: list[HeadConfig] = field(default_factory=list)
     max_length: int | None = None  # tokens, including special tokens; default: that of the directory

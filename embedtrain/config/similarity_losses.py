@@ -57,9 +57,9 @@ class TeacherConfig(LossConfig):
 
     # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; default: the vectors in the rows.
     teacher: str | None = None
-    # Several of them in place of `teacher`: their normalised vectors are concatenated, so cosines are their mean.
+    # Several of them in place of `teacher`: similarities are the mean of those by each, such as cosines.
     teachers: list[str] | None = None
-    teacher_weights: list[float] | None = None  # of the cosine of each of `teachers` in the mean; default: 1 each
+    teacher_weights: list[float] | None = None  # of each of `teachers` in the mean; default: 1 each
     on_missing: OnMissing = OnMissing.stop  # of teachers that are directories of `embedtrain vectors`
 
     @property
@@ -84,14 +84,14 @@ class DistillSimilaritiesConfig(TeacherConfig):
 
     name: str = "distill_similarities"
     temperature: float | None = None  # the student's similarities are divided by it; default: 0.05
-    teacher_temperature: float | None = None  # the teacher's cosines are divided by it; default: as `temperature`
+    teacher_temperature: float | None = None  # the teacher's similarities are divided by it; default: as `temperature`
     divergence: Divergence = Divergence.kl
     candidates: CandidateSet = CandidateSet.batch
     # The mean of one softmax each; a row's own pair is a candidate, a query or positive is none of itself.
     directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
     # Leave copies of the row's positive, and further positives of an equal query, out of both softmaxes.
     mask_duplicates: bool = True
-    similarity: Similarity = Similarity.cosine  # of the student; the teacher's is the cosine
+    similarity: Similarity | None = None  # of the student, by default the model's; the teacher's is its own
     implementation: Implementation = Implementation.auto
 
     @property

@@ -133,13 +133,7 @@ def run_tasks(
     encoder, world = model.encoder, model.encoder.world
     with world.fail_together("reading the model's settings for mteb"):
         settings = read_settings(model.source)
-    if settings.note:
-        console.warn(settings.note)
-    if vector_cache is not None and settings.similarity != "cosine":
-        identity = {**vector_cache.identity, "similarity": settings.similarity}
-        vector_cache = VectorCache(vector_cache.directory, identity)
-    normalize = settings.similarity == "cosine"
-    channel = CommandChannel(encoder, world, index or IndexConfig(), normalize=normalize, vector_cache=vector_cache)
+    channel = CommandChannel(encoder, world, index or IndexConfig(), vector_cache=vector_cache)
     results = TaskResults()
     if world.is_main:
         try:
@@ -245,16 +239,12 @@ def _model_meta(model: EvaluatedModel, settings: MtebSettings) -> Any:
 
 
 def read_settings(source: ModelSource) -> MtebSettings:
-    """Read the prompts and the similarity of a model directory, as sentence-transformers does."""
+    """The prompts of a model directory as sentence-transformers reads them, and how its vectors are compared."""
     content = _read_settings_file(source)
     default_prompt = source.prompts.get(str(content.get("default_prompt_name")), "")
     if source.token_vectors is not None or source.m3 is not None:
         return MtebSettings(source.prompts, default_prompt, "cosine", has_text_vectors=False)
-    similarity = content.get("similarity_fn_name") or "cosine"
-    if similarity in ("cosine", "dot"):
-        return MtebSettings(source.prompts, default_prompt, similarity)
-    note = f"the model's similarity is {similarity}, which is not supported: cosine is used instead"
-    return MtebSettings(source.prompts, default_prompt, "cosine", note=note)
+    return MtebSettings(source.prompts, default_prompt, source.similarity.value)
 
 
 def _read_settings_file(source: ModelSource) -> dict[str, Any]:

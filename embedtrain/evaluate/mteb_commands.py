@@ -93,8 +93,6 @@ class CommandChannel:
 
     The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
     returns after `finish`.
-
-    With `normalize`, texts are compared by cosine instead of inner product.
     """
 
     def __init__(
@@ -103,11 +101,10 @@ class CommandChannel:
         world: World,
         index: IndexConfig,
         *,
-        normalize: bool = True,
         vector_cache: VectorCache | None = None,
     ) -> None:
         self.encoder, self.world = encoder, world
-        self._config, self._normalize, self._vector_cache = index, normalize, vector_cache
+        self._config, self._vector_cache = index, vector_cache
         self._index: ShardedIndex | None = None
         self._task = "mteb"
         self.in_sync = True  # whether the other ranks wait for a command; False after one that was not completed
@@ -168,7 +165,7 @@ class CommandChannel:
 
     def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
         def transform(vectors: Tensor) -> Tensor:
-            return self._normalized(vectors).to(dtype_of(self._config))
+            return self.encoder.comparison.prepare(vectors).to(dtype_of(self._config))
 
         mapped = self._config.place is VectorPlacement.disk
         for block in self.encoder.encode_blocks(
@@ -177,11 +174,7 @@ class CommandChannel:
             self._current_index.add(EncodedShard(block.vectors, block.rows + first, block.sizes))
 
     def _encode_queries(self, texts: list[str], prompt: str) -> Part:
-        part = self.encoder.encode(texts, prompt)
-        return part.with_values(self._normalized(part.values))
-
-    def _normalized(self, vectors: Tensor) -> Tensor:
-        return self.encoder.comparison.prepare(vectors) if self._normalize else vectors
+        return self.encoder.comparison.prepared(self.encoder.encode(texts, prompt))
 
     @property
     def _current_index(self) -> ShardedIndex:

@@ -34,9 +34,8 @@ class MtebSettings:
 
     prompts: Mapping[str, str]  # by name: of tasks, of types of tasks, `query` and `document`
     default_prompt: str  # for texts without a prompt in `prompts`
-    similarity: str  # `cosine` or `dot`
+    similarity: str  # one of `VectorSimilarity`
     has_text_vectors: bool = True  # one per text, which tasks other than retrieval and reranking need
-    note: str = ""  # a warning about an unsupported setting
 
 
 class ShardedModel:
@@ -70,17 +69,15 @@ class ShardedModel:
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Similarity of all pairs, [n, m]."""
-        from mteb.similarity_functions import cos_sim, dot_score
+        from sentence_transformers.util.similarity import SimilarityFunction
 
-        return (dot_score if self._settings.similarity == "dot" else cos_sim)(embeddings1, embeddings2)
+        return SimilarityFunction.to_similarity_fn(self._settings.similarity)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Similarity of each pair of rows, [n]."""
-        from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
+        from sentence_transformers.util.similarity import SimilarityFunction
 
-        return (pairwise_dot_score if self._settings.similarity == "dot" else pairwise_cos_sim)(
-            embeddings1, embeddings2
-        )
+        return SimilarityFunction.to_similarity_pairwise_fn(self._settings.similarity)(embeddings1, embeddings2)
 
     def index(self, corpus: Any, **_: Any) -> None:
         """Store the corpus; which of its documents are needed is only known in `search`."""

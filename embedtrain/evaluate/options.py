@@ -9,6 +9,7 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
 from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard, check_index
 from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import Pooling, Precision
@@ -18,8 +19,8 @@ from embedtrain.config.validation import OptionChecks
 BM25, MODEL = "bm25", "model"  # of `first_stage`
 # Options of the bi-encoder, without effect if there is only a reranker.
 OF_MODELS = (
-    "adapter", "pooling", "normalize", "max_length", "query_prompt", "document_prompt", "revision", "truncate_dims",
-    "vectors", "vectors_dir", "function", "hybrid_weights", "backend",
+    "adapter", "pooling", "normalize", "similarity", "max_length", "query_prompt", "document_prompt", "revision",
+    "truncate_dims", "vectors", "vectors_dir", "function", "hybrid_weights", "backend",
 )  # fmt: skip
 
 # Options that a graph contains, or of what it does not use.
@@ -71,6 +72,8 @@ class EvaluateOptions:
     output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
+    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
+    similarity: VectorSimilarity | None = None
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's

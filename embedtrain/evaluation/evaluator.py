@@ -53,8 +53,9 @@ QueryCallback = Callable[[str, QueryMetrics], None]
 class Evaluator:
     """Measures the model in its current state, any number of times, on sets that were read once.
 
-    Similarity is the cosine, as in sentence-transformers and MTEB, even if the model does not normalize; with a
-    late-interaction model, MaxSim of its vectors; with a cross-encoder, the model's score of the pair.
+    Similarity is that of the model's directory, as in sentence-transformers and MTEB: the cosine by default, even if
+    the model does not normalize; with a late-interaction model, MaxSim of its vectors; with a cross-encoder, the
+    model's score of the pair.
 
     Args:
         encoder: of the live model, or the scorer of a cross-encoder; its prompts are used for sets without their own.

@@ -23,12 +23,12 @@ from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.comparison import Comparison
-from embedtrain.inference.cosine import Cosine
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import full_precision, top_keys, unpack_keys
 from embedtrain.inference.shard_search import ShardSearch, query_batches
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.inference.vector_comparison import Cosine
 from embedtrain.inference.vector_tiles import GrowingTensor, dtype_of
 from embedtrain.losses.encoded import Part
 

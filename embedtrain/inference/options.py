@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import Unshard
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.validation import OptionChecks
 
@@ -16,6 +17,8 @@ class EncoderOptions:
     adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
+    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
+    similarity: VectorSimilarity | None = None
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig, VectorPrecision
-from embedtrain.inference.comparison import Tile
-from embedtrain.inference.cosine import Cosine
+from embedtrain.inference.comparison import Comparison, Tile
 from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
 from embedtrain.inference.index import Ranking, ShardedIndex
+from embedtrain.inference.vector_comparison import DotProduct
 from embedtrain.inference.vector_store import VectorStore
 from embedtrain.inference.vector_tiles import VectorTiles
 from embedtrain.losses.encoded import Part
@@ -45,7 +45,7 @@ def sampled_rows(count: int, size: int) -> Tensor:
 
 
 def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
-    """Ranges of the first dimensions of at most `size` documents, normalised again. A collective."""
+    """Ranges of the first dimensions of at most `size` documents, as they are compared. A collective."""
     chosen, device = sampled_rows(index.num_documents, size), index.world.device
     low, high = (torch.full((dimension,), value, device=device) for value in (torch.inf, -torch.inf))
     for shard in index.shards():
@@ -57,14 +57,18 @@ def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
     return Ranges(low, high)
 
 
-class QuantisedCosine(Cosine):
-    """Compares documents' codes with queries' codes, or with float queries."""
+class QuantisedProduct(DotProduct):
+    """Compares documents' codes with queries' codes, or with float queries, of vectors as `whole` prepares them."""
 
-    def __init__(self, quantiser: Quantiser, *, float_queries: bool) -> None:
-        self.quantiser, self.float_queries = quantiser, float_queries
+    def __init__(self, whole: Comparison, quantiser: Quantiser, *, float_queries: bool) -> None:
+        self.whole, self.quantiser, self.float_queries = whole, quantiser, float_queries
+
+    def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
+        """As the float vectors are compared."""
+        return self.whole.prepare(values, dimension)
 
     def queries(self, values: Tensor) -> Tensor:
-        """Unit vectors of queries as they are compared: float32, codes as well."""
+        """Prepared queries as they are compared: float32, codes as well."""
         return values if self.float_queries else self.quantiser.encode(values).float()
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
@@ -131,7 +135,7 @@ class _CodeTile(Tile):
 
 
 class CompressedIndex:
-    """The documents of an index of unit vectors in another form, with a second copy if that form rescores.
+    """The documents of an index of vectors in another form, with a second copy if that form rescores.
 
     `dimension` is that of the vectors of `index`; `ranges_of` returns the ranges of the first dimensions. A collective
     if it is.
@@ -167,10 +171,9 @@ class CompressedIndex:
             return self._whole if dims is None else self._whole.truncated(dims)
         needs_ranges = precision is not VectorPrecision.binary
         ranges = self._ranges_of(dims or self._dimension) if needs_ranges else None
-        comparison = QuantisedCosine(Quantiser(precision, ranges), float_queries=float_queries)
+        comparison = QuantisedProduct(self._whole.comparison, Quantiser(precision, ranges), float_queries=float_queries)
         return self._whole.converted(comparison, lambda vectors: comparison.prepare(vectors, dims))
 
     def _queries(self, index: ShardedIndex, queries: Tensor, dims: int | None) -> Tensor:
-        unit = self._whole.comparison.prepare(queries, dims)
-        comparison = index.comparison
-        return comparison.queries(unit) if isinstance(comparison, QuantisedCosine) else unit
+        prepared, comparison = self._whole.comparison.prepare(queries, dims), index.comparison
+        return comparison.queries(prepared) if isinstance(comparison, QuantisedProduct) else prepared

@@ -20,12 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import DataError
 from embedtrain.files import expand_user
 
 INDEX_FILE, KEYS_FILE = "vectors.json", "keys.npy"
 FORMAT = 1
+SIMILARITY = "similarity"  # in the identity of a model; left out for the cosine
 KEY_BYTES = 16
 KEY_TYPE = np.dtype(f"S{KEY_BYTES}")
 # The numbers of a file as numpy maps them, which has no bfloat16.
@@ -114,6 +116,11 @@ class StoredVectors:
     def prompt(self, role: TextRole) -> str:
         """What the teacher read before each query or each document."""
         return str(self.index["query_prompt" if role is TextRole.query else "document_prompt"])
+
+    @property
+    def similarity(self) -> str:
+        """How the teacher compares its vectors, one of `VectorSimilarity`; earlier versions compared by cosine."""
+        return str(self.index.get("identity", {}).get(SIMILARITY, VectorSimilarity.cosine.value))
 
     def describe(self) -> str:
         """One line for the user."""

@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor, from_numpy
 
 from embedtrain.checksums import checksum, file_checksum
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Precision
 from embedtrain.data.sources.files import file_digest
 from embedtrain.data.tokens import TextTokenizer
@@ -33,7 +34,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, reading
 from embedtrain.inference.encoding_plan import PromptedTexts
-from embedtrain.inference.stored_vectors import map_tensors
+from embedtrain.inference.stored_vectors import SIMILARITY, map_tensors
 from embedtrain.losses.encoded import Part
 from embedtrain.models.types import ModelSource
 
@@ -252,7 +253,9 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
     if source.truncate_dim is not None:
         options["truncate_dim"] = source.truncate_dim
     if source.token_vectors is not None:
-        options["similarity"] = source.token_vectors.similarity.value  # a dense model may have the same files
+        options[SIMILARITY] = source.token_vectors.similarity.value  # a dense model may have the same files
+    elif source.similarity is not VectorSimilarity.cosine:
+        options[SIMILARITY] = source.similarity.value
     if source.words is not None:
         options["words"] = [source.words.pooling.value, source.words.activation.value]  # likewise
     return options | {

@@ -24,6 +24,7 @@ from safetensors.torch import save
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.checksums import file_checksum
 from embedtrain.config.evaluation import Unshard
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
@@ -115,9 +116,9 @@ def distinct_texts(stores: Sequence[RowStore], query_prompt: str, document_promp
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:
     """What a directory says about the teacher's model, as plain values."""
-    pooling = None if model.pooling is None else model.pooling.value
+    pooling, similarity = (None if choice is None else choice.value for choice in (model.pooling, model.similarity))
     own = {name: getattr(model, name) for name in _MODEL_OPTIONS}
-    return {"path": model.path, "adapter": model.lora.path, "pooling": pooling, **own}
+    return {"path": model.path, "adapter": model.lora.path, "pooling": pooling, "similarity": similarity, **own}
 
 
 def model_of(stored: StoredVectors) -> ModelConfig:
@@ -131,6 +132,7 @@ def model_of(stored: StoredVectors) -> ModelConfig:
             path=options["path"],
             lora=LoraConfig(path=options["adapter"]),
             pooling=None if options["pooling"] is None else Pooling(options["pooling"]),
+            similarity=None if (named := options.get("similarity")) is None else VectorSimilarity(named),
             **{name: options[name] for name in _MODEL_OPTIONS},
         )
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Documents with one vector each, compared by inner product.
+"""Documents with one vector each, compared by inner product or by a distance.
 
 Shapes: T queries, t documents of a tile, P pairs, D dimensions.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.inference.comparison import DocumentStore, Tile
-from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot
+from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum_of_halves
 from embedtrain.inference.vector_tiles import VectorTiles
 from embedtrain.losses.encoded import Part
 
@@ -68,3 +68,59 @@ class VectorStore(DocumentStore):
         """
         unit = torch.finfo(torch.float32).eps / 2
         return (self._vectors.dimension + 8) * unit * self._max_norm * norms(queries.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _DistanceTile(Tile):
+    vectors: Tensor  # float32 [t, D]
+    p: int
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def scores(self, queries: Part) -> Tensor:
+        # By a matrix product, |q|^2 - 2qd + |d|^2 would cancel between near vectors, and its bound would be useless.
+        distances: Tensor = torch.cdist(
+            queries.values, self.vectors, p=float(self.p), compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        return -distances
+
+
+class DistanceStore(VectorStore):
+    """Documents with a vector each, compared by Euclidean (`p` 2) or Manhattan (`p` 1) distance, less than 0."""
+
+    def __init__(self, config: IndexConfig, device: torch.device, expected: int, p: int) -> None:
+        super().__init__(config, device, expected)
+        self._p = p
+
+    def tiles(self) -> Iterator[tuple[int, Tile]]:
+        """All vectors, in the order in which they were added."""
+        for start, vectors in self._vectors.tiles():
+            yield start, _DistanceTile(vectors, self._p)
+
+    def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
+        """Negative distances, computed in float64 in a fixed order of additions."""
+        scores = torch.empty(len(rows), device=queries.values.device)
+        for positions, vectors in self._vectors.pick(documents, pair_batch_size(queries.values)):
+            scores[positions] = -pairwise_distance(queries.values[rows[positions]], vectors, self._p).float()
+        return scores
+
+    def rounding_error(self, queries: Part) -> Tensor:
+        """As of `VectorStore`: a sum of D terms, none below 0, so its error is relative to the distance.
+
+        A Euclidean distance is at most |q| + |d|, and a Manhattan distance at most sqrt(D) times that.
+        """
+        unit = torch.finfo(torch.float32).eps / 2
+        longest = (self._max_norm + norms(queries.values)) * self._vectors.dimension ** (1 / self._p - 1 / 2)
+        return (self._vectors.dimension + 8) * unit * longest
+
+
+def pairwise_distance(left: Tensor, right: Tensor, p: int) -> Tensor:
+    """Euclidean (`p` 2) or Manhattan (`p` 1) distance of each pair of rows of two [P, D], float64 [P].
+
+    Differences of float32 are rounded once in float64, and halves are added to halves, as in `pairwise_dot`.
+    """
+    differences = left.double() - right.double()
+    if p == 1:
+        return sum_of_halves(differences.abs())
+    return sum_of_halves(differences.square()).sqrt()

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 
@@ -16,6 +17,7 @@ class ModelOptions(Protocol):
     adapter: str | None
     pooling: Pooling | None
     normalize: bool | None
+    similarity: VectorSimilarity | None
     max_length: int | None
     query_prompt: str | None
     document_prompt: str | None
@@ -30,6 +32,7 @@ def command_model_config(options: ModelOptions) -> ModelConfig:
         lora=LoraConfig(path=options.adapter),
         pooling=options.pooling,
         normalize=options.normalize,
+        similarity=options.similarity,
         max_length=options.max_length,
         query_prompt=options.query_prompt,
         document_prompt=options.document_prompt,
@@ -42,7 +45,7 @@ MODEL_OPTION_NAMES = {
     "path": "model",
     "lora.path": "adapter",
     "m3.hybrid_weights": "hybrid_weights",
-    **{name: name for name in ("pooling", "normalize", "max_length", "revision", "trust_remote_code")},
+    **{name: name for name in ("pooling", "normalize", "similarity", "max_length", "revision", "trust_remote_code")},
 }
 RERANKER_OPTION_NAMES = {
     "path": "reranker",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.mesh import ParallelLayout
@@ -69,6 +70,7 @@ def describe_outputs(source: ModelSource) -> str:
         sizes = "".join(f" -> {d.num_out}" for d in source.dense)
         heads = f", {'new ' * source.has_new_head}heads {source.dense[0].num_in}{sizes}" if source.dense else ""
         pooling = "mean of the tokens' rows" if is_static(source.config) else f"{source.pooling.value} pooling"
-        return f"{pooling}{heads}{', normalised' if source.normalize else ''}"
+        similarity = "" if source.similarity is VectorSimilarity.cosine else f", compared by {source.similarity.value}"
+        return f"{pooling}{heads}{', normalised' if source.normalize else ''}{similarity}"
     kind = "a new score head" if source.head.is_new else "a score head"
     return f"{'the score of a token' if source.head.tokens else kind} on the {_POOLED[source.pooling]}"

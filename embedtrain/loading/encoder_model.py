@@ -23,13 +23,14 @@ from embedtrain.models.types import ModelSource
 def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
     """`open_model_source` of a model that encodes texts, and the options with its kind.
 
-    With `model.pooling` or `model.normalize`, one with three representations is opened as a dense model.
+    With `model.pooling`, `model.normalize` or `model.similarity`, one with three representations is opened as a dense
+    model.
 
     A ConfigError for an option that this kind of model does not have.
     """
     what = late_interaction_of(model)
     if what is not None:
-        for name in ("pooling", "normalize"):
+        for name in ("pooling", "normalize", "similarity"):
             value = getattr(model, name)
             if value is not None:
                 raise ConfigError(
@@ -38,8 +39,13 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
                 )
         model = replace(model, kind=ModelKind.late_interaction)
     elif _is_sparse(model):
+        if model.similarity is not None:
+            raise ConfigError(
+                f"model.similarity={written(model.similarity)}: {model.path} is a learned sparse model, whose weights "
+                "of words are compared by inner product; leave it out"
+            )
         model = replace(model, kind=ModelKind.sparse)
-    elif model.path and model.pooling is None and model.normalize is None:
+    elif model.path and model.pooling is None and model.normalize is None and model.similarity is None:
         directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
         if is_m3(directory):
             model = replace(model, kind=ModelKind.m3)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from embedtrain.config.evaluation import VectorPrecision
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
     CombinedConfig,
@@ -176,13 +177,17 @@ class _Builder:
         weights = zip(config.matryoshka_layers or (), layer_weights(config), strict=True)
         used = [Exit(layer, 1 + exits.index(layer), weight) for layer, weight in sorted(weights)]
         temperature = getattr(config, "temperature", None)
-        kl = DistillSimilaritiesConfig(teacher=LAST_LAYER, temperature=temperature) if config.layer_kl else None
+        similarity = Similarity(getattr(config, "similarity", None) or Similarity.cosine)
+        kl = None
+        if config.layer_kl:
+            kl = DistillSimilaritiesConfig(teacher=LAST_LAYER, temperature=temperature, similarity=similarity)
         return LayerLoss(
             loss,
             used,
             per_step=config.layers_per_step,
             divergence=None if kl is None else DistillSimilarities(kl, {LAST_LAYER: self.dimension}),
             divergence_weight=config.layer_kl,
+            similarity=similarity,
             seed=self.seed,
         )
 

@@ -98,7 +98,7 @@ class InfoNCE(EncodedLoss):
 
     def _forward(self, queries: Part, documents: Part, batch_info: BatchInfo) -> LossOutput:
         scale = self.temperature.scale(queries.values)
-        guide = None if self.config.guide is None else _normalized(batch_info.guides[self.config.guide])
+        guide = None if self.config.guide is None else batch_info.guides[self.config.guide].comparable()
         compute = self._in_batch_negatives if self.config.in_batch_negatives else self._hard_negatives
         sums = compute(queries, documents, batch_info, guide, scale)
         counts = batch_info.rows.counts
@@ -289,7 +289,3 @@ def _gather_guide(guide: Guide, counts: Counts, *, with_queries: bool) -> Guide:
     """The vectors of all ranks; those of queries only if they are candidates."""
     documents = gather_rows(guide.documents, counts.documents)
     return Guide(gather_rows(guide.queries, counts.queries) if with_queries else guide.queries, documents)
-
-
-def _normalized(guide: Guide) -> Guide:
-    return Guide(F.normalize(guide.queries, dim=1), F.normalize(guide.documents, dim=1))

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.losses.combine import Drawn, add_row_losses, draw, prepare_losses
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.types import BatchInfo, EncodedLoss, Guide, Loss, LossOutput, Prepared
@@ -38,10 +39,12 @@ class LayerLoss(EncodedLoss):
         per_step: int | None = None,
         divergence: Loss | None = None,
         divergence_weight: float = 0.0,
+        similarity: Similarity = Similarity.cosine,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.inner, self.exits, self.divergence = inner, list(exits), divergence
+        self.similarity = similarity  # by which `divergence` compares
         self.per_step, self.divergence_weight, self.seed = per_step or len(self.exits), divergence_weight, seed
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
@@ -57,7 +60,8 @@ class LayerLoss(EncodedLoss):
             return output
         local_loss, row_losses = output.local_loss, output.row_losses
         metrics = {**output.metrics, "loss@last": local_loss.detach()}
-        teacher = Guide(*(encoded.parts[0].values.detach() for encoded in (queries, documents)))
+        of_queries, of_documents = (encoded.parts[0].values.detach() for encoded in (queries, documents))
+        teacher = Guide(of_queries, of_documents, self.similarity)
         guided = replace(batch_info, guides={**batch_info.guides, LAST_LAYER: teacher})
         drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.seed, Drawn.layers)
         for layer, part, weight in (self.exits[index] for index in drawn):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Reduction, Similarity
+from embedtrain.config.loss_choices import Distance, Reduction, Similarity
 from embedtrain.config.losses import (
     AnglEConfig,
     ContrastiveConfig,
@@ -82,7 +82,7 @@ class Contrastive(Loss):
 
     def __init__(self, config: ContrastiveConfig) -> None:
         super().__init__()
-        self.margin, self.distance = config.margin, config.distance
+        self.margin, self.distance = config.margin, config.distance or Distance.cosine
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
@@ -105,7 +105,8 @@ class OnlineContrastive(Loss):
 
     def __init__(self, config: OnlineContrastiveConfig) -> None:
         super().__init__()
-        self.margin, self.distance, self.reduction = config.margin, config.distance, config.reduction
+        self.margin, self.reduction = config.margin, config.reduction
+        self.distance = config.distance or Distance.cosine
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""

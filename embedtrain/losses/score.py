@@ -96,8 +96,8 @@ class VectorScore(TiledScore):
 
     default_temperature = VECTOR_TEMPERATURE
 
-    def __init__(self, similarity: Similarity) -> None:
-        self.similarity = similarity
+    def __init__(self, similarity: Similarity | None) -> None:
+        self.similarity = similarity or Similarity.cosine
 
     def prepare(self, encoded: Encoded) -> Part:
         """The vectors, of length 1 for the cosine."""

@@ -33,7 +33,7 @@ class SigLIP(Loss):
 
     def __init__(self, config: SigLIPConfig) -> None:
         super().__init__()
-        self.similarity = config.similarity
+        self.similarity = config.similarity or Similarity.cosine
         self.exclusion = Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates)
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds

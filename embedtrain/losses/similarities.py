@@ -4,7 +4,6 @@ B, M: queries and documents of this rank; N, K: of all ranks; D, T: dimensions o
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -69,10 +68,10 @@ class DistillSimilarities(Loss):
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's loss."""
         student = Guide(at_least_float32(queries), at_least_float32(documents))
-        if self.config.similarity is Similarity.cosine:
-            student = _normalized(student)
+        if self.config.similarity is not Similarity.dot:
+            student = student.comparable()
         guide = teacher_vectors(self.config, batch_info)
-        teacher = _normalized(Guide(guide.queries.to(student.queries), guide.documents.to(student.documents)))
+        teacher = guide.map_tensors(lambda vectors: vectors.to(student.queries)).comparable()
         compute = self._within_rows if self.config.candidates is CandidateSet.row else self._within_batch
         with torch.autocast(queries.device.type, enabled=False):
             return compute(student, teacher, batch_info)
@@ -173,9 +172,3 @@ def _mean(sums: list[DivergenceSums], num_rows: int) -> LossOutput:
         for name in ("loss", "row_losses", "num_agreeing")
     )
     return LossOutput(loss / total, {"agreement": num_agreeing / total}, row_losses / total)
-
-
-def _normalized(vectors: Guide) -> Guide:
-    return replace(
-        vectors, queries=F.normalize(vectors.queries, dim=1), documents=F.normalize(vectors.documents, dim=1)
-    )

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.similarity_losses import TeacherConfig
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide
 
@@ -23,17 +23,19 @@ def teacher_dimension(config: TeacherConfig, guide_dimensions: Mapping[str, int]
 def teacher_vectors(config: TeacherConfig, batch_info: BatchInfo) -> Guide:
     """Queries [B, T] and documents [M, T].
 
-    The vectors of several teachers are normalised, multiplied by the square root of their weights, which sum to 1, and
-    concatenated (Zhang et al., 2024, "Jasper and Stella"): the cosine of two texts is the weighted mean of the
-    teachers' cosines.
+    The vectors of several teachers are normalised, unless a teacher compares by inner product, multiplied by the square
+    root of their weights, which sum to 1, and concatenated (Zhang et al., 2024, "Jasper and Stella"): the similarity of
+    two texts is the weighted mean of the teachers' similarities.
     """
     guides = [batch_info.guides[path] for path in config.teacher_paths or [FROM_ROWS]]
     if len(guides) == 1:
         return guides[0]
     weights = config.teacher_weights or [1.0] * len(guides)
     factors = [math.sqrt(weight / sum(weights)) for weight in weights]
+    comparable = [guide.comparable() for guide in guides]
     of_queries, of_documents = (
-        torch.cat([F.normalize(part, dim=1) * factor for part, factor in zip(parts, factors, strict=True)], dim=1)
-        for parts in ([guide.queries for guide in guides], [guide.documents for guide in guides])
+        torch.cat([part * factor for part, factor in zip(parts, factors, strict=True)], dim=1)
+        for parts in ([guide.queries for guide in comparable], [guide.documents for guide in comparable])
     )
-    return Guide(of_queries, of_documents)
+    has_dot = any(guide.similarity is Similarity.dot for guide in guides)
+    return Guide(of_queries, of_documents, Similarity.dot if has_dot else Similarity.cosine)

@@ -35,7 +35,7 @@ class Triplet(Loss):
 
     def __init__(self, config: TripletConfig) -> None:
         super().__init__()
-        self.margin, self.distance = config.margin, config.distance
+        self.margin, self.distance = config.margin, config.distance or Distance.cosine
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
@@ -69,7 +69,8 @@ class BatchTriplet(Loss):
 
     def __init__(self, config: BatchTripletConfig) -> None:
         super().__init__()
-        self.mining, self.margin, self.distance = config.mining, config.margin, config.distance
+        self.mining, self.margin = config.mining, config.margin
+        self.distance = config.distance or Distance.cosine
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] with labels [B] to this rank's loss; there are no documents."""

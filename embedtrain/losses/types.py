@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded
@@ -26,6 +28,17 @@ class Guide:
 
     queries: Tensor  # float32 [B, T]
     documents: Tensor  # float32 [M, T]
+    similarity: Similarity = Similarity.cosine  # of the other model
+
+    def comparable(self) -> "Guide":
+        """Vectors whose inner products are the model's similarities: of length 1 for the cosine."""
+        if self.similarity is Similarity.dot:
+            return self
+        return self.map_tensors(lambda vectors: F.normalize(vectors, dim=1))
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Guide":
+        """A copy with `change` applied to all tensors."""
+        return replace(self, queries=change(self.queries), documents=change(self.documents))
 
 
 class Sizes(NamedTuple):
@@ -207,7 +220,7 @@ class BatchInfo:
         """A copy with `change` applied to all tensors."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        guides = {name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()}
+        guides = {name: guide.map_tensors(change) for name, guide in self.guides.items()}
         prepared = {key: value.map_tensors(change) for key, value in self.prepared.items()}
         return replace(self, guides=guides, prepared=prepared, **tensors)  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import IndexConfig, Unshard, check_index
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
@@ -37,6 +38,8 @@ class RowSearchOptions:
 
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
+    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
+    similarity: VectorSimilarity | None = None
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's

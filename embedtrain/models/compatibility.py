@@ -51,6 +51,7 @@ def _settings(source: ModelSource) -> dict[str, Any]:
         "pooling": source.pooling.value,
         "pooling of the prompt's tokens": source.include_prompt,
         "normalisation of vectors": source.normalize,
+        "similarity of vectors": source.similarity.value,
         "number of Dense heads": len(source.dense),
         "lower case": source.tokenization.lowercase,
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embedtrain.config.heads import HeadInit
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import ModelError
 from embedtrain.files import expand_user
@@ -109,6 +110,21 @@ def read_truncate_dim(path: Path) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ModelError(f"{path}: truncate_dim={value!r} is not a number of dimensions")
     return value
+
+
+def read_similarity(path: Path, kind: ModelKind) -> VectorSimilarity:
+    """How sentence-transformers compares vectors according to these settings; a ModelError for an unknown name.
+
+    Learned sparse models are compared by inner product here.
+    """
+    default = VectorSimilarity.dot if kind is ModelKind.sparse else VectorSimilarity.cosine
+    value = read_json(path).get("similarity_fn_name") if path.is_file() else None
+    allowed = [default.value] if kind is ModelKind.sparse else [similarity.value for similarity in VectorSimilarity]
+    if value is not None and value not in allowed:
+        raise ModelError(
+            f"{path}: similarity_fn_name={value!r:.200} is not supported: allowed are {', '.join(allowed)}"
+        )
+    return default if value is None else VectorSimilarity(value)
 
 
 def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:

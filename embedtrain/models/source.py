@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
@@ -29,6 +30,7 @@ from embedtrain.models.module_settings import (
     CROSS_ENCODER,
     SETTINGS,
     read_prompts,
+    read_similarity,
     read_transformer_settings,
     read_truncate_dim,
     task_prompts,
@@ -122,6 +124,7 @@ def _from_path(model: ModelConfig) -> ModelSource:
         pooling=model.pooling or source.pooling,
         commit=None if expand_user(model.path).is_dir() else directory.name,
         normalize=source.normalize if model.normalize is None else model.normalize,
+        similarity=model.similarity or source.similarity,
         tokenization=replace(source.tokenization, max_length=max_length),
         prompts=_template_prompts(source.head)
         | source.prompts
@@ -165,6 +168,7 @@ def _from_config(model: ModelConfig) -> ModelSource:
         head=head,
         pooling=_required(model, None, "a model made from model.config"),
         normalize=True if model.normalize is None else model.normalize,
+        similarity=model.similarity or VectorSimilarity.cosine,
         tokenization=Tokenization(max_length=model.max_length),
         prompts={"query": "", "document": ""}
         | _template_prompts(head)
@@ -233,6 +237,9 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         if head is not None and ((pooling is not None and not is_scorer) or _is_stored(head.template, model))
         else read_prompts(directory / SETTINGS, model.kind),
         truncate_dim=read_truncate_dim(directory / SETTINGS) if model.kind is ModelKind.dense else None,
+        similarity=read_similarity(directory / SETTINGS, model.kind)
+        if model.kind in (ModelKind.dense, ModelKind.sparse)
+        else VectorSimilarity.cosine,
         dense=tuple(dense) if model.kind is ModelKind.dense else (),
         trust_remote_code=model.trust_remote_code,
     )

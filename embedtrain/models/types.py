@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.m3 import M3Settings
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.config.token_vectors import TokenVectors
@@ -37,6 +38,7 @@ class ModelSource:
     include_prompt: bool = True  # whether the pooling includes the prompt's tokens
     dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
     normalize: bool
+    similarity: VectorSimilarity = VectorSimilarity.cosine  # of vectors, one of each text
     tokenization: Tokenization
     truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
     prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
@@ -72,6 +74,14 @@ class ModelSource:
         if self.head is not None:
             return 1
         return self.dense[-1].num_out if self.dense else hidden_size(self.config)
+
+    def require_inner_products(self, option: str) -> None:
+        """Raise a ConfigError if the vectors are compared by a distance, as compressed ones are not."""
+        if self.similarity in (VectorSimilarity.euclidean, VectorSimilarity.manhattan):
+            raise ConfigError(
+                f"{option}: compressed vectors are compared by inner products, and the model compares vectors by their "
+                f"{self.similarity.value} distance; leave it out"
+            )
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
         """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions."""

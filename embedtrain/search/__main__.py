@@ -100,6 +100,7 @@ def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:
 
     if options.vectors is not None:
         check_kind_of_vectors(source.kind, "vectors")
+        source.require_inner_products("vectors")
         source.require_dimensions(dims_of([options.vectors]), "vectors", truncated=True)
 
 

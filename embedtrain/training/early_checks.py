@@ -101,6 +101,8 @@ def truncate_dims(recipe: Recipe, losses: Sequence[LossConfig], source: ModelSou
     """Dimensions of truncated vectors that are evaluated, the largest first; ConfigError if the model has fewer."""
     dims = recipe.evaluation.truncate_dims
     source.require_dimensions(dims or (), "evaluation.truncate_dims")
+    if recipe.evaluation.vectors:
+        source.require_inner_products("evaluation.vectors")
     source.require_dimensions(dims_of(recipe.evaluation.vectors), "evaluation.vectors")
     source.require_dimensions([recipe.export.truncate_dim], "export.truncate_dim")
     if dims is None:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
 from embedtrain.config.similarity_losses import TeacherMap
 from embedtrain.data.cache.row_store import RowStore
@@ -33,9 +34,9 @@ from embedtrain.training.resume import TEACHERS
 class GuideModel:
     """A frozen model that encodes the texts of a batch."""
 
-    def __init__(self, encoder: Encoder, texts: GuideTokenizer, world: World) -> None:
+    def __init__(self, encoder: Encoder, texts: GuideTokenizer, similarity: Similarity, world: World) -> None:
         self.encoder = encoder.eval().requires_grad_(False)
-        self.texts, self.world = texts, world
+        self.texts, self.similarity, self.world = texts, similarity, world
         self._dummy = texts.tokenizer.dummy().to(world.device)
 
     @property
@@ -51,7 +52,7 @@ class GuideModel:
         with torch.no_grad():
             rows = restore_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
         reshard(self.encoder)
-        return Guide(rows[:num_queries], rows[num_queries:])
+        return Guide(rows[:num_queries], rows[num_queries:], self.similarity)
 
 
 class StoredTeacher:
@@ -59,6 +60,7 @@ class StoredTeacher:
 
     def __init__(self, path: str, more: StoredVectors | None = None) -> None:
         self.path, self.stored, self.more = path, StoredVectors.open(path), more
+        self.similarity = _guide_similarity(path, self.stored.similarity)
 
     @property
     def dimension(self) -> int:
@@ -68,7 +70,8 @@ class StoredTeacher:
     def __call__(self, rows: Sequence[Row]) -> Guide:
         """The vectors of these rows' texts; a DataError for a text that has none."""
         queries, documents = [row.query for row in rows], [text for row in rows for text in row.documents]
-        return Guide(self._vectors(TextRole.query, queries), self._vectors(TextRole.document, documents))
+        vectors = self._vectors(TextRole.query, queries), self._vectors(TextRole.document, documents)
+        return Guide(*vectors, self.similarity)
 
     def _vectors(self, role: TextRole, texts: Sequence[str]) -> torch.Tensor:
         rows = self._rows(role, texts)
@@ -168,6 +171,16 @@ def teachers_identity(paths: Sequence[str]) -> dict[str, Mapping[str, str]]:
     return {TEACHERS: digests} if digests else {}
 
 
+def _guide_similarity(path: str, name: str) -> Similarity:
+    """How a guide or teacher compares its vectors; a ConfigError for a distance, which is no inner product."""
+    if name not in [similarity.value for similarity in Similarity]:
+        raise ConfigError(
+            f"the loss's guide or teacher {path} compares vectors by their {name} distance: a guide or teacher of a "
+            f"loss compares by {' or '.join(Similarity)}; take another model"
+        )
+    return Similarity(name)
+
+
 def load_guides(
     paths: Sequence[str],
     parallel: ParallelConfig,
@@ -206,6 +219,7 @@ def load_guides(
         prompts = loaded.source.prompts
         text_format = TextFormat(query_prompt=prompts.get("query", ""), document_prompt=prompts.get("document", ""))
         texts = GuideTokenizer(loaded.tokenizer, text_format, chunk_tokens)
-        guides[path] = GuideModel(loaded.encoder, texts, world)
+        similarity = _guide_similarity(path, loaded.source.similarity.value)
+        guides[path] = GuideModel(loaded.encoder, texts, similarity, world)
         notes.append(f"the loss's guide or teacher {path}: {loaded.notes[0]}")
     return guides, notes

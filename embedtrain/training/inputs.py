@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
@@ -22,6 +24,7 @@ from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.set_kinds import check_sets_of_kind, metric_names
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.inference.comparisons import comparison_of
 from embedtrain.losses.custom import load_loss_class
 from embedtrain.models.early_exits import ExitPath
 from embedtrain.models.hub import download_configuration
@@ -37,6 +40,7 @@ from embedtrain.training.early_checks import (
     require_same_data,
     truncate_dims,
 )
+from embedtrain.training.similarity import similarity_note, with_similarity
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ def read_inputs(run: Run) -> RunInputs:
         if described is not recipe.model:
             source = open_model_source(recipe.model)
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
+        opened = source
+        source, losses = with_similarity(recipe.model, opened, losses)
+        if recipe.evaluation.sets and source.kind is not ModelKind.cross_encoder:
+            comparison_of(source).store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
+    run.note(similarity_note(opened, source))
     if source.truncate_dim is not None:
         run.console.note(
             f"model.path truncates its vectors to {source.truncate_dim} dimensions (truncate_dim): training, "

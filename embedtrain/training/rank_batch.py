@@ -312,10 +312,11 @@ def _id_keys(ids: Sequence[str], keys: Tensor) -> Tensor:
 def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:
     queries = [np.asarray(row.vectors[0], dtype=np.float32) for row in rows]
     documents = [np.asarray(vector, dtype=np.float32) for row in rows for vector in row.vectors[1:]]
-    stacked = (
-        np.stack(vectors) if vectors else np.empty((0, dimension), dtype=np.float32) for vectors in (queries, documents)
+    of_queries, of_documents = (
+        torch.from_numpy(np.stack(vectors) if vectors else np.empty((0, dimension), dtype=np.float32))
+        for vectors in (queries, documents)
     )
-    return Guide(*(torch.from_numpy(vectors) for vectors in stacked))
+    return Guide(of_queries, of_documents)
 
 
 def _encode_plan(

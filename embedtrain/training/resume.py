@@ -159,6 +159,8 @@ EFFECTS = {
     "export": Effect.no_effect,
     "tracking": Effect.no_effect,
 }
+# Options of losses whose default is the model's, and was the cosine in earlier versions.
+_COMPARES = {"similarity", "distance"}
 # Options that select the best step, if `checkpoint.best_metric` is set.
 _CHOOSES_BEST = (
     *("evaluation.every", "evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
@@ -228,6 +230,8 @@ def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
     options: dict[str, Any] = to_plain(loss)
     for part in (options, *options.get("losses", ())):
         part.pop("implementation", None)
+        for name in _COMPARES & part.keys():
+            part[name] = part[name] or "cosine"
         if kind is ModelKind.dense and part["name"] == InfoNCEConfig.name:
             # Earlier versions wrote these numbers, which were the defaults.
             part["temperature"] = VECTOR_TEMPERATURE if part["temperature"] is None else part["temperature"]

@@ -9,6 +9,7 @@ from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import OnError, Pooling, Precision
@@ -52,6 +53,8 @@ class VectorsOptions:
 
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
+    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
+    similarity: VectorSimilarity | None = None
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's

@@ -1,6 +1,7 @@
 """Exact search over shards against a plain one in exact arithmetic."""
 
 import contextlib
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -8,21 +9,33 @@ import pytest
 import torch
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.inference import index as index_module
 from embedtrain.inference import shard_search, vector_tiles
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import unit_vectors
-from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
+from embedtrain.inference.vector_comparison import vector_comparison
+from embedtrain.losses.encoded import Part
 
 
-def exact_ranking(queries, documents, ids, k):
-    """The definition: exact inner products rounded to float32, sorted by score and id, descending."""
+def exact_score(query, document, similarity):
+    pairs = [(Fraction(a), Fraction(b)) for a, b in zip(query, document, strict=True)]
+    if similarity == "euclidean":
+        return -math.sqrt(sum((a - b) ** 2 for a, b in pairs))
+    if similarity == "manhattan":
+        return -float(sum(abs(a - b) for a, b in pairs))
+    return float(sum(a * b for a, b in pairs))
+
+
+def exact_ranking(queries, documents, ids, k, similarity="cosine"):
+    """The definition: exact scores rounded to float32, sorted by score and id, descending."""
     rankings = []
     for query in queries.tolist():
         scored = []
         for number, document in enumerate(documents.tolist()):
-            score = sum(Fraction(a) * Fraction(b) for a, b in zip(query, document, strict=True))
-            scored.append((float(np.float32(float(score))), ids[number], number))
+            score = exact_score(query, document, similarity)
+            scored.append((float(np.float32(score)) + 0.0, ids[number], number))
         scored.sort(reverse=True)
         rankings.append([(score, number) for score, _, number in scored[:k]])
     return rankings
@@ -38,12 +51,12 @@ def sizes_of(**sizes):
         yield
 
 
-def search_sharded(world, queries, documents, ids, k, sizes=None, all_on=None):
+def search_sharded(world, queries, documents, ids, k, sizes=None, all_on=None, similarity="cosine"):
     """Documents distributed over the ranks, or all on the rank `all_on`."""
     rows = list(range(world.rank, len(ids), world.size)) if all_on is None else []
     rows = list(range(len(ids)))[::-1] if all_on == world.rank else rows
     with sizes_of(**(sizes or {})):
-        index = ShardedIndex(trec_order(ids), world)
+        index = ShardedIndex(trec_order(ids), world, comparison=vector_comparison(VectorSimilarity(similarity)))
         for batch in torch.tensor(rows, dtype=torch.int64).split(5):
             index.add(EncodedShard(documents[batch], batch))
         ranking = index.search(queries, k)
@@ -59,10 +72,10 @@ def vectors(seed, rows, dimensions=24):
     return unit_vectors(torch.randn(rows, dimensions, generator=torch.Generator().manual_seed(seed)))
 
 
-def check(ranks, queries, documents, ids, k, world_sizes=(1, 2, 3), sizes=None, all_on=None):
-    expected = exact_ranking(queries, documents, ids, k)
+def check(ranks, queries, documents, ids, k, world_sizes=(1, 2, 3), sizes=None, all_on=None, similarity="cosine"):
+    expected = exact_ranking(queries, documents, ids, k, similarity)
     for world_size in world_sizes:
-        for result in ranks(world_size, search_sharded, queries, documents, ids, k, sizes, all_on):
+        for result in ranks(world_size, search_sharded, queries, documents, ids, k, sizes, all_on, similarity):
             assert result == expected
 
 
@@ -104,6 +117,59 @@ def test_scores_closer_than_the_rounding_error_of_a_tile(ranks):
     """A model may give all texts nearly the same vector."""
     documents = unit_vectors(vectors(2, 1) + 3e-8 * vectors(3, 300))
     check(ranks, vectors(2, 2), documents, numbered(300), 20, world_sizes=(1, 3))
+
+
+@pytest.mark.parametrize("similarity", ["dot", "euclidean", "manhattan"])
+def test_similarities_of_vectors_that_are_not_normalised(ranks, similarity):
+    """Ties, equal vectors, and distances that differ by less than the rounding of a tile."""
+    far = vectors(2, 40) * torch.logspace(-2, 2, 40)[:, None]
+    close = far[3] + 3e-7 * vectors(3, 60)
+    documents = torch.cat([far, far[:20], close])
+    queries = torch.cat([vectors(1, 3) * 5, far[3:5]])
+    sizes = {"TILE": 23, "QUERY_BATCH_SIZE": 2}
+    check(ranks, queries, documents, numbered(120), 9, world_sizes=(1, 3), sizes=sizes, similarity=similarity)
+    check(ranks, queries, documents, numbered(120), 9, world_sizes=(2,), all_on=1, similarity=similarity)
+
+
+def count_above(world, queries, documents, limits, similarity):
+    index = ShardedIndex(
+        first_added_order(len(documents)), world, comparison=vector_comparison(VectorSimilarity(similarity))
+    )
+    rows = torch.arange(world.rank, len(documents), world.size)
+    index.add(EncodedShard(documents[rows], rows))
+    return index.count_above(queries, limits).tolist()
+
+
+@pytest.mark.parametrize("similarity", ["euclidean", "manhattan"])
+def test_documents_that_are_nearer(ranks, similarity):
+    documents, queries = vectors(2, 50).repeat(2, 1) * 3, vectors(1, 4) * 2
+    scores = [
+        [exact_score(query, document, similarity) for document in documents.tolist()] for query in queries.tolist()
+    ]
+    limits = torch.tensor([row[i] for i, row in enumerate(scores)])
+    expected = [
+        sum(np.float32(score) > limit for score in row) for row, limit in zip(scores, limits.numpy(), strict=True)
+    ]
+    for result in ranks(2, count_above, queries, documents, limits, similarity):
+        assert result == expected
+
+
+@pytest.mark.parametrize("name", ["cosine", "dot", "euclidean", "manhattan"])
+def test_scores_are_those_of_sentence_transformers(name):
+    from sentence_transformers.util import SimilarityFunction
+
+    first, second = vectors(1, 9) * 3, vectors(2, 9) * torch.linspace(0.1, 4, 9)[:, None]
+    comparison = vector_comparison(VectorSimilarity(name))
+    pairwise = SimilarityFunction.to_similarity_pairwise_fn(name)(first, second)
+    torch.testing.assert_close(comparison.similarities(Part(first), Part(second)), pairwise)
+    store = comparison.store(IndexConfig(), torch.device("cpu"), 9)
+    store.add(Part(comparison.prepare(second)))
+    queries = Part(comparison.prepare(first))
+    every = SimilarityFunction.to_similarity_fn(name)(first, second)
+    ((_, tile),) = store.tiles()
+    torch.testing.assert_close(tile.scores(queries), every)
+    rows, columns = torch.cartesian_prod(torch.arange(9), torch.arange(9)).unbind(1)
+    torch.testing.assert_close(store.exact_scores(queries, rows, columns).view(9, 9), every)
 
 
 def test_tiles(ranks):

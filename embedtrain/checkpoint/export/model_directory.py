@@ -149,7 +149,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
             "__version__": {},
             "prompts": {"query": "", "document": ""} | source.prompts,
             "default_prompt_name": None,
-            "similarity_fn_name": "cosine",
+            "similarity_fn_name": source.similarity.value,
         },
     )
 

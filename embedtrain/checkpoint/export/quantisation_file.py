@@ -3,9 +3,9 @@
     {"version": 1, "origin": {"documents": 10000, ...},
      "ranges": {"384": {"min": [-0.13, ...], "max": [0.12, ...]}, "128": ...}}
 
-`calibrate` writes the file, and the export of a run whose loss quantises to int8. The ranges are those of unit vectors
-of so many first dimensions, normalised again. `min` and `max` are the two rows of the argument `ranges` of
-sentence-transformers' `quantize_embeddings`.
+`calibrate` writes the file, and the export of a run whose loss quantises to int8. The ranges are those of so many
+first dimensions as the model compares them: with the cosine, normalised again. `min` and `max` are the two rows of the
+argument `ranges` of sentence-transformers' `quantize_embeddings`.
 """
 
 import json

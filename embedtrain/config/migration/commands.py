@@ -98,7 +98,10 @@ COMMANDS = (
 ANY_COMMAND = (
     Row("use_faiss use_gpu_for_searching faiss", "not needed: the search is exact, on GPUs if there are any"),
     Row("show_progress_bar verbose v debug quiet", "not an option: every command prints its progress as lines of text"),
-    Row("similarity_fn_name score_function similarity", "not an option: vectors are compared as the model prescribes"),
+    Row(
+        "similarity_fn_name score_function similarity",
+        "`similarity` of `evaluate`, `mine`, `filter`; by default vectors are compared as the directory says",
+    ),
     Row(
         "as_triplets output_format include_positives",
         "not an option: rows have `query`, `pos` and `neg`, which training reads with any number of negatives",

@@ -188,6 +188,18 @@ def save_guide(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
     return directory / "guide"
 
 
+def save_adapter(base: Path, directory: Path, seed: int) -> Path:
+    """A LoRA adapter of a BERT's attention with an effect, as PEFT saves it."""
+    import peft
+    import torch
+    from transformers import AutoModel
+
+    config = peft.LoraConfig(r=2, lora_alpha=16, target_modules=["query", "value"], init_lora_weights=False)
+    torch.manual_seed(seed)
+    peft.get_peft_model(AutoModel.from_pretrained(base), config).save_pretrained(directory)
+    return directory
+
+
 def write_rows(path: Path, num_rows: int) -> Path:
     """Training rows in FlagEmbedding's layout."""
     lines = [

@@ -173,8 +173,8 @@ def _open_encoder(
 
     check_sets_of_kind(inputs.sets, model.source.kind, "sets")
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
-    identity = _identity(options, model, world)
     directory = options.vectors_dir
+    identity = _identity(options, model, world) if directory or options.mteb else {}
     return encoder, identity, VectorCache(expand_user(directory), identity) if directory else None
 
 
@@ -208,10 +208,12 @@ def _load_scorer(
 
 def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") -> dict[str, Any]:
     from embedtrain.distributed.sharding import resolve_precision
-    from embedtrain.inference.vector_cache import model_identity
+    from embedtrain.inference.model_identity import model_identity
+    from embedtrain.loading.graph import graph_file
 
     precision = resolve_precision(options.precision, world)
-    identity = {**model_identity(model.source, precision, world), "index": options.index.dtype.value}
+    graph = None if options.backend is Backend.torch else graph_file(model.source, options.backend)
+    identity = {**model_identity(model.source, precision, world, graph), "index": options.index.dtype.value}
     return identity if options.backend is Backend.torch else identity | {"backend": options.backend.value}
 
 

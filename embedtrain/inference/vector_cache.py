@@ -25,18 +25,14 @@ from safetensors.torch import save
 from torch import Tensor, from_numpy
 
 from embedtrain.checksums import checksum, file_checksum
-from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import Precision
-from embedtrain.data.sources.files import file_digest
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, reading
 from embedtrain.inference.encoding_plan import PromptedTexts
-from embedtrain.inference.stored_vectors import SIMILARITY, map_tensors
+from embedtrain.inference.stored_vectors import map_tensors
 from embedtrain.losses.encoded import Part
-from embedtrain.models.types import ModelSource
 
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
 # their number; and parts of the digest.
@@ -230,38 +226,3 @@ def _mapped(path: Path) -> Part:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
         vectors = from_numpy(values)
     return Part(vectors.view(torch.bfloat16) if values.dtype == np.uint16 else vectors)
-
-
-# Weights, configuration, tokenizer, and custom code.
-_MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"}
-
-
-def model_identity(source: ModelSource, precision: Precision, world: World) -> dict[str, Any]:
-    """What a model's vectors depend on: digests of its files, and how they are used. A collective.
-
-    Two models with the same identity give the same vectors.
-    """
-    directories = [source.directory, *(dense.directory for dense in source.dense)]
-    files: dict[str, str] = {}
-    with world.fail_together("reading the model's files"):
-        if world.is_main:
-            for number, directory in enumerate(filter(None, directories)):
-                for path in sorted(directory.iterdir()):
-                    if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES:
-                        files[f"{number}/{path.name}"] = file_digest(str(path))
-    options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
-    if source.truncate_dim is not None:
-        options["truncate_dim"] = source.truncate_dim
-    if source.token_vectors is not None:
-        options[SIMILARITY] = source.token_vectors.similarity.value  # a dense model may have the same files
-    elif source.similarity is not VectorSimilarity.cosine:
-        options[SIMILARITY] = source.similarity.value
-    if source.words is not None:
-        options["words"] = [source.words.pooling.value, source.words.activation.value]  # likewise
-    return options | {
-        "files": world.broadcast(files),
-        "pooling": source.pooling.value,
-        "normalize": source.normalize,
-        "lowercase": source.tokenization.lowercase,
-        "precision": precision.value,
-    }

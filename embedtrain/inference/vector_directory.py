@@ -32,6 +32,7 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.files import atomic_write, make_folder, remove_tree
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.model_identity import model_identity
 from embedtrain.inference.stored_vectors import (
     FORMAT,
     INDEX_FILE,
@@ -43,7 +44,6 @@ from embedtrain.inference.stored_vectors import (
     to_stored,
     vector_keys,
 )
-from embedtrain.inference.vector_cache import model_identity
 from embedtrain.loading.encoder_model import load_encoder_model
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
@@ -251,18 +251,8 @@ class VectorDirectory:
         world, inputs_path = self.world, self.unfinished / _INPUTS_FILE
         written: set[int] = set()
         with world.fail_together("looking for an interrupted command"):
-            if self.unfinished.is_symlink():
-                raise ConfigError(f"{self.unfinished} is a link, through which nothing is written: delete it")
-            if self.unfinished.exists() and not inputs_path.is_file() and any(self.unfinished.iterdir()):
-                raise ConfigError(
-                    f"{self.unfinished} is where vectors are written until they are complete, and has other files: "
-                    "move it away, or write another output_dir"
-                )
-            is_same = inputs_path.is_file() and inputs_path.read_text(encoding="ascii") == self.inputs
-            if world.is_main and not is_same:
-                remove_tree(self.unfinished)
-                make_folder(self.unfinished)
-                inputs_path.write_text(self.inputs, encoding="ascii")
+            if world.is_main:  # alone: the others must not read what it removes
+                self._remove_other_parts(inputs_path)
         with world.fail_together("verifying written parts"):
             for part in range(world.rank, self.num_parts, world.size):
                 path, checksum = self.unfinished / part_file(part), self._checksum_path(part)
@@ -273,6 +263,20 @@ class VectorDirectory:
                 ):
                     written.add(part)
         return {part for of_rank in world.gather(sorted(written)) for part in of_rank}
+
+    def _remove_other_parts(self, inputs_path: Path) -> None:
+        """Begin anew unless the unfinished folder has these inputs; a ConfigError if it has files of others."""
+        if self.unfinished.is_symlink():
+            raise ConfigError(f"{self.unfinished} is a link, through which nothing is written: delete it")
+        if self.unfinished.exists() and not inputs_path.is_file() and any(self.unfinished.iterdir()):
+            raise ConfigError(
+                f"{self.unfinished} is where vectors are written until they are complete, and has other files: "
+                "move it away, or write another output_dir"
+            )
+        if not inputs_path.is_file() or inputs_path.read_text(encoding="ascii") != self.inputs:
+            remove_tree(self.unfinished)
+            make_folder(self.unfinished)
+            inputs_path.write_text(self.inputs, encoding="ascii")
 
     def write_part(self, part: int, encoder: SentenceEncoder) -> None:
         """Encode the texts of one part on all ranks, and write it on one."""

@@ -80,10 +80,10 @@ class _DistanceTile(Tile):
 
     def scores(self, queries: Part) -> Tensor:
         # By a matrix product, |q|^2 - 2qd + |d|^2 would cancel between near vectors, and its bound would be useless.
-        distances: Tensor = torch.cdist(
+        scores: Tensor = -torch.cdist(
             queries.values, self.vectors, p=float(self.p), compute_mode="donot_use_mm_for_euclid_dist"
         )
-        return -distances
+        return scores
 
 
 class DistanceStore(VectorStore):

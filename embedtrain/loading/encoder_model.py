@@ -11,6 +11,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
 from embedtrain.loading.graph import load_graph
 from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.late_interaction_files import late_interaction_format
 from embedtrain.models.m3_files import is_m3
@@ -54,7 +55,9 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
             f"model.m3.hybrid_weights={written(model.m3.hybrid_weights)}: {model.path} is opened as a model of one "
             f"representation ({model.kind.value}); leave it out"
         )
-    return model, open_model_source(model)
+    source = open_model_source(model)
+    adapter = open_adapter(model.lora)
+    return model, source if adapter is None else replace(source, adapter=adapter.directory)
 
 
 def late_interaction_of(model: ModelConfig) -> str | None:

@@ -46,23 +46,29 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
     Raises ConfigError if the directory does not have the graph, CheckpointError if onnxruntime cannot open it.
     """
     with world.fail_together("opening the graph"):
-        assert source.directory is not None
-        file = FILES.get(backend.value, GRAPH)
-        if not (source.directory / file).is_file():
+        path = graph_file(source, backend)
+        if not path.is_file():
             formats = ",".join(dict.fromkeys((Backend.onnx.value, backend.value)))
-            raise ConfigError(
-                f"backend={backend.value}: {source.directory / file} is missing; export with formats=[{formats}]"
-            )
+            raise ConfigError(f"backend={backend.value}: {path} is missing; export with formats=[{formats}]")
         bound = bound_tokenizer(source, load_tokenizer(source)).with_packing(False)
-        encoder = GraphEncoder(source.directory / file, source)
+        encoder = GraphEncoder(path, source)
     return LoadedModel(
         encoder=encoder.eval(),
         source=replace(source, tokenization=replace(source.tokenization, max_length=bound.max_length)),
         tokenizer=bound,
         layout=ParallelLayout(Strategy.ddp, world.size, 1, "a graph is whole on every rank"),
-        notes=(f"{file} in onnxruntime, on the CPU, {bound.longest_text} tokens", *bound.notes),
+        notes=(
+            f"{FILES.get(backend.value, GRAPH)} in onnxruntime, on the CPU, {bound.longest_text} tokens",
+            *bound.notes,
+        ),
         reduce_per_step=False,
     )
+
+
+def graph_file(source: ModelSource, backend: Backend) -> Path:
+    """Where the export of the model has the graph."""
+    assert source.directory is not None
+    return source.directory / FILES.get(backend.value, GRAPH)
 
 
 class GraphEncoder(Encoder):

@@ -35,6 +35,7 @@ _NOT_IN_IDENTITY = {
     "data",
     "corpus",
     "model",
+    "adapter",
     "teacher",
     "revision",
     "teacher_revision",

@@ -13,7 +13,8 @@ from embedtrain.distributed.sharding import resolve_precision
 from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
-from embedtrain.inference.vector_cache import VectorCache, model_identity
+from embedtrain.inference.model_identity import model_identity
+from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.loading.command_model import (
     MODEL_OPTION_NAMES,
     TEACHER_OPTION_NAMES,
@@ -73,6 +74,7 @@ class _Opened:
     teacher: TeacherSpec | None
     precision: Precision
     identity_of_model: dict[str, Any]
+    identity_of_teacher: dict[str, Any] | None
 
 
 def run_row_search(
@@ -146,7 +148,7 @@ def _open(options: RowSearchOptions, world: World, console: Console) -> tuple[_O
     with world.fail_together("reading corpora"):
         identity = mining_identity(options, sources, corpus, identity_of_model, identity_of_teacher)
     require_same_files(identity, world)
-    return _Opened(sources, corpus, teacher, precision, identity_of_model), identity
+    return _Opened(sources, corpus, teacher, precision, identity_of_model, identity_of_teacher), identity
 
 
 def _load_models(
@@ -161,7 +163,9 @@ def _load_models(
     teacher_notes: tuple[str, ...] = ()
     if opened.teacher is not None:
         with command_option_names(TEACHER_OPTION_NAMES):
-            teacher, teacher_notes = load_teacher(opened.teacher, options, opened.precision, world)
+            teacher, teacher_notes = load_teacher(
+                opened.teacher, options, opened.precision, opened.identity_of_teacher or {}, world
+            )
     for note in (*model.notes, *(f"teacher: {note}" for note in teacher_notes)):
         console.note(note)
     return encoder, teacher

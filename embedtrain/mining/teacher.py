@@ -14,7 +14,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.score import PairScorer, Selected
-from embedtrain.inference.vector_cache import VectorCache, model_identity
+from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
 from embedtrain.loading.encoder_model import open_encoder_source
 from embedtrain.loading.load import load_model
@@ -85,16 +85,16 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
 
 
 def load_teacher(
-    spec: TeacherSpec, options: RowSearchOptions, precision: Precision, world: World
+    spec: TeacherSpec, options: RowSearchOptions, precision: Precision, identity: dict[str, Any], world: World
 ) -> tuple[Teacher, tuple[str, ...]]:
-    """Load the weights; also returns lines for the user. A collective."""
+    """Load the weights; also returns lines for the user. A collective; `identity` is that of `model_identity`."""
     model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, source=spec.source, work=None)
     settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens, "unshard": options.unshard}
     if spec.is_cross_encoder:
         scorer = PairScorer.from_model(model, world, windows=options.teacher_document_windows, **settings)
         return _CrossEncoder(scorer), model.notes[:1]
     encoder = SentenceEncoder.from_model(model, world, **settings)
-    return _BiEncoder(encoder, options, model_identity(model.source, precision, world)), model.notes[:1]
+    return _BiEncoder(encoder, options, identity), model.notes[:1]
 
 
 class _BiEncoder:

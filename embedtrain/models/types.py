@@ -47,6 +47,7 @@ class ModelSource:
     token_vectors: TokenVectors | None = None  # of a late-interaction model, whose projection is `dense`
     m3: M3Settings | None = None  # of a model of three representations
     words: WordWeights | None = None  # of a learned sparse model
+    adapter: Path | None = None  # a LoRA adapter in PEFT's format that a command loads onto it
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
     @property

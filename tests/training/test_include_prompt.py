@@ -20,7 +20,8 @@ from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts
-from embedtrain.inference.vector_cache import VectorCache, model_identity
+from embedtrain.inference.model_identity import model_identity
+from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble_encoder, full_state_dict

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from filelock import FileLock
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
@@ -26,7 +28,7 @@ from embedtrain.vectors.__main__ import main
 from embedtrain.vectors.options import compose_vectors
 from tests.runs import losses, run_without_base
 from tests.safety.payloads import MARKER, edit, plant_module
-from tests.small import batch, save_guide, save_small, small_model, text
+from tests.small import batch, save_adapter, save_guide, save_small, small_model, text
 
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
@@ -120,6 +122,49 @@ def write_partly(_world: Any, arguments: Sequence[str], parts: int) -> None:
             write(None, arguments)
     finally:
         vector_directory.VectorDirectory.write_part = original
+
+
+def replace_parts(world: World, directory: Path) -> int:
+    """Parts of other inputs are removed by rank 0, as slowly as on a network file system."""
+    texts = vector_directory.DistinctTexts([], np.zeros(40, dtype="S16"), *(np.zeros(40, dtype=int) for _ in "123"))
+    own = vector_directory.VectorDirectory(directory, ModelConfig(), {"rows_per_part": 2}, texts, world)
+    read_text, remove_tree = Path.read_text, vector_directory.remove_tree
+
+    def read_late(path: Path, *args: Any, **options: Any) -> str:
+        time.sleep(0.4 if world.rank else 0.1)
+        return read_text(path, *args, **options)
+
+    def remove_slowly(path: Path) -> None:
+        remove_tree(path)
+        time.sleep(0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", read_late)
+        patch.setattr(vector_directory, "remove_tree", remove_slowly)
+        world.gather(None)  # all begin together
+        return len(own._written_parts())
+
+
+def test_ranks_do_not_read_what_the_first_removes(ranks, tmp_path):
+    unfinished = tmp_path / "out.unfinished"
+    unfinished.mkdir()
+    (unfinished / "inputs.json").write_text("others")
+    for part in range(20):
+        (unfinished / f"part-{part:05}.safetensors").write_bytes(b"x")
+    assert ranks(3, replace_parts, tmp_path / "out") == [0, 0, 0]
+    assert [path.name for path in unfinished.iterdir()] == ["inputs.json"]
+
+
+def test_vectors_of_another_adapter_are_no_result_of_this_command(ranks, inputs, tmp_path):
+    adapter = save_adapter(inputs / "guide", tmp_path / "adapter", seed=1)
+    arguments = options(inputs, tmp_path / "out", f"adapter={adapter}")
+    ranks(1, write, arguments)
+    ranks(1, write, arguments)  # nothing to do
+    save_adapter(inputs / "guide", adapter, seed=2)
+    (message,) = ranks(1, rejection, arguments)
+    assert "of other inputs" in message
+    (message,) = ranks(1, rejection, options(inputs, tmp_path / "out"))
+    assert "of other inputs" in message
 
 
 def test_an_interrupted_command_resumes(ranks, inputs, tmp_path):

@@ -1,0 +1,107 @@
+"""The identity of stored vectors changes with what changes them, and with nothing else."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from embedtrain import evaluate, mine
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
+from embedtrain.distributed.world import World
+from embedtrain.errors import EmbedtrainError
+from embedtrain.inference.model_identity import model_identity
+from embedtrain.loading.encoder_model import open_encoder_source
+from embedtrain.models.source import open_model_source
+from tests.small import WORDS, save_adapter, save_guide, small_model, text
+
+CORPUS = {f"d{i}": text(i, 2 + i % 9) for i in range(30)}
+QUERIES = {f"q{i}": f"{WORDS[i]} a" for i in range(10)}
+SETS = {"name": "set", "queries": QUERIES, "corpus": CORPUS, "relevant_docs": {f"q{i}": {f"d{i}"} for i in range(10)}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_guide(small_model("bert"), tmp_path_factory.mktemp("identity"))
+
+
+def identities(world: World, models: list[ModelConfig]) -> list[dict[str, Any]]:
+    return [model_identity(open_model_source(model), Precision.fp32, world) for model in models]
+
+
+def changed_weight(path: Path) -> None:
+    """Another value in the middle of the file, whose size and time stay."""
+    status, tensors = path.stat(), load_file(path)
+    name = sorted(tensors)[len(tensors) // 2]
+    tensors[name] = np.nextafter(tensors[name], np.float32(9))
+    save_file(tensors, path, {"format": "pt"})
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_files_that_change_the_vectors(ranks, model, tmp_path):
+    def touched(name: str) -> Any:
+        return lambda directory: (directory / name).write_bytes(b"1")
+
+    changes = {
+        "copy": lambda directory: None,
+        "README.md": touched("README.md"),
+        "trainer_state.json": touched("trainer_state.json"),
+        "weights": lambda directory: changed_weight(directory / "model.safetensors"),
+        "sparse_linear.pt": touched("sparse_linear.pt"),
+        "modeling.py": touched("modeling.py"),
+        "a module below": lambda directory: (
+            (directory / "parts").mkdir(),
+            (directory / "parts" / "own.py").write_text(""),
+        ),
+    }
+    directories = []
+    for name, change in changes.items():
+        directories.append(shutil.copytree(model, tmp_path / name / "model"))
+        change(directories[-1])
+    models = [ModelConfig(path=str(directory), trust_remote_code=True) for directory in (model, *directories)]
+    results = ranks(2, identities, models)
+    assert results[0] == results[1], "the same on every rank"
+    first, *others = results[0]
+    unchanged = {name for name, identity in zip(changes, others, strict=True) if identity == first}
+    assert unchanged == {"copy", "README.md", "trainer_state.json"}
+    options = [
+        ModelConfig(path=str(model), **option) for option in ({}, {"normalize": False}, {"pooling": Pooling.cls})
+    ]
+    assert len({str(identity) for identity in ranks(1, identities, options)[0]}) == 3
+
+
+def adapted(world: World, model: Path, adapters: list[Path | None]) -> list[dict[str, Any]]:
+    configs = [ModelConfig(path=str(model), lora=LoraConfig(path=adapter and str(adapter))) for adapter in adapters]
+    return [model_identity(open_encoder_source(config)[1], Precision.fp32, world) for config in configs]
+
+
+def test_adapters_count_by_their_content(ranks, model, tmp_path):
+    first, second = (save_adapter(model, tmp_path / str(seed), seed) for seed in (1, 2))
+    copy = shutil.copytree(first, tmp_path / "copy")
+    none, one, other, same = ranks(1, adapted, model, [None, first, second, copy])[0]
+    assert one == same and none != one != other != none
+
+
+def test_evaluation_and_mining_do_not_serve_vectors_of_another_adapter(model, tmp_path):
+    """The same path with another adapter in it, another path, and none."""
+    common: dict[str, Any] = {"precision": "fp32", "metrics": ["ndcg@10", "mrr@10", "map"], "quiet": True}
+    adapter, results = tmp_path / "adapter", []
+    rows = [{"query": query, "positive": CORPUS[f"d{i}"]} for i, query in enumerate(QUERIES.values())]
+    for seed in (1, 2, None):
+        options = common | ({} if seed is None else {"adapter": str(save_adapter(model, adapter, seed))})
+        stored = evaluate(model, SETS, output_dir=tmp_path / "a", vectors_dir=str(tmp_path / "vectors"), **options)
+        fresh = evaluate(model, SETS, output_dir=tmp_path / "b", **options)
+        assert stored == fresh
+        results.append(fresh["set"]["map"])
+        mining: dict[str, Any] = {"negatives": 2, "relative_margin": None, "precision": "fp32", "quiet": True}
+        mining |= {"adapter": options.get("adapter")}
+        if seed == 1:
+            mine(model, rows, tmp_path / "mined", **mining)
+            mine(model, rows, tmp_path / "mined", **mining)
+        else:
+            with pytest.raises(EmbedtrainError, match=r"other options|model"):
+                mine(model, rows, tmp_path / "mined", **mining)
+    assert len(set(results)) == 3, "the adapters have an effect"

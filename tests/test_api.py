@@ -135,6 +135,28 @@ def test_one_process_trains_evaluates_mines_exports_and_encodes(model, tmp_path,
     assert vectors.dtype == np.float32
 
 
+def test_encoders_take_texts_alone_and_until_they_are_closed(model):
+    with load_encoder(model, pooling="cls", quiet=True) as encoder:
+        expected = encoder.encode(["alpha b", "beta"])
+        for texts in (np.array(["alpha b", "beta"]), ("alpha b", "beta"), iter(["alpha b", "beta"])):
+            np.testing.assert_array_equal(encoder.encode(texts), expected)
+        for value, kind in (
+            (None, "NoneType"),
+            (float("nan"), "float"),
+            (3, "int"),
+            ({"text": "a"}, "dict"),
+            (b"a", "bytes"),
+        ):
+            for call in (encoder.encode, encoder.encode_queries, encoder.encode_documents):
+                with pytest.raises(ConfigError, match=rf"item 1 of 2 is .*\({kind}\)"):
+                    call(["alpha", value])
+            with pytest.raises(ConfigError, match=kind):
+                encoder.encode(value)
+    for call in (encoder.encode, encoder.encode_queries, encoder.encode_documents):
+        with pytest.raises(ConfigError, match="closed"):
+            call(["alpha"])
+
+
 def train_and_encode(world: World, model: Path, folder: Path) -> tuple[Any, ...]:
     trained = train(model=model, data=rows(), evaluation=DEV, output_dir=folder / "run", options=OPTIONS, quiet=True)
     metrics = evaluate(trained, DEV, output_dir=folder / "evaluate", quiet=True)

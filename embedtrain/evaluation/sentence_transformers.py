@@ -3,8 +3,9 @@
 Checked on sentence-transformers 6.2, whose evaluators pass texts by position and everything else by keyword.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,7 @@ from sentence_transformers.util.similarity import SimilarityFunction
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from embedtrain.data.sources.values import shorten
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import PROCESS_USE
 from embedtrain.errors import ConfigError
@@ -62,7 +64,7 @@ class SentenceTransformersAdapter:
         `output_value`, those of tokens (`token_embeddings`), or the weight of each token id of each text
         (`lexical_weights`). Other options, such as `batch_size`, have no effect.
         """
-        texts = [inputs] if isinstance(inputs, str) else [str(text) for text in inputs]
+        texts = _texts(inputs)
         role = TextRole.query if task == TextRole.query.value else TextRole.document
         part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
         comparison = self.encoder.comparison
@@ -161,19 +163,27 @@ class TextEncoder(SentenceTransformersAdapter):
         self._finalizer.atexit = False
 
     def encode(self, *args: Any, **options: Any) -> Any:
-        """`SentenceTransformersAdapter.encode` in one thread at a time.
+        """`SentenceTransformersAdapter.encode` in one thread at a time; a ConfigError after `close`.
 
         In a process with other ranks, threads are refused: ranks could encode in different orders, and hang.
         """
-        with PROCESS_USE.of_call("encode", may_wait=self.encoder.world.size == 1):
+        with self._used():
             return super().encode(*args, **options)
 
     def get_embedding_dimension(self) -> int:
         """D, from a forward pass. A collective."""
-        with PROCESS_USE.of_call("encode", may_wait=self.encoder.world.size == 1):
+        with self._used():
             return super().get_embedding_dimension()
 
     get_sentence_embedding_dimension = get_embedding_dimension
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        with PROCESS_USE.of_call("encode", may_wait=self.encoder.world.size == 1):
+            if not self._finalizer.alive:
+                raise ConfigError("encode: this encoder is closed; load the model again with load_encoder")
+            yield
+
 
     def encode_queries(self, texts: str | Sequence[str], **options: Any) -> Any:
         """`encode` with the model's prompt of queries."""
@@ -194,6 +204,19 @@ class TextEncoder(SentenceTransformersAdapter):
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
+
+
+def _texts(inputs: Any) -> list[str]:
+    """The texts themselves; a ConfigError for what is none, which would be encoded as "None" or "nan"."""
+    is_list = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping)
+    texts = list(inputs) if is_list else [inputs]
+    for position, value in enumerate(texts):
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"encode: item {position} of {len(texts):,} is {shorten(value)} ({type(value).__name__}), not a "
+                "text; leave it out, or write what it says as a str"
+            )
+    return texts
 
 
 class _NoModelCard:

@@ -48,7 +48,7 @@ def of_rows(batch: GlobalVectors, similarity: Similarity) -> list[tuple[Tensor, 
 def divergence(config: DistillScoresConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
         terms = []
-        for student, teacher in of_rows(batch, config.similarity):
+        for student, teacher in of_rows(batch, config.similarity or Similarity.cosine):
             if len(student) > 1:
                 p = torch.softmax(teacher / config.teacher_temperature, dim=0)
                 q = torch.softmax(student / config.temperature, dim=0)
@@ -92,7 +92,7 @@ def test_distill_scores_equals_sentence_transformers(ranks, config):
         batch,
         losses.DistillKLDivLoss,
         batch.scores.view(5, 3),
-        similarity_fct=PAIRWISE[config.similarity],
+        similarity_fct=PAIRWISE[config.similarity or Similarity.cosine],
         temperature=config.temperature,
         teacher_temperature=config.teacher_temperature,
     )
@@ -114,7 +114,7 @@ def test_large_score_differences(ranks):
 def margins(config: MarginMSEConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
         terms = []
-        for student, teacher in of_rows(batch, config.similarity):
+        for student, teacher in of_rows(batch, config.similarity or Similarity.cosine):
             terms += list(((student[0] - student[1:]) - (teacher[0] - teacher[1:])) ** 2)
         return sum(terms, batch.queries.sum() * 0) / max(1, len(terms))
 

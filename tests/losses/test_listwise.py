@@ -50,7 +50,7 @@ def lists(batch: GlobalVectors, config: LossConfig) -> list[tuple[list[Tensor], 
     temperature = getattr(config, "temperature", None) or 1.0
     return [
         (
-            [similar(batch, row, d, config.similarity) / temperature for d in documents],
+            [similar(batch, row, d, config.similarity or Similarity.cosine) / temperature for d in documents],
             [float(batch.scores[d]) for d in documents],
         )
         for row in range(len(batch.sizes))

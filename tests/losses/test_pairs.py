@@ -170,7 +170,7 @@ def test_contrastive(ranks, distance, levels):
 
 def hard_pairs(config: OnlineContrastiveConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
-        actual = [(distance_of(a, b, config.distance), score) for a, b, score in pairs(batch)]
+        actual = [(distance_of(a, b, config.distance or Distance.cosine), score) for a, b, score in pairs(batch)]
         good, bad = [d for d, score in actual if score == 1], [d for d, score in actual if score == 0]
         zero = batch.queries.sum() * 0
         farthest = max(good) if good else sum(bad) / max(1, len(bad))

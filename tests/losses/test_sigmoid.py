@@ -32,7 +32,7 @@ def excluded(batch: GlobalVectors, row: int) -> set[int]:
 def sigmoids(config: SigLIPConfig):
     def textbook(batch: GlobalVectors, parameters: dict[str, Tensor]) -> Tensor:
         queries, documents = batch.queries, batch.documents
-        if config.similarity is Similarity.cosine:
+        if config.similarity is not Similarity.dot:
             queries = queries / queries.norm(dim=1, keepdim=True)
             documents = documents / documents.norm(dim=1, keepdim=True)
         temperature = config.temperature

@@ -101,7 +101,8 @@ def distilled(config: DistillSimilaritiesConfig):
                 chosen = included(batch, config, direction, row)
                 if chosen:
                     scores = (
-                        cosines(anchors[0], columns[0][chosen], config.similarity) / temperatures[0],
+                        cosines(anchors[0], columns[0][chosen], config.similarity or Similarity.cosine)
+                        / temperatures[0],
                         cosines(anchors[1], columns[1][chosen]) / temperatures[1],
                     )
                     total = total + row_divergence(config.divergence, *scores) / len(config.directions)

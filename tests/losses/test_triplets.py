@@ -46,7 +46,7 @@ def triplets(batch: GlobalVectors, config: TripletConfig) -> list[tuple[Tensor, 
     actual = []
     for row in range(len(batch.sizes)):
         positive, *negatives = [
-            distance_of(batch.queries[row], batch.documents[index], config.distance)
+            distance_of(batch.queries[row], batch.documents[index], config.distance or Distance.cosine)
             for index in batch.documents_of(row)
         ]
         actual += [(positive, negative) for negative in negatives]
@@ -97,7 +97,10 @@ def mined(config: BatchTripletConfig):
         terms = []
         labels = batch.labels.tolist()
         for anchor, label in enumerate(labels):
-            d = {o: distance_of(batch.queries[anchor], batch.queries[o], config.distance) for o in range(len(labels))}
+            d = {
+                o: distance_of(batch.queries[anchor], batch.queries[o], config.distance or Distance.cosine)
+                for o in range(len(labels))
+            }
             near = [d[o] for o in d if labels[o] == label and o != anchor]
             far = [d[o] for o in d if labels[o] != label]
             if near and far:

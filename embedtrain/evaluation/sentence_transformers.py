@@ -184,7 +184,6 @@ class TextEncoder(SentenceTransformersAdapter):
                 raise ConfigError("encode: this encoder is closed; load the model again with load_encoder")
             yield
 
-
     def encode_queries(self, texts: str | Sequence[str], **options: Any) -> Any:
         """`encode` with the model's prompt of queries."""
         return self.encode_query(texts, **options)

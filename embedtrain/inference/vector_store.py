@@ -112,7 +112,8 @@ class DistanceStore(VectorStore):
         """
         unit = torch.finfo(torch.float32).eps / 2
         longest = (self._max_norm + norms(queries.values)) * self._vectors.dimension ** (1 / self._p - 1 / 2)
-        return (self._vectors.dimension + 8) * unit * longest
+        error: Tensor = (self._vectors.dimension + 8) * unit * longest
+        return error
 
 
 def pairwise_distance(left: Tensor, right: Tensor, p: int) -> Tensor:

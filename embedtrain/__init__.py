@@ -38,5 +38,8 @@ class _Package(ModuleType):
     export = _Function()
     load_encoder = _Function()
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
 
 sys.modules[__name__].__class__ = _Package

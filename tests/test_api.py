@@ -33,7 +33,7 @@ from tests.conftest import ROOT
 from tests.small import WORDS, save_small, small_model
 
 OPTIONS: dict[str, Any] = {
-    "train": {"steps": 4, "global_batch_size": 10, "log_every": 1},
+    "train": {"steps": 4, "global_batch_size": 10},
     "model.pooling": "mean",
     "optim.lr": 1e-3,
     "parallel": {"precision": "fp32", "strategy": "fsdp"},
@@ -69,6 +69,12 @@ def test_import_imports_no_torch():
         "import sys, embedtrain; assert 'torch' not in sys.modules; embedtrain.evaluate; assert 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_dir_lists_the_functions():
+    code = "import embedtrain, sys; print(*dir(embedtrain)); assert 'torch' not in sys.modules"
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert {"train", "evaluate", "mine", "export", "load_encoder", "__version__"} <= set(output.split())
 
 
 def test_functions_stay_functions_when_the_commands_are_imported():

@@ -57,5 +57,9 @@ def test_the_reranker_improves_both(minilm_dir, tmp_path):
     ndcg = {row["set"]: row["ndcg@10"] for row in rows}
     assert ndcg["dev-en+bm25+reranker"] > ndcg["dev-en+bm25"] + 0.01
     assert ndcg["dev-en+reranker"] > ndcg["dev-en"] + 0.01
-    gains = re.findall(r"^(\S+): the reranker changes ndcg@10 by \S+ \(95% interval", output, re.MULTILINE)
+    gains = re.findall(
+        r"^(\S+): the reranker is (?:better|worse|not clearly different), ndcg@10 \S+ \(95% interval",
+        output,
+        re.MULTILINE,
+    )
     assert sorted(gains) == ["dev-en", "dev-en+bm25"]

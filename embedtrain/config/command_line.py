@@ -9,6 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from embedtrain.config.arguments import quote_unreadable
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
@@ -46,6 +47,7 @@ def parse_command_line(arguments: Sequence[str], kind: type, *, multirun: bool) 
             _check_recipe_choice(override)
         if "=" not in override and not override.startswith("~"):
             _refuse_word(override, command_line.overrides, kind)
+    command_line.overrides = list(map(quote_unreadable, command_line.overrides))
     return command_line
 
 

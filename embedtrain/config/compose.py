@@ -253,10 +253,17 @@ def _choose_loss(overrides: Sequence[str]) -> tuple[list[str], str | None]:
 def _with_length_and_name(config: DictConfig) -> DictConfig:
     """One epoch unless a recipe or the command line says otherwise; a run without a name has the model's."""
     if not config.name and isinstance(config.model.path, str):
-        config.name = PurePath(config.model.path).name
+        config.name = _name_of_model(config.model.path)
     if config.train.steps is None and config.train.epochs is None:
         config.train.epochs = 1.0
     return config
+
+
+def _name_of_model(path: str) -> str:
+    """The end of a model's path, with the folder before it where many models have that end: runs/faq/model."""
+    absolute = Path(path).absolute()
+    is_common = re.fullmatch(r"model|final|best|checkpoint-\d+", absolute.name) is not None
+    return f"{absolute.parent.name}-{absolute.name}".lstrip("-") if is_common else PurePath(path).name
 
 
 def _compose(

@@ -301,7 +301,8 @@ class TrainConfig:
     activation_tokens: int | None = None
     pass_overhead_tokens: int | None = None  # cost of a forward pass, in tokens: smaller is less padding in more passes
     gradient_accumulation_steps: int = 1  # global batches per step; each has its own negatives
-    log_every: int = 10  # steps between log lines and rows of metrics.jsonl
+    # Steps between log lines and rows of metrics.jsonl; default: 10, and less in a run that would have fewer than ten.
+    log_every: int | None = None
 
 
 @dataclass(kw_only=True)

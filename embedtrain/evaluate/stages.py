@@ -138,7 +138,8 @@ def describe_gains(measured: Mapping[str, QueryMetrics]) -> Iterator[str]:
         values = dict(zip(before.queries, before.values[:, other].tolist(), strict=True))
         differences = after.values[:, column] - np.array([values[query] for query in after.queries])
         low, high = interval([differences])
+        verdict = "better" if low > 0 else "worse" if high < 0 else "not clearly different"
         yield (
-            f"{name.removesuffix(RERANKED)}: the reranker changes {metric} by {differences.mean():+.4f} "
+            f"{name.removesuffix(RERANKED)}: the reranker is {verdict}, {metric} {differences.mean():+.4f} "
             f"({CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}, {len(differences):,} queries)"
         )

@@ -242,12 +242,20 @@ class MainChange:
 
     def __str__(self) -> str:
         first, last = f"{self.first:.4f} at step {self.first_step}", f"{self.last:.4f} at step {self.last_step}"
-        before = "" if self.first_stage is None else f" ({self.first_stage})"
-        return f"{self.name}: {self.metric} {first}, {last}{before}"
+        changed = last if self.first_step == self.last_step else f"{first}, {last}"
+        return f"{self.name}: {self.metric} {changed}{self._compared_with_first_stage()}"
+
+    def _compared_with_first_stage(self) -> str:
+        stage = self.first_stage
+        if stage is None or stage.metric != self.metric:
+            return "" if stage is None else f" ({stage})"
+        difference = round(self.last, 4) - round(stage.value, 4)
+        verdict = "better than" if difference > 0 else "worse than" if difference < 0 else "the same as"
+        return f" ({verdict} {stage})"
 
 
 def main_changes(run_dir: Path, step: int) -> list[MainChange]:
-    """Of each set that was evaluated at several steps: its main metric at the first of them and at `step`.
+    """Of each set with several evaluations, or with a first stage: its main metric at the first of them and at `step`.
 
     Where `step` was not evaluated, the last step counts.
     """
@@ -258,9 +266,9 @@ def main_changes(run_dir: Path, step: int) -> list[MainChange]:
     for name, rows in by_set.items():
         first, last = rows[0], next((row for row in rows if row["step"] == step), rows[-1])
         metric = next((key for key, value in last.items() if key != "step" and is_number(value)), "")
-        if first["step"] != last["step"] and is_number(first.get(metric)):
-            dataset = DatasetInfo.of_row(last)
-            kind, stage = ("", None) if dataset is None else (dataset.kind, dataset.first_stage)
+        dataset = DatasetInfo.of_row(last)
+        kind, stage = ("", None) if dataset is None else (dataset.kind, dataset.first_stage)
+        if (first["step"] != last["step"] or stage is not None) and is_number(first.get(metric)):
             values = (first[metric], first["step"], last[metric], last["step"])
             changes.append(MainChange(name, metric, *values, kind, stage))
     return changes

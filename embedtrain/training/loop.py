@@ -176,7 +176,7 @@ class TrainingLoop:
             workers=recipe.data.workers,
             ahead=2 * batches_per_step,
         )
-        communication = CommunicationMeter(world, recipe.train.log_every)
+        communication = CommunicationMeter(world, self._log_every)
         profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker)
         profiler.report_skipped_steps(state.step, self._total_steps)
         throughput, warned, last_checked = _Throughput(), False, state.step + _CHECKED_STEPS
@@ -307,7 +307,11 @@ class TrainingLoop:
         return state.step >= self._total_steps or (patience is not None and state.not_better >= patience)
 
     def _is_logged(self, step: int) -> bool:
-        return step == self._total_steps or step % self.recipe.train.log_every == 0
+        return step == self._total_steps or step % self._log_every == 0
+
+    @property
+    def _log_every(self) -> int:
+        return self.recipe.train.log_every or min(10, max(1, self._total_steps // 10))
 
     def _early_stop_note(self) -> str:
         state = self.context.state

@@ -298,6 +298,13 @@ def test_a_run_without_a_recipe_has_the_name_of_its_model_and_one_epoch():
     (recipe,) = compose_recipes(["model.path=models/all-MiniLM-L6-v2", "data.train=[x.jsonl]"])
     assert (recipe.name, recipe.output_dir) == ("all-MiniLM-L6-v2", "runs/all-MiniLM-L6-v2")
     assert (recipe.train.epochs, recipe.train.steps) == (1.0, None)
+    for path, name in (
+        ("runs/faq/model", "faq-model"),
+        ("out/checkpoint-500", "out-checkpoint-500"),
+        ("/model", "model"),
+    ):
+        (recipe,) = compose_recipes([f"model.path={path}", "data.train=[x.jsonl]"])
+        assert recipe.output_dir == f"runs/{name}"  # and not that of every model that a run exported
     (named,) = compose_recipes(["model.path=m", "data.train=[x.jsonl]", "name=mine", "train.steps=5"])
     assert (named.name, named.train.epochs, named.train.steps) == ("mine", None, 5)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from embedtrain.config.compose import compose_recipe
+from embedtrain.config.compose import compose_recipe, compose_recipes
 from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.errors import ConfigError
@@ -50,3 +50,34 @@ def test_values_are_exact():
 def test_errors_name_the_option(options, message):
     with pytest.raises(ConfigError, match=message):
         compose(options)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("café", "café"),
+        ("为这个句子生成表示：", "为这个句子生成表示："),
+        ("what's new, in short", None),  # a list for -m, as without the apostrophe
+        ("l'été", "l'été"),
+        ("查询: ", "查询: "),
+        ("what is <this> & that!?", "what is <this> & that!?"),
+        ("${seed}-é", "7-é"),
+        ("\\,é\\\\", ",é\\"),
+        ("Zeile\né", "Zeile\né"),
+        ('"é, ${seed}"', "é, 7"),
+    ],
+)
+def test_texts_without_quotes_that_the_grammar_has_no_characters_for(written, value):
+    if value is None:
+        with pytest.raises(ConfigError, match="-m starts a run for each value"):
+            compose_recipe([f"model.query_prompt={written}"])
+        return
+    assert compose_recipe(["seed=7", f"model.query_prompt={written}"]).model.query_prompt == value
+
+
+def test_such_texts_in_lists_mappings_and_sweeps():
+    (recipe,) = compose_recipes(["model.path=m", "data.train=[数据.jsonl, {path: é/a:b, columns: [问题, 'a, é', x]}]"])
+    first, second = recipe.data.train
+    assert (first.path, second.path, second.columns) == ("数据.jsonl", "é/a:b", ["问题", "a, é", "x"])
+    sweep = compose_recipes(["model.path=m", "data.train=[x]", "-m", "name=é,à b,c"])
+    assert [recipe.output_dir for recipe in sweep] == ["runs/é", "runs/à b", "runs/c"]

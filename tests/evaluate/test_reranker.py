@@ -120,7 +120,7 @@ def printed(world, *arguments):
 
 def test_the_gain_has_an_interval_over_queries(ranks, workshop, tmp_path):
     ((metrics, output),) = ranks(1, printed, workshop, tmp_path, "model=@guide", "first_stage=[bm25,model]")
-    gains = dict(re.findall(r"^(dev\S*): .* ndcg@10 by (\S+) \(95% interval .*, 20 queries\)$", output, re.MULTILINE))
+    gains = dict(re.findall(r"^(dev\S*): .* ndcg@10 (\S+) \(95% interval .*, 20 queries\)$", output, re.MULTILINE))
     assert {name: float(gain) for name, gain in gains.items()} == {
         name: pytest.approx(metrics[f"{name}+reranker"]["ndcg@10"] - metrics[name]["ndcg@10"], abs=1e-4)
         for name in ("dev", "dev+bm25")
@@ -132,7 +132,7 @@ def test_the_queries_of_a_gain_are_paired_by_id():
     after = QueryMetrics(["c", "a", "b"], ["ndcg@10"], np.array([[0.3], [0.1], [0.6]]))
     other = QueryMetrics(["a"], ["map"], np.array([[1.0]]))
     (line,) = describe_gains({"s": before, "s+reranker": after, "t": other, "u+reranker": other})
-    assert "+0.1000 (95% interval +0.1000 to +0.1000, 3 queries)" in line
+    assert "the reranker is better, ndcg@10 +0.1000 (95% interval +0.1000 to +0.1000, 3 queries)" in line
 
 
 @pytest.mark.parametrize(

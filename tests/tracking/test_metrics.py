@@ -138,7 +138,13 @@ def test_a_reranked_set_says_what_its_first_stage_reached(tmp_path):
     assert datasets_at(tmp_path, 4) == {"dev": dataset}
     assert dataset.size == "3 queries, ndcg@10 0.7500 in the order of BM25"
     (change,) = main_changes(tmp_path, 4)
-    assert str(change).endswith(", 0.5000 at step 4 (ndcg@10 0.7500 in the order of BM25)")
+    assert str(change).endswith(", 0.5000 at step 4 (worse than ndcg@10 0.7500 in the order of BM25)")
+    metrics.append(evaluation_row(5, "dev", {"ndcg@10": 0.7501}, dataset))
+    assert str(main_changes(tmp_path, 5)[0]).endswith("(better than ndcg@10 0.7500 in the order of BM25)")
+    only = tmp_path / "only"
+    MetricsFile(only / "metrics.jsonl").append(evaluation_row(9, "dev", {"ndcg@10": 0.75}, dataset))
+    (line,) = map(str, main_changes(only, 9))
+    assert line == "dev: ndcg@10 0.7500 at step 9 (the same as ndcg@10 0.7500 in the order of BM25)"
 
 
 def test_rows_of_compressed_vectors_have_their_bytes(tmp_path):

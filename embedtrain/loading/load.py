@@ -1,6 +1,5 @@
 """Loads a model: from its options to a sharded encoder with weights and tokenizer, packed or padded."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -40,7 +39,6 @@ from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.attention_kernels import compute_capability
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.cross_encoder import CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
@@ -297,8 +295,7 @@ def _check_weights(encoder: Encoder, model: ModelConfig, source: ModelSource, wo
     if bidirectional is None:
         return
     training = encoder.training
-    with encoder.returning_vectors() if isinstance(encoder, CrossEncoder) else contextlib.nullcontext():
-        measured = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
+    measured = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
     encoder.train(training)
     reshard(encoder)
     if measured is not bidirectional:

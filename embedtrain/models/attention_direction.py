@@ -6,23 +6,22 @@ transformers 5.23: `masking_utils.create_causal_mask` and `merge_with_config_def
 """
 
 import sys
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
+from embedtrain.models.encoder import Encoder
 
 # With a sliding window it differs from `is_causal`, and EmbeddingGemma was trained with it. Gemma 1 and 2 have an
 # option of the same name, which their masks ignore.
 _OWN_OPTION = {"gemma3_text": "use_bidirectional_attention"}
 # Of a vector's length. The same token in two rows of one batch has the same vector up to rounding.
 _TOLERANCE = 1e-5
-
-Forward = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def set_attention_direction(config: PretrainedConfig, bidirectional: bool | None) -> PretrainedConfig:
@@ -90,24 +89,36 @@ def _reads_direction(config: PretrainedConfig) -> bool:
     return hasattr(sys.modules[model.__module__], "create_causal_mask")
 
 
-def attends_to_later_tokens(encoder: Forward, ids: tuple[int, int, int], device: torch.device) -> bool | None:
+def attends_to_later_tokens(encoder: Encoder, ids: tuple[int, int, int], device: torch.device) -> bool | None:
     """Whether a text's first token attends to the second; None if that differs with and without padding.
 
-    Compares the first token's vector in two texts that differ in their second token, without padding and with it, since
-    models build the two masks in different code. Two forward passes without gradient, which are collectives if the
-    encoder is sharded: every rank must call. The encoder maps ids, mask and pooling mask, all int64 [N, L], to vectors
-    [N, D] without dropout; the mask is None without padding. `ids` are the first token and two different second ones.
+    Compares the backbone's vector of the first token in two texts that differ in their second token, without padding
+    and with it, since models build the two masks in different code. What the encoder makes of these vectors does not
+    matter: the weights of a sparse model depend on all tokens in any direction. Two forward passes of the encoder
+    without gradient, which are collectives if it is sharded: every rank must call. The encoder has no dropout. `ids`
+    are the first token and two different second ones.
     """
     first, *seconds = ids
     differs = [_differ(encoder, [[first, second, first][:length] for second in seconds], device) for length in (2, 3)]
     return differs[0] if differs[0] == differs[1] else None
 
 
-def _differ(encoder: Forward, rows: list[list[int]], device: torch.device) -> bool:
+def _differ(encoder: Encoder, rows: list[list[int]], device: torch.device) -> bool:
     """Whether the first tokens of two texts of two tokens have different vectors; further tokens are padding."""
     ids = torch.tensor(rows, device=device)
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-    with torch.no_grad():
-        mask = (positions < 2).long() if ids.shape[1] > 2 else None
-        left, right = encoder(ids, mask, (positions < 1).long()).float()
+    mask = (positions < 2).long() if ids.shape[1] > 2 else None
+    hidden = list[Tensor]()
+
+    def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
+        hidden.append(output[0].float())
+
+    # Not a call of the backbone: in a sharded encoder it would become a root of its own.
+    hook = encoder.backbone.register_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            encoder(ids, mask, (positions < 1).long())
+    finally:
+        hook.remove()
+    left, right = hidden[0][:, 0]
     return bool((left - right).norm() > _TOLERANCE * left.norm())

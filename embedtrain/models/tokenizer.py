@@ -12,13 +12,12 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.hub import resolve_directory
+from embedtrain.models.positions import num_positions
 from embedtrain.models.rope import has_rotary_positions
 from embedtrain.models.static_embedding import is_static, read_static_tokenizer
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 from embedtrain.models.types import ModelSource
 
-# Positions of these models start after the padding id, which reduces the maximal length.
-_POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "xmod"}
 # Texts that show how a tokenizer begins and ends texts, and their maximal length.
 _PROBES = ("a", "two words", "")
 _PROBE_LENGTH = 64
@@ -86,9 +85,7 @@ def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) 
     A ConfigError if `model.max_length` exceeds the model's positions.
     """
     config = source.config.get_text_config()
-    limit = max(0, int(getattr(config, "max_position_embeddings", 0) or 0))  # XLNet says -1
-    if limit and config.model_type in _POSITIONS_AFTER_PADDING:
-        limit -= int(config.pad_token_id or 0) + 1
+    limit = num_positions(config)
     max_length = source.tokenization.max_length
     if max_length is not None:
         if limit and max_length > limit:

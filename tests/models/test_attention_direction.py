@@ -5,7 +5,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PretrainedConfig
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.build import assemble_encoder
@@ -78,6 +78,16 @@ def test_probe_works_with_any_pooling_and_detects_differences_with_padding():
     del gemma["use_bidirectional_attention"]
     respected = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean, bidirectional=True))
     assert attends_to_later_tokens(assemble_encoder(respected).eval(), (5, 9, 14), CPU) is True
+
+
+@pytest.mark.parametrize("kind", [ModelKind.sparse, ModelKind.cross_encoder, ModelKind.late_interaction])
+def test_the_direction_does_not_depend_on_what_is_made_of_the_vectors(kind):
+    """The weights of a sparse model are maxima over all tokens, which depend on later ones in any direction."""
+    for bidirectional in (False, True):
+        torch.manual_seed(0)
+        source = open_model_source(model("llama", bidirectional=bidirectional, kind=kind, pooling=None))
+        encoder = assemble_encoder(source).eval()
+        assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is bidirectional
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
 from sklearn.decomposition import PCA
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Pooling
@@ -115,6 +117,23 @@ def test_trained_resumed_and_exported(ranks, tmp_path):
     assert not torch.equal(after["embedding.weight"], before["embedding.weight"])
     exported = SentenceTransformer(str(whole / "model"), device="cpu").encode(TEXTS, convert_to_tensor=True)
     torch.testing.assert_close(exported, encode(*opened(whole / "model"), TEXTS), atol=2e-5, rtol=0)
+
+
+def test_texts_without_tokens_are_trained_on(ranks, tmp_path):
+    """A tokenizer without an unknown token has none for a text of other letters; its vector is 0."""
+    letters = {letter: number for number, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
+    tokenizer = Tokenizer(BPE(letters, []))
+    torch.manual_seed(0)
+    table = StaticEmbedding(tokenizer, embedding_dim=8)
+    SentenceTransformer(modules=[table], device="cpu").save(str(tmp_path / "static"))
+    rows = [{"query": query, "positive": "abc"} for query in ("中文", "ab", "cd", "！")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"model.path={tmp_path / 'static'}", f"data.train=[{tmp_path / 'rows.jsonl'}]", "train.steps=2"]
+    ranks(2, run, *arguments, "train.global_batch_size=4", f"output_dir={tmp_path / 'run'}")
+    assert all(map(np.isfinite, losses(tmp_path / "run").values()))
+    vectors = encode(*opened(tmp_path / "run" / "model"), ["ab", "中文"])
+    assert vectors[0].any()
+    assert not vectors[1].any()
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,9 @@ def parts_of_rows(rows: ArrowRows) -> list[range]:
 
 
 def value_type(tokenizer: TextTokenizer) -> Any:
-    """The smallest integer type of all token ids; signed if prompts are not pooled."""
-    return np.uint16 if tokenizer.include_prompt and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
+    """The smallest integer type of all token ids; signed if some are marked: of prompts, or of texts without tokens."""
+    is_marked = not tokenizer.include_prompt or tokenizer.nothing < 0
+    return np.uint16 if not is_marked and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
 
 
 def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_format: TextFormat, path: Path) -> None:

@@ -101,7 +101,8 @@ def export_run(
                     tracker.note(note)
         if reference is None:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
-    return ExportResult(run_dir.model, world.broadcast(difference), dtype)
+    tolerance = None if reference is None else reference.tolerance
+    return ExportResult(run_dir.model, world.broadcast(difference), tolerance, dtype)
 
 
 def _read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world: World) -> None:

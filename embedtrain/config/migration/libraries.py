@@ -61,8 +61,15 @@ SENTENCE_TRANSFORMERS = (
     Row("prompts", "`model.query_prompt`, `model.document_prompt`, or those of a source"),
     Row(
         "multi_dataset_batch_sampler",
-        "`data.batches=by_source`: all rows of a batch come from one source",
-        one_of({"proportional": "by_source", "round_robin": "by_source"}),
+        "`data.batches=by_source`: all rows of a batch come from one source, and sources are drawn by size, as "
+        "`PROPORTIONAL` does; `ROUND_ROBIN` draws all sources alike, as `data.mixing_temperature=1e9` does, and stops "
+        "at the end of the smallest",
+        lambda option, value: (
+            f"{option}=by_source"
+            + (" data.mixing_temperature=1e9" if value.lower().rpartition(".")[2] == "round_robin" else "")
+            if value.lower().rpartition(".")[2] in ("proportional", "round_robin")
+            else None
+        ),
     ),
     Row("batch_sampler", "not needed: duplicates are masked over all ranks (`loss.mask_duplicates`)"),
     Row(
@@ -137,6 +144,10 @@ FLAGEMBEDDING = (
     ),
     Row("cache_path", "`data.cache_dir`", same),
     Row(
+        "cache_dir",
+        "not an option: the variable HF_HOME names the folder of downloaded models; `data.cache_dir` is that of rows",
+    ),
+    Row(
         "knowledge_distillation kd_loss_type",
         "`loss=combined` of `infonce` and `distill_scores`; with `loss=m3` `loss.kd_loss_type=m3_kd_loss`, or `kl_div`",
     ),
@@ -144,7 +155,8 @@ FLAGEMBEDDING = (
     Row("use_lora lora_rank", "`model.lora.rank=16`, or another rank", _rank),
     Row("tokenizer_name", "`model.tokenizer`", same),
     Row("use_mrl", "`loss.matryoshka_dims`, a list of dimensions", integers, also="mrl_dims"),
-    Row("unified_finetuning", "`model.kind=m3 loss=m3`", also="fix_encoder"),
+    Row("unified_finetuning", "`model.kind=m3 loss=m3`"),
+    Row("", "`optim.groups=[{match: backbone, lr: 0}]`, which trains the new layers only", also="fix_encoder"),
     Row("use_self_distill", "`loss.self_distillation`", same),
     Row("self_distill_start_step", "`loss.self_distillation_start_step`", same),
     Row("colbert_dim", "`model.m3.dim`", same),

@@ -95,6 +95,11 @@ LOSSES = (
         "`loss=distill_embeddings`; `MSELoss` of a CrossEncoder, which takes scores, is `loss=mse`",
     ),
     *_LISTWISE,
+    Row(
+        "SpladeLoss CachedSpladeLoss",
+        "`loss=infonce` with `model.kind=sparse`, whose regularizers are options of `sparsity`",
+        also="SPLADE FlopsLoss SparseMultipleNegativesRankingLoss",
+    ),
     Row("GlobalOrthogonalRegularizationLoss", "`loss=orthogonal`, in `loss=combined`", also="GOR"),
     Row("", "`loss=distill_similarities`", also="InfoNCEDistillLoss distill_infonce"),
     Row("", "`loss=siglip`", also="SigmoidLoss SigLIPLoss"),

@@ -24,7 +24,7 @@ from embedtrain.formatting import install_command
 
 # The types of rotary scaling, and whether transformers keeps the number of positions of the original model for each.
 ROPE_TYPES = {"yarn": True, "linear": False, "llama3": True}
-_ROPE_TYPES_BY_BATCH = ("dynamic", "longrope")  # their frequencies follow the longest text of a forward pass
+ROPE_TYPES_BY_BATCH = ("dynamic", "longrope")  # their frequencies follow the longest text of a forward pass
 _ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
 
 
@@ -206,7 +206,7 @@ def check_rope_scaling(scaling: Any) -> None:
             f"model.rope_scaling={scaling!r}: must be a mapping with rope_type and factor, {_ROPE_EXAMPLE}"
         )
     rope_type = scaling.get("rope_type")
-    if rope_type in _ROPE_TYPES_BY_BATCH:
+    if rope_type in ROPE_TYPES_BY_BATCH:
         raise ConfigError(
             f"model.rope_scaling.rope_type={rope_type}: scales positions by the longest text of a batch, so the "
             f"embedding of a text would depend on the other texts; write one of {', '.join(ROPE_TYPES)}"

@@ -15,7 +15,14 @@ from embedtrain.models.attention_kernels import packing_limit, select_flash_atte
 from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, has_token_types
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
-from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
+from embedtrain.models.packing import (
+    PackingCheck,
+    check_packing,
+    disable_packing,
+    enable_packing,
+    packing_mismatch,
+    window_mismatch,
+)
 from embedtrain.models.sparse_encoder import SparseEncoder, language_model_mismatch
 from embedtrain.models.types import ModelSource
 
@@ -86,6 +93,7 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
         )
     encoder.train(training)
     reshard(encoder)
+    mismatch = mismatch or window_mismatch(config, parallel.precision, world.device)
     reason = next((text for text in world.gather(mismatch) if text is not None), None)
     if reason is not None:
         if attention is Attention.packed:

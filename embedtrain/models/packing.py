@@ -7,7 +7,8 @@ without a copy, for torch's plain attention, without a mask if all tokens are at
 name is transformers' SDPA attention, bit for bit.
 
 A model that lets a text attend to its neighbours, or counts positions differently, would be silently wrong. So no list
-of architectures is trusted: `check_packing` runs its code on the meta device, and `packing_mismatch` compares vectors.
+of architectures is trusted: `check_packing` runs its code on the meta device, `packing_mismatch` compares vectors, and
+`window_mismatch` those of texts that are longer than the windows of attention.
 
 H: heads; T: tokens; S: size of a head.
 """
@@ -17,6 +18,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from embedtrain.config.recipe import Precision
+from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.data.types import PackedKeys, Packing
 from embedtrain.models.attention_kernels import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit
 from embedtrain.models.attention_mask import without_reads
-from embedtrain.models.encoder import Encoder
+from embedtrain.models.encoder import Encoder, prepare_backbone
 from embedtrain.models.hub import one_line
 
 NAME = "embedtrain_packed"
@@ -47,6 +49,27 @@ _MAX_CACHED_LENGTH = 1024
 # The largest difference between packed and padded vectors, relative to their length.
 _TOLERANCE = {Precision.fp32: 1e-3, Precision.bf16: 5e-2}
 _PROBE_LENGTHS = (5, 3)
+# Options with a window or chunk of attention, in tokens.
+_WINDOW = re.compile(
+    r"(sliding_|local_|attention_)?window(_size)?|sliding_window_size|local_attention|attention_chunk_size"
+)
+# The small model of `window_mismatch`, and its texts: several times as long as the windows.
+_SMALL_WINDOW, _LONG_LENGTHS = 4, (14, 9)
+_SMALL_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
 _OWN_ATTENTION = "it computes attention itself instead of through transformers' interface"
 
 Forward = Callable[..., Tensor]
@@ -89,12 +112,12 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
         return PackingCheck(_OWN_ATTENTION)
     sizes, dropouts = list[int](), list[float]()
 
-    def recorded(module: nn.Module, query: Tensor, *args: Any, packing: Packing | None = None, **kwargs: Any) -> Any:
+    def recorded(module: nn.Module, *parts: Any, packing: Packing | None = None, **kwargs: Any) -> Any:
         if packing is None:
             raise PackingError("its layers do not pass on their arguments")
-        sizes.append(query.shape[-1])
+        sizes.extend(part.shape[-1] for part in parts[:3])  # query, key and value
         dropouts.append(kwargs.get("dropout", 0.0))
-        return packed_attention(module, query, *args, packing=packing, **kwargs)
+        return packed_attention(module, *parts, packing=packing, **kwargs)
 
     try:
         probe = copy.deepcopy(encoder).to("meta").train()
@@ -124,6 +147,7 @@ def packing_mismatch(
     *,
     token_types: bool = False,
     token_vectors: bool = False,
+    lengths: tuple[int, int] = _PROBE_LENGTHS,
 ) -> str | None:
     """Why the vectors of packed texts differ from those of padded texts; None if they do not.
 
@@ -131,13 +155,14 @@ def packing_mismatch(
     forward passes without gradient, which are collectives if the encoder is sharded: every rank must call. The encoder
     has weights, no dropout, the backbone's configuration `config`, and packing enabled. With `token_types` all tokens
     of a text but the first have type 1. With `token_vectors` the encoder returns a vector of each token, and the second
-    text has tokens that no token attends to.
+    text has tokens that no token attends to. The texts have `lengths`, the longer first.
     """
     text = config.get_text_config()
-    ids = [token for token in range(int(text.vocab_size)) if token != text.pad_token_id][:11]
-    width, num_attended = 5, 3
-    first, second = ids[:width], (ids * 3)[5:8]
-    changed_first, changed_second = first[1:] + first[:1], (ids * 3)[8:11]
+    width, num_attended = lengths
+    total = width + 2 * num_attended
+    ids = [token for token in range(int(text.vocab_size)) if token != text.pad_token_id][:total]
+    first, second = (ids * total)[:width], (ids * total)[width : width + num_attended]
+    changed_first, changed_second = first[1:] + first[:1], (ids * total)[width + num_attended : total]
     filler = [ids[0]] * (width - num_attended)
     if token_vectors:
         second, changed_second = second + filler, changed_second + filler
@@ -166,6 +191,40 @@ def packing_mismatch(
     if not difference <= _TOLERANCE[precision]:
         return f"packed vectors differ by {difference:.1%} from those of padded texts"
     return None
+
+
+def window_mismatch(config: PretrainedConfig, precision: Precision, device: torch.device) -> str | None:
+    """Why packed texts that are longer than the windows of a model differ from padded ones; None if they do not.
+
+    `packing_mismatch` has short texts, because a window may have thousands of tokens. So this compares a small model of
+    the same class with random weights, one layer of each type, and windows of a few tokens. None also for a model
+    without windows or chunks of attention. Every rank computes the same.
+    """
+    text = config.get_text_config()
+    values = text.to_dict()
+    windows = [name for name, value in values.items() if _WINDOW.fullmatch(name) and type(value) is int]
+    if not windows:
+        return None
+    types = list(dict.fromkeys(values.get("layer_types") or [])) or [None] * 2
+    changes: dict[str, Any] = {name: size for name, size in _SMALL_SIZES.items() if name in values}
+    changes |= dict.fromkeys(windows, _SMALL_WINDOW) | {"num_hidden_layers": len(types)}
+    if values.get("layer_types"):
+        changes["layer_types"] = types
+    changes |= {name: 2 for name, value in values.items() if name.endswith("_token_id") and value is not None}
+    try:
+        small = type(text).from_dict(values | changes)
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            torch.manual_seed(0)
+            backbone = prepare_backbone(AutoModel.from_config(small, dtype=torch.float32))
+        encoder = Encoder(backbone, Pooling.mean, normalize=False).eval()
+        encoder.to(device, torch.bfloat16 if precision is Precision.bf16 else torch.float32)
+        enable_packing(encoder)
+        return packing_mismatch(encoder, small, precision, device, lengths=_LONG_LENGTHS)
+    except Exception as error:  # a model's own code may raise anything
+        return (
+            f"texts longer than its window ({windows[0]}={values[windows[0]]}) could not be compared "
+            f"({type(error).__name__}: {one_line(error)})"
+        )
 
 
 def _chunk(

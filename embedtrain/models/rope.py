@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from embedtrain.config.model_checks import ROPE_TYPES, check_rope_scaling
+from embedtrain.config.model_checks import ROPE_TYPES, ROPE_TYPES_BY_BATCH, check_rope_scaling
 from embedtrain.errors import ConfigError
 
 _LOGGER = "transformers.modeling_rope_utils"
@@ -20,6 +20,22 @@ _FREQUENCIES = "inv_freq"  # the end of the names of buffers in transformers' ro
 def has_rotary_positions(config: PretrainedConfig) -> bool:
     """Whether the model has rotary position embeddings instead of a table of positions."""
     return bool(getattr(config.get_text_config(), "rope_parameters", None))
+
+
+def batch_independent_length(config: PretrainedConfig) -> int | None:
+    """The tokens up to which frequencies do not follow the longest text of a batch; None: they never do.
+
+    A longer text changes the positions, and so the embeddings, of all texts beside it (`dynamic` and `longrope`).
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    entries = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    lengths = [
+        int(entry.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for entry in entries
+        if entry.get("rope_type") in ROPE_TYPES_BY_BATCH
+    ]
+    return min(lengths, default=None)
 
 
 def set_rope_theta(config: PretrainedConfig, theta: float | None, option: str) -> None:

@@ -13,7 +13,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.hub import resolve_directory
 from embedtrain.models.positions import num_positions
-from embedtrain.models.rope import has_rotary_positions
+from embedtrain.models.rope import batch_independent_length, has_rotary_positions
 from embedtrain.models.static_embedding import is_static, read_static_tokenizer
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 from embedtrain.models.types import ModelSource
@@ -85,8 +85,16 @@ def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) 
     A ConfigError if `model.max_length` exceeds the model's positions.
     """
     config = source.config.get_text_config()
-    limit = num_positions(config)
+    limit, switch = num_positions(config), batch_independent_length(config)
     max_length = source.tokenization.max_length
+    if max_length is not None and switch is not None and max_length > switch:
+        raise ConfigError(
+            f"model.max_length={max_length}: the positions of this {config.model_type} model follow the longest text "
+            f"of a batch beyond {switch} tokens, so the embedding of a text would depend on the other texts: write "
+            f"model.max_length={switch}, or model.rope_scaling={{rope_type: yarn, factor: "
+            f"{math.ceil(max_length / switch)}}}"
+        )
+    limit = limit if switch is None else min(limit, switch)
     if max_length is not None:
         if limit and max_length > limit:
             factor = math.ceil(max_length / limit)

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from transformers import MistralConfig
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.attention_kernels import CPU, KERNEL_CAPABILITY
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch
+from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch, window_mismatch
 from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model, small_tokenizer, text
 
@@ -117,6 +118,37 @@ def test_architectures_support_packing(architecture, precision):
     enable_packing(encoder)
     dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
     assert packing_mismatch(encoder.to(dtype), source.config, precision, DEVICE) is None
+
+
+@pytest.mark.parametrize("window", [6, 4096])
+@pytest.mark.parametrize("architecture", ["modernbert", "qwen2", "mistral", "gemma3_text", "qwen2_moe", "phi3", "bert"])
+def test_texts_that_are_longer_than_a_window_are_compared(architecture, window):
+    """qwen2_moe does not pass its window to the function that computes attention."""
+    config = {"model_type": architecture, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    if architecture != "bert":
+        config |= {"local_attention" if architecture == "modernbert" else "sliding_window": window}
+    if architecture.startswith("qwen"):
+        config |= {"use_sliding_window": True, "max_window_layers": 1}
+    if architecture == "phi3":
+        config |= {"pad_token_id": 0}
+    config = open_model_source(ModelConfig(config=config, pooling=Pooling.mean)).config
+    state = torch.random.get_rng_state()
+    reason = window_mismatch(config, Precision.fp32, DEVICE)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    if architecture == "qwen2_moe":
+        assert reason is not None
+        assert "differ by" in reason
+    else:
+        assert reason is None
+
+
+class Unknown(MistralConfig):
+    model_type = "unknown"
+
+
+def test_a_window_that_cannot_be_compared_is_named():
+    reason = window_mismatch(Unknown(sliding_window=6), Precision.fp32, DEVICE)
+    assert "window (sliding_window=6) could not be compared" in reason
 
 
 def test_model_with_its_own_attention_is_padded():

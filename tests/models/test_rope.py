@@ -125,6 +125,27 @@ def test_length_beyond_the_positions(tmp_path):
     assert resolve_max_length(source, load_tokenizer(source)) == 150
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+def test_texts_end_where_positions_would_follow_the_longest_of_a_batch(parameters, tmp_path):
+    """The configuration of a directory may scale positions by batch, which the option of that name rejects."""
+    small = small_model("llama")
+    parameters = parameters | {"rope_theta": 10000.0, "original_max_position_embeddings": 40}
+    small.config |= {"rope_parameters": parameters, "max_position_embeddings": 80}
+    directory = save_small(small, tmp_path / "llama")
+    source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean))
+    assert resolve_max_length(source, load_tokenizer(source)) == 40
+    source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=41))
+    with pytest.raises(ConfigError, match=r"model\.max_length=41: .* write model\.max_length=40"):
+        resolve_max_length(source, load_tokenizer(source))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "modernbert"])
 def test_another_base_of_the_frequencies(architecture, tmp_path):
     """As if the configuration had it, in training and in an export, which transformers 4 and 5 read."""

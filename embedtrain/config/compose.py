@@ -182,7 +182,11 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, kind: 
 def _compose_recipes(arguments: Sequence[str], *, multirun: bool) -> list[Recipe]:
     command_line = parse_command_line(arguments, Recipe, multirun=multirun)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
-    configs = [_compose_recipe(overrides, command_line.config_dir) for overrides in jobs]
+    try:
+        configs = [_compose_recipe(overrides, command_line.config_dir) for overrides in jobs]
+    except OmegaConfBaseException as error:  # the first use of a value that refers to one that does not exist
+        values = {option_of(override): override.partition("=")[2] for override in command_line.overrides}
+        raise ConfigError(explain_hydra_error(error, values)) from None
     _print_if_asked(command_line, configs[0], Recipe, _HELP.replace("{choices}", _available_choices()))
     return [require_named_code(to_recipe(config), overrides) for config, overrides in zip(configs, jobs, strict=True)]
 
@@ -252,10 +256,11 @@ def _choose_loss(overrides: Sequence[str]) -> tuple[list[str], str | None]:
 
 def _with_length_and_name(config: DictConfig) -> DictConfig:
     """One epoch unless a recipe or the command line says otherwise; a run without a name has the model's."""
-    if not config.name and isinstance(config.model.path, str):
-        config.name = _name_of_model(config.model.path)
-    if config.train.steps is None and config.train.epochs is None:
-        config.train.epochs = 1.0
+    with limited_interpolations():
+        if not config.name and isinstance(config.model.path, str):
+            config.name = _name_of_model(config.model.path)
+        if config.train.steps is None and config.train.epochs is None:
+            config.train.epochs = 1.0
     return config
 
 

@@ -87,6 +87,11 @@ def evaluator_sets(name: str | None, option: str) -> str | None:
     return None if row is None else _sentence(row, None).replace("evaluation.sets", option)
 
 
+def option_names() -> list[str]:
+    """The full names of all options of a recipe."""
+    return list(_recipe_options())
+
+
 def counterpart(option: str, value: str) -> str | None:
     """The assignment of a valid value to an option that has the value of another library; None if it is not known."""
     name = option.rpartition(".")[2]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -14,9 +15,10 @@ from embedtrain.config.heads import HeadConfig
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, LossConfig
-from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, unknown_loss
+from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, option_names, unknown_loss
 from embedtrain.config.optim import ParameterGroup
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource
+from embedtrain.config.recipe_files import choices
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 
@@ -25,6 +27,13 @@ Item = TypeVar("Item")
 GROUPS = ("recipe", "model", "loss", "parallel")  # `GROUP=NAME` chooses a file of configs/ or recipes/
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
+# Of Hydra's and OmegaConf's parsers: the text at which they stop.
+_UNEXPECTED = re.compile(
+    r"(?:no viable alternative at input|extraneous input|mismatched input|token recognition error at:|missing \S+ at) "
+    r"'(.*?)'(?=\s|$)",
+    re.DOTALL,
+)
+_GROUP_VALUE = re.compile(r"Merge error: (\w+) is not a subclass of (\w+Config)\. value: (.*)")
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '(([^=']+)=([^']*))'")  # of Hydra
 _MAX_MESSAGE = 2000  # characters: errors repeat values, which may be long
 # Options that are lists of mappings, by the dataclass of their elements.
@@ -150,16 +159,22 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
         hint = did_you_mean(name, error.options or (), cutoff=0.4)
         if group == "model":
             own = f"; for a directory or a Hub id write model.path={name}"
-        return f"{group}={name}: there is no such {group}{hint} Available are {', '.join(error.options or ())}{own}"
+        available = ", ".join(error.options or choices(group))
+        return f"{group}={name}: there is no such {group}{hint} Available are {available}{own}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        place = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
+        return f"{place}: is no YAML: {error.problem}; a text with one of : # {{ }} [ ] & * ! is written in quotes"
     if isinstance(error, OverrideParseException):
-        message = " ".join(error.message.partition("See https")[0].split())
-        return f"{error.override}: {message}; write option=value, with quotes around a value that has blanks"
+        return _unreadable(error.override, error.message)
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__  # Hydra chains some explicitly and some not
     if match := _AMBIGUOUS.match(str(error)):
         written, option, value = match.groups()
         return f"{written}: a list is written in brackets, {option}=[{value}]; -m starts a run for each value"
+    if str(error).startswith("Config group override must be"):  # `model=3`
+        group = next((group for group in GROUPS if group in values), GROUPS[0])
+        return f"{group}={values.get(group)}: must be a name; {', '.join(choices(group))} are available"
     if cause is None:  # `@recipe.` is the package of the options of a recipe without the line
         return _NO_PACKAGE if "@recipe." in str(error) else " ".join(str(error).split())
     option = cause.full_key or ""
@@ -177,19 +192,58 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
         return f"{parent} is a mapping: write {parent}={{{key}: ...}}"
     message = " ".join(str(cause).partition("full_key:")[0].split())
     message = re.sub(r"^\w+ raised while resolving interpolation: ", "", message)
+    value = values.get(option)
+    if reference := _unresolved(message, option, value):
+        return reference
     if re.search(r"Merge error: \w+Config is not a subclass of \w+Config", message):
         return f"loss takes one loss; for several write loss=combined and loss.losses, which {_LOSSES_EXAMPLE}"
+    if match := _GROUP_VALUE.match(message):
+        return _value_of_group(*match.groups())
     if form := _form_of_list(option, message, values):
         return form
     if option == "loss.losses":
         return f"loss.losses {_LOSSES_EXAMPLE}"
-    value = values.get(option)
     written = option if value is None else f"{option}={value}"
     if "is not a ListConfig" in message:
         return f"{written}: must be a list, such as {option}=[{'...' if value is None else value}]"
     if "expected one of" in message and value is not None and (ours := counterpart(option, str(value))):
         message += f": write {ours}"
     return f"{written}: {message}" if option else message
+
+
+def _unreadable(override: str, message: str) -> str:
+    """The message for an override in which Hydra's parser finds no option and value."""
+    match = _UNEXPECTED.search(message)
+    where = "" if match is None or not match[1] or match[1] == "<EOF>" else f" from {match[1]} on"
+    return (
+        f"{override}: cannot be read as option=value{where}; write option=value, with quotes around a value that has "
+        "blanks, commas, quotes, brackets or other signs, such as 'option=\"a, b\"'"
+    )
+
+
+def _unresolved(message: str, option: str, value: Any) -> str | None:
+    """The message for a value that refers to another one by `${...}`, if that cannot be resolved."""
+    # Hydra calls the choice of a file in a defaults list so.
+    written = "" if option in ("", "_dummy_") else f"{option if value is None else f'{option}={value}'}: "
+    if match := re.match(r"Interpolation key '(.*)' not found", message):
+        names = option_names()
+        of_groups = [name for name in names if name.rpartition(".")[2] == match[1].rpartition(".")[2]]
+        hint = did_you_mean(match[1], of_groups or names, cutoff=0.0 if of_groups else 0.6)
+        return f"{written}${{{match[1]}}} refers to an option that does not exist{hint} Write the full name of one"
+    if message == "Recursive interpolation detected":
+        return f"{written}refers to itself"
+    if match := re.match(r"Unsupported interpolation type (\w+)", message):
+        return f"{written}${{{match[1]}:...}}: there is no such function; write ${{option}} or ${{oc.env:NAME}}"
+    if "${" in message and (match := _UNEXPECTED.search(message)):
+        return f"{written}{match[1]} is no reference to an option; write ${{option}}, or \\${{ for these characters"
+    return None
+
+
+def _value_of_group(value_type: str, group_type: str, value: str) -> str:
+    """The message for a group of options, such as `model`, that has a single value."""
+    groups = {type(getattr(Recipe(), field.name)).__name__: field.name for field in dataclasses.fields(Recipe)}
+    group = groups.get(group_type, group_type.removesuffix("Config").lower())
+    return f"{group}={value}: is a group of options, not {value_type}; write them as {group}: {{option: value}}"
 
 
 def _form_of_list(option: str, message: str, values: Mapping[str, Any]) -> str | None:

@@ -69,12 +69,17 @@ def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_r
         result = agent.run()
     except SignalException as error:
         return 128 + error.sigval
-    return 1 if result is None else _exit_code(result, signals.received)
+    return 1 if result is None else _exit_code(result, signals.received, is_reported=agent.has_reporting_rank())
 
 
 class _Agent(LocalElasticAgent):
     def give_up_restarts(self) -> None:
         self._remaining_restarts = 0  # torch's agent does the same (2.11 to 2.13)
+
+    def has_reporting_rank(self) -> bool:
+        """Whether a rank has ended with an error, which it has printed; a rank that a signal ended prints nothing."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})  # of torch 2.11 to 2.13
+        return any(handler.proc.returncode == 1 for handler in handlers.values())
 
 
 class _ForwardedSignals(StopSignals):
@@ -158,7 +163,7 @@ def _set_interface(host: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _exit_code(result: RunResult, received: signal.Signals | None) -> int:
+def _exit_code(result: RunResult, received: signal.Signals | None, *, is_reported: bool) -> int:
     if not result.is_failed():
         return 0
     rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
@@ -169,7 +174,9 @@ def _exit_code(result: RunResult, received: signal.Signals | None) -> int:
     name = signal.Signals(-failure.exitcode).name
     hint = ": the memory of this node may be exhausted, see `dmesg`" if name == "SIGKILL" else ""
     print(
-        f"error: {name} ended rank {rank} (process {failure.pid} on {socket.gethostname()}){hint}",
+        # The cause of the error of another rank, which has noticed that this one has ended, is no second error.
+        f"{'' if is_reported else 'error: '}{name} ended rank {rank} (process {failure.pid} on "
+        f"{socket.gethostname()}){hint}",
         file=sys.stderr,
         flush=True,
     )

@@ -6,11 +6,14 @@ from dataclasses import fields
 import pytest
 from sentence_transformers.cross_encoder import losses
 
+from embedtrain.commands import COMMANDS
+from embedtrain.commands import _suggestion as suggestion
 from embedtrain.config import migration
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
 from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
+from embedtrain.config.migration.commands import SUBCOMMANDS
+from embedtrain.config.names import evaluator_sets, option_names, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.errors import ConfigError
@@ -51,6 +54,10 @@ GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
         ("cache_dir=/big", "HF_HOME"),
         ("fix_encoder=true", "optim.groups=[{match: backbone, lr: 0}]"),
         ("multi_dataset_batch_sampler=ROUND_ROBIN", "data.batches=by_source data.mixing_temperature=1e9"),
+        ("ema=0.999", "optim.ema=0.999"),
+        ("train.use_ema=true", "optim.ema=0.999"),
+        ("layerwise_lr_decay=0.9", "optim.layer_decay=0.9"),
+        ("freeze_layers=6", "optim.groups=[{match: PATTERN, lr: 0}]"),
         ("report_to=none", "leave it out"),
         ("max_steps=-1", "leave it out"),
         ("--resume", "the same command resumes"),
@@ -198,6 +205,23 @@ def options(kind: type, prefix: str = "") -> set[str]:
         if hasattr(part, "__dataclass_fields__"):
             names |= options(type(part), f"{prefix}{field.name}.")
     return names
+
+
+def test_what_is_called_not_available_is_not_an_option():
+    """An option that is added later leaves these lists."""
+    options = {re.sub("_", "", name.rpartition(".")[2]) for name in option_names()}
+    for row in (*migration.TRAINER, *migration.SENTENCE_TRANSFORMERS, *migration.FLAGEMBEDDING, *migration.TEVATRON):
+        if row.ours.startswith("not available"):
+            assert not {re.sub("_", "", name.lower()) for name in f"{row.names} {row.also}".split()} & options, row
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest():
+    assert not SUBCOMMANDS.keys() & COMMANDS.keys(), "a command is no other name of another one"
+    assert set(SUBCOMMANDS.values()) <= COMMANDS.keys()
+    for command in COMMANDS:
+        for misspelt in (command[:-1], f"{command}s", command[:2] + command[3:]):
+            if misspelt not in {*SUBCOMMANDS, *COMMANDS}:
+                assert f"did you mean `embedtrain {command}`?" in suggestion([misspelt]), misspelt
 
 
 def test_every_option_of_the_tables_exists():

@@ -34,6 +34,13 @@ def main(mode: str) -> int:
         return 1
     elif mode == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif mode == "noticed":  # one is killed, and the other reports that
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigwait([signal.SIGTERM])
+        print("error: rank 1 ended while training", file=sys.stderr, flush=True)
+        return 1
     elif mode == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         return 1
     return 0

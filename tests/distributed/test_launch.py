@@ -87,6 +87,14 @@ def test_a_killed_rank_is_reported(tmp_path):
     assert re.fullmatch(r"error: SIGKILL ended rank 1 \(process \d+ on .*\n", launched.output)
 
 
+def test_a_killed_rank_that_another_one_reports_is_one_error(tmp_path):
+    launched = Launched(tmp_path, "noticed", Launch())
+    assert launched.wait() == 1
+    error, cause = launched.output.splitlines()
+    assert error == "error: rank 1 ended while training"
+    assert re.fullmatch(r"SIGKILL ended rank 1 \(process \d+ on .*", cause)
+
+
 def test_failed_ranks_are_restarted(tmp_path):
     launched = Launched(tmp_path, "restart", Launch(max_restarts=1))
     assert (launched.wait(), launched.output) == (0, "")

@@ -11,7 +11,7 @@ SUBCOMMANDS = {
     ),
     **dict.fromkeys(("eval", "test", "benchmark", "mteb", "validate", "score"), "evaluate"),
     **dict.fromkeys(("hard_negatives", "hard-negatives", "mine_hard_negatives", "hn_mine", "negatives"), "mine"),
-    **dict.fromkeys(("convert", "merge", "save", "push", "upload", "onnx"), "export"),
+    **dict.fromkeys(("convert", "save", "push", "upload", "onnx"), "export"),
     **dict.fromkeys(("query", "retrieve", "ask"), "search"),
     **dict.fromkeys(("stats", "data", "show", "preview"), "inspect"),
     **dict.fromkeys(("estimate", "memory", "dry-run", "estimate-memory"), "plan"),

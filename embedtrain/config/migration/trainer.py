@@ -1,6 +1,6 @@
 """Arguments of the Trainer of transformers, which other libraries have as well, and settings of launchers."""
 
-from embedtrain.config.conversions import PRECISIONS, Answer, Flag, Row, in_list, of_source, one_of, same
+from embedtrain.config.conversions import PRECISIONS, Answer, Flag, Row, in_list, number, of_source, one_of, same
 
 _PRECISION = "`parallel.precision=bf16` or `fp32`; fp16 is a type of exported models only (`export.dtype=fp16`)"
 _STRATEGIES = one_of(
@@ -174,7 +174,14 @@ TRAINER = (
     Row(
         "neftune_noise_alpha label_smoothing_factor callbacks",
         "not available",
-        also="ema freeze freeze_layers freeze_embeddings layerwise_lr_decay",
+    ),
+    Row("", "`optim.ema=0.999`", number("optim.ema={}", lambda decay: decay), also="ema ema_decay use_ema"),
+    Row("", "`optim.layer_decay`", same, also="layerwise_lr_decay llrd layer_lr_decay layerwise_learning_rate_decay"),
+    Row(
+        "",
+        "`optim.groups=[{match: PATTERN, lr: 0}]`, by names of parameters, such as word_embeddings or "
+        "'layer\\.[0-3]\\.'; freeze_until: 0.1 instead of lr trains them from a tenth of the steps on",
+        also="freeze freeze_layers freeze_embeddings freeze_backbone freeze_encoder num_frozen_layers unfreeze_layers",
     ),
     Row("", "not needed: rows are shuffled, by `seed`", also="shuffle"),
     Row(

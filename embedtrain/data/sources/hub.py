@@ -1,5 +1,6 @@
 """Data sets of the Hugging Face Hub, or folders with the layout of a repository, opened by `datasets`."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +14,8 @@ from embedtrain.hub import hub_is_reachable
 
 T = TypeVar("T")
 
+_UNKNOWN_SPLIT = re.compile(r"Unknown split .*? Should be one of \[(.*)\]")  # of datasets
+
 
 def open_dataset(part: Part, subset: str | None, split: str) -> Any:
     """One split of a data set of the Hub or of a folder; the part's own subset and split take precedence."""
@@ -24,15 +27,27 @@ def open_dataset(part: Part, subset: str | None, split: str) -> Any:
             hub_is_reachable()
         if is_saved_dataset(Path(name)):
             data = datasets.load_from_disk(name)
-            return data[split] if isinstance(data, datasets.DatasetDict) else data
+            if not isinstance(data, datasets.DatasetDict):
+                return data
+            if split not in data:
+                raise DataError(_no_split(name, split, list(data)))
+            return data[split]
         return datasets.load_dataset(name, subset, split=split, revision=part.revision)
+    except DataError:
+        raise
     except Exception as error:  # anything: network, name, split, the data set's own files
         reason = " ".join(str(error).split())
+        if match := _UNKNOWN_SPLIT.match(reason):
+            raise DataError(_no_split(name, split, re.findall(r"\w[\w.-]*", match[1]))) from None
         revision = "" if part.revision is None else f", revision {part.revision}"
         raise _kind_of_error(name, error)(
             f"{name}: neither a local file nor a data set that can be opened "
             f"(subset {subset}, split {split}{revision}): {type(error).__name__}: {reason}"
         ) from error
+
+
+def _no_split(name: str, split: str, splits: list[str]) -> str:
+    return f"{name}: has no split {split}, but {', '.join(splits)}; write {{path: {name}, split: {splits[0]}}}"
 
 
 def _kind_of_error(path: str, error: Exception) -> type[DataError]:

@@ -186,6 +186,9 @@ def test_local_folder_as_hub_data_set(tmp_path: Path, monkeypatch: pytest.Monkey
     saved = tmp_path / "saved"
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(TABLE)}).save_to_disk(str(saved))
     assert texts(read(saved, columns=["anchor", "positive"])[0]) == [("q1", ("p1",), ()), ("q2", ("p2",), ())]
+    error = error_of(saved, split="validation")
+    assert "has no split validation, but train; write {path: " in error
+    assert "KeyError" not in error
 
 
 def test_a_split_of_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

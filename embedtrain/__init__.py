@@ -4,6 +4,19 @@
 """
 
 import sys
+
+# `python -m embedtrain` begins to look for modules in the working directory, where data of others may have a torch.py.
+# Python has imported some of its own modules before: docs/trust.md. A program that imports this package keeps its path.
+if (
+    sys.argv[:1] == ["-m"]  # only while Python looks for the module
+    and not sys.flags.safe_path
+    and any(
+        flag.startswith("-") and flag.endswith("m") and module.partition(".")[0] == "embedtrain"
+        for flag, module in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    )
+):
+    del sys.path[0]
+
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 

@@ -59,6 +59,7 @@ class TrainResult:
     output_dir: Path
     model_dir: Path  # opens with sentence-transformers and transformers
     step: int  # whose weights were exported: the last, or the best by checkpoint.best_metric
+    has_trained: bool  # False: the run had finished before this call, which made the evaluation and the export
     metrics: Metrics  # of these weights: set -> metric -> value; empty if nothing was evaluated at this step
 
     @cached_property
@@ -87,6 +88,8 @@ def train(
     **more: Any,
 ) -> TrainResult:
     """Train a model, or resume the run in `output_dir`, as `embedtrain train` does.
+
+    A run that has finished is not trained again. An option that changes training is then an error.
 
         train(model="DIR", data=rows, train={"steps": 100}, output_dir="runs/first")
 
@@ -126,7 +129,8 @@ def train(
             _write(memory, composed.output_dir, world)
             require_recipe_paths(composed)
             trained = run_training(composed, world, signals)
-    return TrainResult(Path(composed.output_dir), trained.directory, trained.step, trained.metrics)
+    directory = Path(composed.output_dir)
+    return TrainResult(directory, trained.directory, trained.step, trained.has_trained, trained.metrics)
 
 
 def evaluate(

@@ -56,6 +56,8 @@ def run_command(
         if not has_ranks:
             _with_user_errors(lambda: main(options), delay=0.0)
             _exit(0)
+        # Processes that libraries start do not look for modules in the working directory either: it may hold data.
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
         set_allocator()
         set_kernel_cache()
         if launch is not None and launches is not None:

@@ -4,7 +4,6 @@ A command is a module with a `__main__.py`, which `python -m` runs as well. Noth
 """
 
 import difflib
-import os
 import runpy
 import shlex
 import sys
@@ -80,8 +79,6 @@ def main() -> None:
     command = COMMANDS[arguments[0]]
     options = ["--gpus=auto"] if command.has_ranks and not _names_ranks(arguments) else []
     sys.argv = [program, *options, *arguments[1:]]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, by which ranks are started
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)
 
 

@@ -25,6 +25,7 @@ from embedtrain.config.losses import CustomConfig
 from embedtrain.losses.custom import build_custom
 from embedtrain.losses.types import BatchInfo, Loss
 
+_SERVE = "from embedtrain import testing; testing._serve()"
 _TIMEOUT = 120.0  # seconds
 
 
@@ -176,7 +177,14 @@ def _run_ranks(job: Mapping[str, Any], size: int) -> list[list[Any]]:
     }
     processes = [
         subprocess.Popen(  # noqa: S603  (no shell: words stay words)
-            [sys.executable, "-c", "from embedtrain import testing; testing._serve()", json.dumps(job), str(rank)],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                "from embedtrain import testing; testing._serve()",
+                json.dumps(job),
+                str(rank),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -28,6 +28,7 @@ from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.tracking.metrics import read_metrics
 from tests.commands import TORCHRUN
 from tests.conftest import ROOT
 from tests.small import WORDS, save_small, small_model
@@ -113,6 +114,7 @@ def test_one_process_trains_evaluates_mines_exports_and_encodes(model, tmp_path,
         options=OPTIONS, quiet=True,
     )  # fmt: skip
     assert again.metrics == trained.metrics and len(again.history) == len(trained.history)  # resumed: nothing to do
+    assert (trained.has_trained, again.has_trained) == (True, False)
 
     assert evaluate(trained, DEV, output_dir=tmp_path / "evaluate", quiet=True)["dev"] == pytest.approx(
         trained.metrics["dev"]
@@ -161,6 +163,55 @@ def test_encoders_take_texts_alone_and_until_they_are_closed(model):
     for call in (encoder.encode, encoder.encode_queries, encoder.encode_documents):
         with pytest.raises(ConfigError, match="closed"):
             call(["alpha"])
+
+
+def test_a_finished_run_keeps_its_model_and_what_describes_it(model, tmp_path):
+    """Another evaluation and another export are made; what would train another model is an error, quiet or not."""
+    out, options = tmp_path / "run", OPTIONS | {"export.check": False}
+    small = {"evaluation.at_start": False, "quiet": True, "output_dir": out, "model": model, "data": rows()}
+    first = train(**small, options=options)
+    assert first.metrics == {}
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    recipe = yaml.safe_load((out / "recipe.yaml").read_text())
+
+    changed = options | {"optim.lr": 2e-3, "optim.weight_decay": 0.5}
+    with pytest.raises(EmbedtrainError, match=r"optim.lr=0.001, optim.weight_decay=.*this run has optim.lr=0.002, "):
+        train(**small, options=changed)
+    with pytest.raises(EmbedtrainError, match=r"resume=never: output_dir=.*run holds a run"):
+        train(**small, options=options, resume="never")
+    assert yaml.safe_load((out / "recipe.yaml").read_text()) == recipe
+
+    more = {"evaluation.sets": [DEV], "export.license": "mit", "parallel.strategy": "ddp", "name": "other"}
+    measured = train(**small, options={**options, **more, "parallel": {"precision": "fp32"}}, resume="require")
+    assert not measured.has_trained and measured.step == 4
+    assert measured.metrics["dev"] == pytest.approx(evaluate(first, DEV, output_dir=tmp_path / "e", quiet=True)["dev"])
+    evaluate(first, DEV, output_dir=tmp_path / "bf16", precision="bf16", quiet=True)
+    for precision, folder in {"fp32": out, "bf16": tmp_path / "bf16"}.items():
+        assert read_metrics(folder / "metrics.jsonl")[-1]["dataset"]["precision"] == precision
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
+    card = (out / "model" / "README.md").read_text()
+    assert "license: mit" in card and "| dev |" in card and "# run\n" in card and "strategy: fsdp" in card
+    after = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert after["evaluation"]["sets"] and after["export"]["license"] == "mit"
+    unchanged = [group for group in recipe if group not in ("evaluation", "export")]
+    assert [after[group] for group in unchanged] == [recipe[group] for group in unchanged]
+
+    rows_of_dev = [row for row in measured.history if row.get("set") == "dev"]
+    repeated = train(**small, options={**options, "evaluation.sets": [DEV]})
+    assert repeated.metrics == measured.metrics and repeated.history == measured.history  # not measured again
+    half = train(**small, options={**options, "evaluation.sets": [DEV | {"subset": 5}]})
+    assert len([row for row in half.history if row.get("set") == "dev"]) == len(rows_of_dev) + 1
+
+    with pytest.raises(EmbedtrainError, match=r"resume=require: output_dir=.*new holds no intact checkpoint"):
+        train(**{**small, "output_dir": tmp_path / "new"}, options=options, resume="require")
+    longer = train(**small, options={**options, "train": {"steps": 6, "global_batch_size": 10, "log_every": 1}})
+    assert longer.has_trained and longer.step == 6
+    earlier = export(out, step=4, output_dir=tmp_path / "earlier", check=False, quiet=True)
+    assert (
+        "steps: 4\n" in (earlier / "README.md").read_text()
+        and "steps: 6\n" in (out / "model" / "README.md").read_text()
+    )
+    assert (out / "model" / "model.safetensors").read_bytes() != weights
 
 
 def train_and_encode(world: World, model: Path, folder: Path) -> tuple[Any, ...]:

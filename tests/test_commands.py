@@ -91,8 +91,10 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
     from sentence_transformers import SentenceTransformer
 
     printed = call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
-    assert re.search(r"^evaluation at step 0, before training\n  set  kind       ndcg@10", printed, re.MULTILINE)
-    assert "evaluation at step 6 (changes since step 0)\n" in printed
+    assert re.search(
+        r"^evaluation at step 0, before training, in fp32\n  set  kind       ndcg@10", printed, re.MULTILINE
+    )
+    assert "evaluation at step 6, in fp32 (changes since step 0)\n" in printed
     before, after = (row["ndcg@10"] for row in metric_rows(workshop / "run") if "set" in row)
     assert f"dev: ndcg@10 {before:.4f} at step 0, {after:.4f} at step 6" in printed
     assert "model: exported" in call("embedtrain.export", "run=run", "step=3", "output_dir=exported", cwd=workshop)

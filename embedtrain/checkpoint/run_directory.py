@@ -6,9 +6,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -16,9 +17,9 @@ from filelock import FileLock, Timeout
 from embedtrain import __version__
 from embedtrain.checkpoint.step_directory import list_steps
 from embedtrain.checksums import CHECKSUMS, damaged_files
-from embedtrain.config.compose import to_plain
+from embedtrain.config.compose import YAML_ERRORS
 from embedtrain.config.limits import load_yaml
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import Resume
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, TrainingError
 from embedtrain.files import atomic_write, require_own_file
@@ -85,6 +86,19 @@ class RunDirectory:
                     f"which would be replaced: name another output_dir (in a copy of a run, create an empty run.lock)"
                 )
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has begun in the directory."""
+        return self.recipe.exists() or bool(list_steps(self.checkpoints))
+
+    def require_new(self, resume: Resume) -> None:
+        """Raise ConfigError if the directory holds a run that must not be continued."""
+        if resume is Resume.never and self.holds_run:
+            raise ConfigError(
+                f"resume=never: output_dir={self.path} holds a run: choose another output_dir, or write resume=auto to "
+                "continue it"
+            )
+
     def require_exists(self) -> None:
         """Raise TrainingError if the directory was moved or deleted during the run."""
         if not self.lock.is_file():
@@ -105,10 +119,8 @@ class RunDirectory:
         """`parallel.precision` of a run with checkpoints; None if there are none, or recipe.yaml does not say it."""
         if not list_steps(self.checkpoints):
             return None
-        try:
-            precision = load_yaml(self.recipe, yaml.SafeLoader)["parallel"]["precision"]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, LookupError, TypeError):
-            return None  # the file is damaged: the checkpoint says what is resumed
+        parallel = self.saved_recipe().get("parallel")
+        precision = parallel.get("precision") if isinstance(parallel, dict) else None
         return precision if precision in ("bf16", "fp32") else None
 
     def resume_hint(self) -> str:
@@ -124,7 +136,7 @@ class RunDirectory:
         with atomic_write(self.stopped) as file:
             file.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
-    def write_recipe(self, recipe: Recipe, world_size: int, model_commit: str | None = None) -> None:
+    def write_recipe(self, recipe: Mapping[str, Any], world_size: int, model_commit: str | None = None) -> None:
         """Write `recipe.yaml`, with the commit of the model's Hub repository; on one rank."""
         versions: dict[str, object] = {"embedtrain": __version__, "python": sys.version.split()[0]}
         for name in _VERSIONS_OF:
@@ -134,9 +146,24 @@ class RunDirectory:
                 continue
         if model_commit is not None:
             versions["model_commit"] = model_commit
-        content = to_plain(recipe) | {"versions": versions | {"world_size": world_size}}
+        self._write_yaml({**recipe, "versions": versions | {"world_size": world_size}})
+
+    def update_recipe(self, changed: Mapping[str, Any]) -> None:
+        """Write `recipe.yaml` with other values of some groups, and the versions of the training; on one rank."""
+        if (content := self.saved_recipe()) and any(content.get(group) != changed[group] for group in changed):
+            self._write_yaml({**content, **changed})
+
+    def saved_recipe(self) -> dict[str, Any]:
+        """The content of `recipe.yaml`; empty if it is missing or damaged, because checkpoints have it as well."""
+        try:
+            content = load_yaml(self.recipe, yaml.SafeLoader)
+        except YAML_ERRORS:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write_yaml(self, content: Mapping[str, Any]) -> None:
         with atomic_write(self.recipe) as file:
-            file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            file.write_text(yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 # Seconds: a killed run may take a moment to end, and a shared file system to show what another host wrote.

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,7 +113,8 @@ def _right_form(flag: str, value: str | None, kind: type) -> str:
     suggestion = None if is_own and not is_dataclass(default) else suggest(name, kind, value)
     if suggestion is None and is_own:
         value = "true" if value is None and isinstance(default, bool) else value
-        suggestion = f"write {own}={'VALUE' if value is None else shlex.quote(value)}"
+        allowed = "|".join(choice.value for choice in type(default)) if isinstance(default, Enum) else "VALUE"
+        suggestion = f"write {own}={allowed if value is None else shlex.quote(value)}"
     if suggestion is not None:
         form = "options are written as option=value, without dashes: " if suggestion.startswith("write ") else ""
         return f"{flag}: {form}{suggestion}"

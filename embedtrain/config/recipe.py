@@ -180,6 +180,19 @@ class WeightMode(str, Enum):
     proportions = "proportions"
 
 
+class Resume(str, Enum):
+    """What happens if `output_dir` holds a run.
+
+    `auto` continues it; if it has finished, it only makes the evaluation and the export that are asked for, and ends
+    with an error if an option that changes training is another one. `never` ends with an error. `require` ends with an
+    error if there is no checkpoint to continue.
+    """
+
+    auto = "auto"
+    never = "never"
+    require = "require"
+
+
 class OnError(str, Enum):
     """How rows that cannot be used are handled."""
 
@@ -358,7 +371,8 @@ class Recipe:
 
     name: str = ""  # name of the run; default: that of the recipe, else the last part of model.path
     seed: int = 42  # seed of the data order, dropout and new weights
-    output_dir: str = "runs/${name}"  # directory of the run; an existing run in it resumes
+    output_dir: str = "runs/${name}"  # directory of the run
+    resume: Resume = Resume.auto
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=InfoNCEConfig)

@@ -37,7 +37,7 @@ _MONITOR_SECONDS = 0.1
 
 
 def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_ranks: int) -> int:
-    """Run `python -m MODULE ARGUMENTS` on `num_local_ranks` ranks of this node; returns the exit code.
+    """Run `python -P -m MODULE ARGUMENTS` on `num_local_ranks` ranks of this node; returns the exit code.
 
     It is that of the rank that ended first with an error: 0, 1, 75 or 130. A rank that a signal has ended without this
     process having forwarded one is reported, and the exit code is 1.
@@ -58,7 +58,7 @@ def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_r
         role="default",
         local_world_size=num_local_ranks,
         entrypoint=sys.executable,
-        args=("-u", "-m", module, *arguments),
+        args=("-P", "-u", "-m", module, *arguments),
         rdzv_handler=_rendezvous(launch),
         max_restarts=launch.max_restarts,
         monitor_interval=_MONITOR_SECONDS,

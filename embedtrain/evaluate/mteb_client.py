@@ -147,7 +147,8 @@ def run_tasks(
                     metrics, failures = _run_task(task, sharded_model, folder, channel)
                 results.metrics |= metrics
                 if on_result is not None:
-                    dataset = DatasetInfo(_KINDS.get(task.metadata.type, task.metadata.type), {}, subset=False)
+                    kind = _KINDS.get(task.metadata.type, task.metadata.type)
+                    dataset = DatasetInfo(kind, {}, subset=False, precision=encoder.precision)
                     for name, values in metrics.items():
                         on_result(name, values, dataset)
                 results.failures += failures

@@ -98,7 +98,9 @@ class Evaluator:
         self.encoder = encoder
         self.datasets = self._datasets()  # by set, with `mean` if it is reported
         if function is not None:
-            self.datasets[function_name(function)] = DatasetInfo("function", {}, subset=False)
+            self.datasets[function_name(function)] = DatasetInfo(
+                "function", {}, subset=False, precision=None if encoder is None else encoder.precision
+            )
         self.world = world
         self.run_depth = run_depth
         self.index = index or IndexConfig()
@@ -182,6 +184,7 @@ class Evaluator:
 
     def _datasets(self) -> dict[str, DatasetInfo]:
         infos: dict[str, DatasetInfo] = {}
+        precision = None if self.encoder is None else self.encoder.precision
         for row in (None, *self.rows):
             sets, shared = self._means_at(row)
             by_set = {loaded.data.name: dataset_info(loaded) for loaded in sets}
@@ -190,7 +193,8 @@ class Evaluator:
             size = self._vector_size(row)
             dimension = row.dims if isinstance(row, VectorFormat) else row if isinstance(row, int) else None
             infos |= {
-                name_at(name, row): replace(info, dimension=dimension, vectors=size) for name, info in by_set.items()
+                name_at(name, row): replace(info, dimension=dimension, vectors=size, precision=precision)
+                for name, info in by_set.items()
             }
         return infos
 

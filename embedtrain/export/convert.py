@@ -6,7 +6,7 @@ from pathlib import Path
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
 from embedtrain.checkpoint.export.cross_encoder import compared_pairs
 from embedtrain.checkpoint.export.logit_score import require_logit_score
-from embedtrain.checkpoint.export.model_card import model_card
+from embedtrain.checkpoint.export.model_card import model_card, recipe_of_weights
 from embedtrain.checkpoint.export.model_export import (
     ExportResult,
     checkpoint_weights,
@@ -88,7 +88,7 @@ def export_checkpoint(
         ranges = {name: rows for name in names for _, rows in reader.all_rows(name)}
         write_trained_ranges(unfinished, ranges, checkpoint.step)
         card = model_card(
-            to_plain(recipe),
+            recipe_of_weights(checkpoint.manifest.recipe, to_plain(recipe)),
             run_dir.path,
             step=checkpoint.step,
             dimension=config.truncate_dim or source.dimension,

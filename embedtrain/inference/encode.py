@@ -89,6 +89,7 @@ class SentenceEncoder:
         truncate_dim: only the first so many dimensions of a vector are returned, without normalising it again, as with
             sentence-transformers' option of this name.
         comparison: how texts are compared by their vectors; default: by cosine.
+        precision: in which the encoder computes, for those who read its figures.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SentenceEncoder:
         unshard: Unshard = Unshard.layer,
         truncate_dim: int | None = None,
         comparison: Comparison | None = None,
+        precision: str | None = None,
     ) -> None:
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -112,6 +114,7 @@ class SentenceEncoder:
         self.document_prompt = document_prompt
         self.unshard = unshard
         self.truncate_dim = truncate_dim
+        self.precision = precision
         self.comparison = Cosine() if comparison is None else comparison
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
@@ -137,6 +140,7 @@ class SentenceEncoder:
             unshard=unshard,
             truncate_dim=model.source.truncate_dim if truncate else None,
             comparison=comparison_of(model.source),
+            precision=model.precision,
         )
 
     @contextlib.contextmanager

@@ -82,7 +82,7 @@ class PairScorer:
     """
 
     def __init__(self, encoder: SentenceEncoder, *, windows: bool = False) -> None:
-        self._encoder, self.windows = encoder, windows
+        self._encoder, self.windows, self.precision = encoder, windows, encoder.precision
 
     @classmethod
     def from_model(

@@ -61,6 +61,7 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
             f"{FILES.get(backend.value, GRAPH)} in onnxruntime, on the CPU, {bound.longest_text} tokens",
             *bound.notes,
         ),
+        precision=backend.value,
         reduce_per_step=False,
     )
 

@@ -68,6 +68,7 @@ class LoadedModel:
     tokenizer: TextTokenizer  # with the maximal length
     layout: ParallelLayout
     notes: tuple[str, ...]  # lines for the user about what was detected and decided
+    precision: str  # in which it computes: bf16 or fp32; of a graph, the name of its backend
     reduce_per_step: bool  # gradients are reduced once per step, which keeps full gradients on every rank
     activation_tokens: int = 0  # tokens of a step whose activations a rank keeps
     adapted: AdapterInfo | None = None  # the trained adapters; None if the model itself is trained
@@ -140,6 +141,7 @@ def load_model(
         tokenizer=bound.with_packing(packed),
         layout=layout,
         notes=tuple(notes),
+        precision=parallel.precision.value,
         reduce_per_step=choice.reduce_per_step,
         activation_tokens=activation_tokens,
         adapted=adapted,

@@ -245,6 +245,7 @@ def _environment(config: KubernetesConfig) -> list[Manifest]:
     keys = (secret.split(":") for secret in config.secrets if ":" in secret)
     return [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
+        {"name": "PYTHONSAFEPATH", "value": "1"},  # no modules of the working directory, which torchrun's ranks look in
         *({"name": name, "value": value} for name, _, value in pairs),
         *({"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for name, key in keys),
     ]

@@ -274,7 +274,7 @@ def _head(submission: Submission, command_line: Sequence[str]) -> str:
 def _environment(slurm: SlurmConfig) -> str:
     lines = "".join(f"{line}\n" for line in slurm.setup)
     heading = f"# ---- environment: that of the submitting shell{', and' if lines else ''}"
-    return f"{heading}\n{lines}set -u\nexport PYTHONUNBUFFERED=1\n\n"
+    return f"{heading}\n{lines}set -u\nexport PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1\n\n"
 
 
 def _training(submission: Submission, python: str) -> str:

@@ -170,6 +170,9 @@ class Console:
         if not self._enabled or not results:
             return
         title = title or f"evaluation at step {step}{', before training' if step == 0 else ''}"
+        measured = {info.precision: None for name in results if (info := (datasets or {}).get(name)) and info.precision}
+        if measured:
+            title += f", in {' and '.join(measured)}"
         if self._previous_step is not None and any(name in self._previous for name in results):
             title += f" (changes since step {self._previous_step})"
         lines: list[RenderableType] = [Text(printable(title), style="bold")]

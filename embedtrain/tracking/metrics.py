@@ -17,6 +17,7 @@ DATASET = "dataset"  # key of an evaluation's row
 _DIMENSION = "dimension"
 _FIRST_STAGE = "first_stage"
 _VECTORS = "vectors"
+_PRECISION = "precision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class DatasetInfo:
     dimension: int | None = None  # of truncated vectors
     first_stage: FirstStage | None = None  # of a set that a reranker orders during training
     vectors: VectorSize | None = None  # if several forms of vectors are compared
+    precision: str | None = None  # in which the model computed: `bf16`, `fp32`, or the backend of a graph
 
     def as_row(self) -> dict[str, Any]:
         """The object in the row."""
@@ -73,7 +75,8 @@ class DatasetInfo:
         first = self.first_stage
         before = {} if first is None else {_FIRST_STAGE: {"name": first.name, first.metric: first.value}}
         vectors = {} if self.vectors is None else {_VECTORS: asdict(self.vectors)}
-        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension, **before, **vectors}
+        computed = {} if self.precision is None else {_PRECISION: self.precision}
+        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension, **before, **vectors, **computed}
 
     @property
     def label(self) -> str:
@@ -82,9 +85,10 @@ class DatasetInfo:
 
     @property
     def size(self) -> str:
-        """The counts as text, such as `300 queries, 4,800 documents`, and the metric of the first stage."""
+        """The counts as text, such as `300 queries, 4,800 documents, bf16`, and the metric of the first stage."""
         counts = [f"{count:,} {unit.replace('_', ' ')}" for unit, count in self.counts.items()]
-        return ", ".join([*counts, *([] if self.first_stage is None else [str(self.first_stage)])])
+        computed = [] if self.precision is None else [self.precision]
+        return ", ".join([*counts, *computed, *([] if self.first_stage is None else [str(self.first_stage)])])
 
     @classmethod
     def of_mean(cls, infos: "Sequence[DatasetInfo]") -> "DatasetInfo":
@@ -102,7 +106,9 @@ class DatasetInfo:
         first_stage = FirstStage.of_row(values.get(_FIRST_STAGE))
         dimension = dimension if is_count(dimension) else None
         vectors = VectorSize.of_row(values.get(_VECTORS))
-        return cls(values["kind"], counts, values.get("subset") is True, dimension, first_stage, vectors)
+        precision = values.get(_PRECISION)
+        precision = precision if isinstance(precision, str) else None
+        return cls(values["kind"], counts, values.get("subset") is True, dimension, first_stage, vectors, precision)
 
 
 class MetricsFile:

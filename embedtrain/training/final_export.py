@@ -12,7 +12,7 @@ from embedtrain.checkpoint.export.cross_encoder import compared_pairs, probe_sco
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.late_interaction import probe_token_vectors
 from embedtrain.checkpoint.export.m3 import probe_m3
-from embedtrain.checkpoint.export.model_card import model_card
+from embedtrain.checkpoint.export.model_card import model_card, recipe_of_weights
 from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
 from embedtrain.checkpoint.export.quantisation_file import write_trained_ranges
 from embedtrain.checkpoint.export.replacement import export_lock
@@ -54,11 +54,8 @@ def export_run(
     world: World,
     tracker: Tracker,
 ) -> ExportResult:
-    """Write `model/` from the live weights, or those of the best step if one was selected. Every rank calls it."""
+    """Write `model/` from the live weights, after `read_best` if a best step was selected. Every rank calls it."""
     step = exported_step(recipe, state)
-    if step != state.step:
-        _read_best(recipe, trained, step_path(run_dir.checkpoints, step), world)
-        tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
     config, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
     reference = _reference(model, encoder, recipe.parallel.precision, dtype) if config.check else None
     weights = live_weights(model.encoder)
@@ -84,8 +81,10 @@ def export_run(
         with world.fail_together("exporting the model"):
             if world.is_main:
                 write_trained_ranges(unfinished, trained.loss.state_dict(), step)
+                # Of a run that had finished before, or exports an earlier step, the recipe may be another one by now.
+                saved = open_checkpoint(step_path(run_dir.checkpoints, step)).manifest.recipe
                 card = model_card(
-                    to_plain(recipe),
+                    recipe_of_weights(saved, to_plain(recipe)),
                     run_dir.path,
                     step=step,
                     dimension=config.truncate_dim or model.encoder.dimension,
@@ -105,7 +104,7 @@ def export_run(
     return ExportResult(run_dir.model, world.broadcast(difference), tolerance, dtype)
 
 
-def _read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world: World) -> None:
+def read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world: World) -> None:
     """Read the weights of the best step, or their average."""
     with world.fail_together("opening the best checkpoint"):
         folder = open_checkpoint(checkpoint)

@@ -103,27 +103,13 @@ class PeriodicEvaluation:
         If `stop`, a collective, returns True, the evaluation ends early and is repeated when the run resumes.
         """
         state = self.state
-        metrics: dict[str, dict[str, float]] = {}
-        record = functools.partial(self.tracker.set_evaluated, state.step)
-        record_queries = functools.partial(self.tracker.queries_evaluated, state.step)
         try:
-            for evaluation in self.evaluations:
-                with self.tracker.progress() as progress, automatic_collection(), evaluation.weights():
-                    metrics |= evaluation.evaluator.evaluate(
-                        progress=progress, stop=stop, on_result=record, on_queries=record_queries
-                    )
+            metrics = self.measure(state.step, stop)
         except EvaluationInterrupted:
             state.evaluation_due = True
             return False
         state.evaluation_due = False
-        if not metrics:
-            return False
-        evaluators = [evaluation.evaluator for evaluation in self.evaluations]
-        speeds = ", ".join(f"{name} {evaluator.speed(name)}" for evaluator in evaluators for name in evaluator.seconds)
-        footer = f"took {speeds}" if speeds else ""
-        datasets = {name: info for evaluator in evaluators for name, info in evaluator.datasets.items()}
-        self.tracker.evaluation(state.step, metrics, datasets, footer=footer)
-        if self.best_metric is None:
+        if not metrics or self.best_metric is None:
             return False
         set_name, metric = self.best_metric
         if metric not in metrics[set_name]:  # those of a function are known only now
@@ -138,6 +124,32 @@ class PeriodicEvaluation:
             return False
         state.best, state.best_step, state.not_better = value, state.step, 0
         return True
+
+    def measure(
+        self, step: int, stop: Callable[[], bool] | None = None, *, in_place: bool = False
+    ) -> dict[str, dict[str, float]]:
+        """Evaluate and record the metrics of a step, by set; `in_place`: the exported weights are in place already.
+
+        Raises EvaluationInterrupted if `stop`, a collective, returns True.
+        """
+        metrics: dict[str, dict[str, float]] = {}
+        record = functools.partial(self.tracker.set_evaluated, step)
+        record_queries = functools.partial(self.tracker.queries_evaluated, step)
+        evaluations = self.evaluations[:1] if in_place else self.evaluations
+        for evaluation in evaluations:
+            weights = contextlib.nullcontext() if in_place else evaluation.weights()
+            with self.tracker.progress() as progress, automatic_collection(), weights:
+                metrics |= evaluation.evaluator.evaluate(
+                    progress=progress, stop=stop, on_result=record, on_queries=record_queries
+                )
+        if not metrics:
+            return metrics
+        evaluators = [evaluation.evaluator for evaluation in evaluations]
+        speeds = ", ".join(f"{name} {evaluator.speed(name)}" for evaluator in evaluators for name in evaluator.seconds)
+        footer = f"took {speeds}" if speeds else ""
+        datasets = {name: info for evaluator in evaluators for name, info in evaluator.datasets.items()}
+        self.tracker.evaluation(step, metrics, datasets, footer=footer)
+        return metrics
 
 
 @dataclass(kw_only=True)

@@ -11,10 +11,11 @@ from torch import nn
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
 from embedtrain.checkpoint.step_directory import MANIFEST, Checkpoint
+from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, Recipe
+from embedtrain.config.recipe import ModelConfig, ModelKind, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.selection import SourceSettings
 from embedtrain.data.train_data import TrainData
@@ -30,6 +31,7 @@ from embedtrain.training.state import TrainState
 _ROWS = ".rows"
 TEACHERS = "teachers"  # digests of the guides and teachers of the losses, by path
 _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
+_BATCHES, _STEPS, _EPOCHS = "data.batches", "train.steps", "train.epochs"
 _BATCH_NEGATIVES, _MIXED_SHARE, OPTIMIZER_NAME = "data.batch_negatives", "data.mixed_share", "optim.name"
 
 
@@ -39,6 +41,7 @@ class RunStart:
 
     checkpoint: Checkpoint | None
     state: TrainState = field(default_factory=TrainState)  # progress of the run, valid after `restore`
+    has_finished: bool = False  # whether the recipe has no step left to train, valid after `check`
 
     @property
     def from_scratch(self) -> bool:
@@ -50,13 +53,35 @@ class RunStart:
         """The step after which training continues; None for a new run, also from the weights of a checkpoint."""
         return self.state.step or None
 
-    def check(self, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
-        """Reject a checkpoint of another run, and print which other options have changed since it was written."""
+    def check(self, identity: Mapping[str, Any], recipe: Recipe, total_steps: int, console: Console) -> None:
+        """Reject a checkpoint of another run, and print which other options have changed since it was written.
+
+        A run that has finished is another one if an option that changes training is: its model would be returned for
+        options with which it was not trained.
+        """
+        if recipe.resume is Resume.require:
+            self._require_progress(recipe, total_steps)
         if self.checkpoint is None:
             return
-        require_same_run(self.checkpoint, identity)
+        self.has_finished = _has_finished(self.checkpoint, recipe, total_steps)
+        changed = find_changes(self.checkpoint, recipe)[Effect.changes_training]
+        untrained = changed if self.has_finished else []
+        if self.checkpoint.step == total_steps:  # as many steps by `steps` as by `epochs`, or the run ends early
+            untrained = [change for change in untrained if change.option not in (_STEPS, _EPOCHS)]
+        require_same_run(self.checkpoint, identity, untrained)
         for effect, line in describe_changes(self.checkpoint, recipe).items():
             (console.warn if effect is Effect.changes_training else console.note)(line)
+
+    def _require_progress(self, recipe: Recipe, total_steps: int) -> None:
+        """Raise CheckpointError if there is nothing to continue."""
+        option = f"resume=require: output_dir={recipe.output_dir} holds"
+        if self.checkpoint is None:
+            raise CheckpointError(f"{option} no intact checkpoint: correct output_dir, or write resume=auto")
+        if self.checkpoint.step < total_steps and self.checkpoint.manifest.contents is CheckpointContents.model:
+            raise CheckpointError(
+                f"{option} {self.checkpoint.path} without optimizer state (checkpoint.contents=model), from which only "
+                "a new run can start: write resume=auto for one"
+            )
 
     def restore(
         self,
@@ -69,7 +94,7 @@ class RunStart:
     ) -> TrainState:
         """Read weights, optimizer and progress from the checkpoint, if there is one. A collective."""
         if self.checkpoint is not None:
-            self.state = self._read(self.checkpoint, checkpointer, module, optimizer, total_steps, console)
+            self.state = self._read(self.checkpoint, checkpointer, module, optimizer, recipe, total_steps, console)
         state, best_metric = self.state, recipe.checkpoint.best_metric
         if state.best_by != best_metric:  # the best value of another metric cannot be compared
             state.best_by, state.best, state.best_step, state.not_better = best_metric, None, None, 0
@@ -81,13 +106,15 @@ class RunStart:
         checkpointer: Checkpointer,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
         total_steps: int,
         console: Console,
     ) -> TrainState:
         saved = checkpointer.resume(checkpoint, module, optimizer)
         if checkpoint.step >= total_steps:
+            length = _STEPS if recipe.train.epochs is None else _EPOCHS
             console.note(
-                f"{checkpoint.path} is the end of this run: increase train.steps to continue, or set another "
+                f"{checkpoint.path} is the end of this run: increase {length} to continue, or set another "
                 "output_dir to start from scratch"
             )
             return read_state(checkpoint)
@@ -99,12 +126,34 @@ class RunStart:
         return read_state(checkpoint)
 
 
+def _has_finished(checkpoint: Checkpoint, recipe: Recipe, total_steps: int) -> bool:
+    """Whether no step is left: all are done, or `evaluation.patience` is exhausted."""
+    if checkpoint.step >= total_steps:
+        return True
+    state, patience = read_state(checkpoint), recipe.evaluation.patience
+    is_complete = checkpoint.manifest.contents is CheckpointContents.all
+    same_metric = state.best_by == recipe.checkpoint.best_metric
+    return is_complete and same_metric and patience is not None and state.not_better >= patience
+
+
 def read_state(checkpoint: Checkpoint) -> TrainState:
     """The progress of the run that wrote a checkpoint; CheckpointError if the manifest does not hold it."""
     try:
         return read_record(TrainState, checkpoint.manifest.state)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path / MANIFEST} is damaged: state: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An option, by its innermost name, with two values."""
+
+    option: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.option} {_format_value(self.saved)} -> {_format_value(self.now)}"
 
 
 class Effect(Enum):
@@ -121,10 +170,11 @@ EFFECTS = {
     "name": Effect.no_effect,
     "seed": Effect.must_match,
     "output_dir": Effect.no_effect,
+    "resume": Effect.no_effect,
     "model": Effect.must_match,
     "model.attention": Effect.changes_rounding,
     "data.train": Effect.must_match,
-    "data.batches": Effect.must_match,
+    _BATCHES: Effect.must_match,
     "data.mixed_share": Effect.must_match,
     "data.batch_negatives": Effect.must_match,
     # Whether these change anything shows in the rows and their number per epoch, which are part of the identity.
@@ -139,9 +189,9 @@ EFFECTS = {
     "sparsity": Effect.changes_training,
     "optim": Effect.changes_training,
     OPTIMIZER_NAME: Effect.must_match,
-    "train.init_from": Effect.no_effect,  # of a new run only
-    "train.steps": Effect.changes_training,
-    "train.epochs": Effect.changes_training,
+    "train.init_from": Effect.changes_training,
+    _STEPS: Effect.changes_training,
+    _EPOCHS: Effect.changes_training,
     "train.global_batch_size": Effect.must_match,
     "train.gradient_accumulation_steps": Effect.must_match,
     "train.chunk_tokens": Effect.changes_rounding,
@@ -161,12 +211,14 @@ EFFECTS = {
 }
 # Options of losses whose default is the model's, and was the cosine in earlier versions.
 _COMPARES = {"similarity", "distance"}
-# Options that select the best step, if `checkpoint.best_metric` is set.
-_CHOOSES_BEST = (
-    *("evaluation.every", "evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
+# Options of what an evaluation measures.
+_MEASURED = (
+    *("evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
     *("evaluation.index", "evaluation.rerank_depth", "evaluation.document_windows"),
     *("evaluation.vectors", "evaluation.calibration", "export.rope_theta"),
 )
+# Options that select the best step, if `checkpoint.best_metric` is set.
+_CHOOSES_BEST = (*_MEASURED, "evaluation.every")
 
 
 def effect_of(option: str, recipe: Recipe) -> Effect:
@@ -204,7 +256,7 @@ def run_identity(
         "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
         _SOURCES: rows,
         _ROWS_PER_EPOCH: data.plan.rows_per_source.tolist(),
-        "data.batches": "by_source" if data.plan.by_source else "mixed",
+        _BATCHES: "by_source" if data.plan.by_source else "mixed",
         _MIXED_SHARE: recipe.data.mixed_share,
         **_model_identity(to_plain(recipe.model)),
     }
@@ -239,46 +291,76 @@ def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
     return options
 
 
-def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Reject a checkpoint of a run with another identity."""
+def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], changes: Sequence[Change] = ()) -> None:
+    """Reject a checkpoint of a run with another identity, or with `changes` of other options. Names all of them."""
     defaults = {_BATCH_NEGATIVES: 0, OPTIMIZER_NAME: "adamw", _MIXED_SHARE: 0.0}
     defaults |= _model_identity(to_plain(ModelConfig()))
     before: dict[str, Any] = defaults | checkpoint.manifest.identity
     if TEACHERS in identity:  # earlier versions had digests of stored vectors only, or no commits of Hub ids
         before |= {TEACHERS: {**identity[TEACHERS], **before.get(TEACHERS, before.get("teacher_vectors", {}))}}
     before, identity = _unpinned(before), _unpinned(identity)
+    differences = _identity_changes(before, identity)
+    options = [*(change for change in differences if _explain_content(change, identity) is None), *changes]
+    content = [text for change in differences if (text := _explain_content(change, identity)) is not None]
+    if not options and not content:
+        return
+    texts, remedies = [], []
+    if options:
+        saved = ", ".join(f"{change.option}={_format_value(change.saved)}" for change in options)
+        now = ", ".join(f"{change.option}={_format_value(change.now)}" for change in options)
+        texts.append(f"{saved}, this run has {now}")
+        remedies.append("set it back" if len(options) == 1 else "set them back")
+    texts += [text for text, _ in content]
+    remedies += [remedy for _, remedy in content]
+    raise CheckpointError(
+        f"{checkpoint.path} was written with {', and with '.join(texts)}: {', '.join(dict.fromkeys(remedies))}, or "
+        "choose another output_dir to start from scratch"
+    )
+
+
+def _identity_changes(before: Mapping[str, Any], identity: Mapping[str, Any]) -> list[Change]:
+    """The differences of two identities, without those that follow from another one."""
+    changes: list[Change] = []
     for option, value in identity.items():
-        difference = next(_differences(option, before.get(option, value), value), None)
-        if difference is None:
+        found = list(_differences(option, before.get(option, value), value))
+        # Another loss has other options.
+        changes += [change for change in found if change.option.endswith(".name")][:1] or found
+    named: list[tuple[Any, Any]] = []
+    kept = []
+    for change in sorted(changes, key=lambda change: change.option.startswith(_SOURCES)):
+        # An option of the recipe is one of each source as well; other rows have another number, and a loss of a source
+        # makes batches by source.
+        is_of_source = change.option.startswith(f"{_SOURCES}.")
+        if is_of_source and (change.saved, change.now) in named:
             continue
-        name, saved, now = difference
-        alternative = "or choose another output_dir to start from scratch"
-        if name == BASE_WEIGHTS:
-            raise CheckpointError(
-                f"{checkpoint.path} was written with other weights than those of "
-                f"model.path={identity.get('model.path')}: restore its old files, {alternative}"
-            )
-        if option == TEACHERS:
-            teacher = name.removeprefix(f"{TEACHERS}.")
-            restore = "restore its old files" if expand_user(teacher).exists() else f"write {teacher}@{saved}"
-            raise CheckpointError(
-                f"{checkpoint.path} was written with other content of the loss's guide or teacher {teacher} (digest "
-                f"{saved}, this run has {now}): {restore}, {alternative}"
-            )
-        if name.endswith(_ROWS):
-            raise CheckpointError(
-                f"{checkpoint.path} was written with other rows than those of {name.removesuffix(_ROWS)}: restore its "
-                f"old files, {alternative}"
-            )
-        if name == _ROWS_PER_EPOCH:
-            raise CheckpointError(
-                f"{checkpoint.path} was written with {saved} rows of the sources per epoch, this run has {now}: set "
-                f"weight and max_rows in data.train, data.weight_mode and data.mixing_temperature back, {alternative}"
-            )
-        raise CheckpointError(
-            f"{checkpoint.path} was written with {name}={_format_value(saved)}, this run has "
-            f"{name}={_format_value(now)}: set it back, {alternative}"
+        if change.option in (_ROWS_PER_EPOCH, _BATCHES) and any(c.option.startswith(_SOURCES) for c in changes):
+            continue
+        named.append((change.saved, change.now))
+        kept.append(change)
+    return kept
+
+
+def _explain_content(change: Change, identity: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is different in files, and how to set it back; None for a change of an option."""
+    name = change.option
+    if name == BASE_WEIGHTS:
+        return f"other weights than those of model.path={identity.get('model.path')}", "restore its old files"
+    if name.startswith(f"{TEACHERS}."):
+        teacher = name.removeprefix(f"{TEACHERS}.")
+        exists = expand_user(teacher).exists()
+        return (
+            f"other content of the loss's guide or teacher {teacher} (digest {change.saved}, this run has "
+            f"{change.now})",
+            "restore its old files" if exists else f"write {teacher}@{change.saved}",
         )
+    if name.endswith(_ROWS):
+        return f"other rows than those of {name.removesuffix(_ROWS)}", "restore its old files"
+    if name == _ROWS_PER_EPOCH:
+        return (
+            f"{change.saved} rows of the sources per epoch, this run has {change.now}",
+            "set weight and max_rows in data.train, data.weight_mode and data.mixing_temperature back",
+        )
+    return None
 
 
 def _unpinned(value: Any, name: str = "") -> Any:
@@ -293,17 +375,29 @@ def _unpinned(value: Any, name: str = "") -> Any:
     return value
 
 
-def describe_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
-    """Options of the recipe that differ from the checkpoint's: one line for each effect."""
+def measures_otherwise(saved: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether an evaluation of the same weights measures something else than with the saved recipe."""
+    now = to_plain(recipe)
+    changes = (change for group in now for change in _differences(group, saved.get(group, {}), now[group]))
+    return any(change.option.startswith(_MEASURED) for change in changes)
+
+
+def find_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, list[Change]]:
+    """Options of the recipe that differ from the checkpoint's, by their effect."""
     before, now = checkpoint.manifest.recipe, to_plain(recipe)
     defaults = to_plain(Recipe())
-    changes: dict[Effect, list[str]] = {effect: [] for effect in Effect}
+    changes: dict[Effect, list[Change]] = {effect: [] for effect in Effect}
     for group, options in now.items():
-        saved_options = _with_defaults(before.get(group), defaults[group])
-        for name, saved, value in _differences(group, saved_options, options):
-            changes[effect_of(name, recipe)].append(f"{name} {_format_value(saved)} -> {_format_value(value)}")
+        for change in _differences(group, _with_defaults(before.get(group), defaults[group]), options):
+            changes[effect_of(change.option, recipe)].append(change)
+    return changes
+
+
+def describe_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
+    """One line for each effect, except for what the run's identity has."""
+    changes = find_changes(checkpoint, recipe)
     return {
-        effect: f"{effect.value.format(step=checkpoint.step)}: {', '.join(changes[effect])}"
+        effect: f"{effect.value.format(step=checkpoint.step)}: {', '.join(map(str, changes[effect]))}"
         for effect in (Effect.changes_training, Effect.changes_rounding, Effect.no_effect)
         if changes[effect]
     }
@@ -326,14 +420,14 @@ def _format_value(value: Any) -> Any:
     return repr(value) if isinstance(value, str) and value.split() != [value] else value
 
 
-def _differences(option: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(option: str, before: Any, now: Any) -> Iterator[Change]:
     """The innermost options that differ, with both values.
 
     An option that the earlier version did not have counts as its default. Options that no longer exist are ignored.
     """
     match before, now:
         case Mapping(), Mapping() if option == _SOURCES and before.keys() != now.keys():
-            yield option, list(before), list(now)
+            yield Change(option, list(before), list(now))
         case Mapping(), Mapping():
             defaults = _defaults_of(option, now)
             for key, value in now.items():
@@ -342,7 +436,7 @@ def _differences(option: str, before: Any, now: Any) -> Iterator[tuple[str, Any,
             for index, (saved, value) in enumerate(zip(before, now, strict=True)):
                 yield from _differences(f"{option}[{index}]", saved, value)
         case _ if before != now:
-            yield option, before, now
+            yield Change(option, before, now)
 
 
 def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,13 @@ def _guide_dimensions(guides: Mapping[str, GuideModel | StoredTeacher], data: Tr
     return [dimensions if width is None else {**dimensions, FROM_ROWS: width} for width in in_rows]
 
 
+def require_new(run: Run) -> None:
+    """Raise ConfigError if the run directory holds a run, and `resume=never`. A collective."""
+    with run.world.fail_together("looking at the output directory"):
+        if run.world.is_main:
+            run.run_dir.require_new(run.recipe.resume)
+
+
 @contextlib.contextmanager
 def claim_output_dir(run: Run) -> Iterator[None]:
     """Create the run directory, and hold its lock during the block."""
@@ -114,6 +121,7 @@ def claim_output_dir(run: Run) -> Iterator[None]:
             run_dir.require_own()
             require_only_export(run_dir.model)
     with output_dir_lock(run_dir.lock, world, run.recipe.parallel.timeout):
+        require_new(run)
         if world.watchdog is not None:
             world.watchdog.resume_hint = run_dir.resume_hint
         yield
@@ -137,7 +145,7 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
         timeout=run.recipe.parallel.timeout,
     )
     start = RunStart(checkpointer.newest())
-    start.check(identity, run.recipe, run.console)
+    start.check(identity, run.recipe, inputs.total_steps, run.console)
     return checkpointer, start
 
 
@@ -248,7 +256,8 @@ def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
     with run.world.fail_together("writing the run directory"):
         if run.world.is_main:
             run_dir.stopped.unlink(missing_ok=True)
-            run_dir.write_recipe(recipe, run.world.size, model.source.commit)
+            if not start.has_finished or not run_dir.saved_recipe():
+                run_dir.write_recipe(to_plain(recipe), run.world.size, model.source.commit)
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
+from embedtrain.checkpoint.export.model_card import OF_EXPORT
 from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checkpoint.step_directory import step_path
+from embedtrain.config.compose import to_plain
 from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.device import deterministic_algorithms
@@ -23,12 +26,12 @@ from embedtrain.loading.load import LoadedModel, quiet_libraries, verify_packing
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import metrics_at
+from embedtrain.tracking.metrics import datasets_at, metrics_at
 from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.ema import WeightAverage
-from embedtrain.training.final_export import export_run, exported_step, upload_run
+from embedtrain.training.final_export import export_run, exported_step, read_best, upload_run
 from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.initial_state import start_from
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
@@ -36,7 +39,7 @@ from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLo
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, flops_reference
 from embedtrain.training.report_sample import choose_sample
-from embedtrain.training.resume import RunStart
+from embedtrain.training.resume import RunStart, measures_otherwise
 from embedtrain.training.run_reporter import RunLength, RunReporter
 from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
@@ -47,6 +50,7 @@ from embedtrain.training.setup import (
     claim_output_dir,
     open_checkpoints,
     open_tracker,
+    require_new,
 )
 from embedtrain.training.state import TrainState
 from embedtrain.training.step import StepContext
@@ -58,6 +62,7 @@ class TrainedModel:
 
     directory: Path
     step: int  # whose weights they are
+    has_trained: bool  # False: the run had finished before
     metrics: dict[str, dict[str, float]]  # of this step, by evaluation set
 
 
@@ -80,6 +85,7 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
     ranks = f"{format_count(world.size, 'rank')} ({world.device.type})"
     console.note(f"{recipe.name} on {ranks}, in {run_dir.path}")
     run = Run(choose_precision(recipe, run_dir, world, console), world, console, run_dir)
+    require_new(run)
     # The user's mistakes come first: before a model is loaded or anything is written.
     inputs = read_inputs(run)
     with claim_output_dir(run):
@@ -112,10 +118,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
     run.console.note(checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes)))
     average = _average(run, parts, checkpointer)
-    state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
-    if start.from_scratch and recipe.train.init_from is not None:
-        start_from(recipe.train.init_from, checkpointer, parts.module, parts.optimizer, recipe, run.console)
-    _warn_of_schedule(run, inputs, start, state)
+    state = _restore(run, inputs, start, parts, checkpointer)
     theta = recipe.export.rope_theta
     served = None if theta is None else RopeTheta(parts.model.encoder, theta, "export.rope_theta")
     if average is not None:
@@ -152,10 +155,20 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             reporter.report_stopped()
         else:
             checkpointer.wait()
+            step = exported_step(recipe, state)
+            asked = start.has_finished and _lacks_evaluation(run, loop.evaluation, step)
+            if asked and step == state.step:
+                loop.evaluation.measure(step)
             ending.enter_context(_in_place(average, served))
+            if step != state.step:
+                read_best(recipe, parts.module, step_path(run_dir.checkpoints, step), world)
+                tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
+                if asked:
+                    loop.evaluation.measure(step, in_place=True)
             exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
-            step = exported_step(recipe, state)
+            if start.has_finished:
+                _update_recipe(run)
             _report_outcome(run, exported.directory, step)
             reporter.report_finished(step)
             upload_run(recipe, exported.directory, step, world, tracker)
@@ -163,7 +176,29 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         world.run_on_main("closing the trackers", tracker.close)  # wandb may still upload the model
     if stopped is not None:
         raise stopped
-    return TrainedModel(exported.directory, step, metrics)
+    return TrainedModel(exported.directory, step, not start.has_finished, metrics)
+
+
+def _update_recipe(run: Run) -> None:
+    """Let recipe.yaml of a finished run describe this export; the rest is that of the training. A collective."""
+    with run.world.fail_together("writing recipe.yaml"):
+        if run.world.is_main:
+            run.run_dir.update_recipe({group: to_plain(run.recipe)[group] for group in OF_EXPORT})
+
+
+def _lacks_evaluation(run: Run, evaluation: PeriodicEvaluation, step: int) -> bool:
+    """Whether the recipe of a finished run asks for an evaluation of `step` that was not made. A collective."""
+    lacks = False
+    with run.world.fail_together("reading metrics.jsonl"):
+        if run.world.is_main:
+            done = datasets_at(run.run_dir.path, step)
+            asked = [item for one in evaluation.evaluations for item in one.evaluator.datasets.items()]
+            lacks = (
+                run.recipe.evaluation.function is not None  # whose code may have changed
+                or any(name not in done or done[name].counts != info.counts for name, info in asked)
+                or measures_otherwise(run.run_dir.saved_recipe(), run.recipe)
+            )
+    return run.world.broadcast(lacks)
 
 
 def _average(run: Run, parts: TrainedParts, checkpointer: Checkpointer) -> WeightAverage | None:
@@ -172,6 +207,18 @@ def _average(run: Run, parts: TrainedParts, checkpointer: Checkpointer) -> Weigh
     average = None if ema is None else WeightAverage(parts.module, ema, checkpointer.wait_for_staging)
     checkpointer.average = None if average is None else average.tensors
     return average
+
+
+def _restore(
+    run: Run, inputs: RunInputs, start: RunStart, parts: TrainedParts, checkpointer: Checkpointer
+) -> TrainState:
+    """Read what training starts from: a checkpoint of the run, or the one that `train.init_from` names."""
+    recipe, module, optimizer = run.recipe, parts.module, parts.optimizer
+    state = start.restore(checkpointer, module, optimizer, recipe, inputs.total_steps, run.console)
+    if start.from_scratch and recipe.train.init_from is not None:
+        start_from(recipe.train.init_from, checkpointer, module, optimizer, recipe, run.console)
+    _warn_of_schedule(run, inputs, start, state)
+    return state
 
 
 def _warn_of_schedule(run: Run, inputs: RunInputs, start: RunStart, state: TrainState) -> None:

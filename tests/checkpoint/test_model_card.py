@@ -76,6 +76,10 @@ def test_results_say_what_was_measured(tmp_path):
         "| dev | retrieval (subset) | 300 queries, 4,800 documents | 0.7500 | 0.7000 |  | 0.2500 (ndcg@10) | +0.5000 |"
     )
     assert "| sts | sts | 100 pairs |  |  | 0.5000 |  |  |" in lines
+    computed = [{**row, "dataset": {**row["dataset"], "precision": "bf16"}} for row in ROWS]
+    text = card(tmp_path, rows=computed)
+    assert "300 queries, 4,800 documents, bf16" in text and "\nThe model computed in bf16; " in text
+    assert "computed in" not in "\n".join(lines)
     assert "| query | `` 'query\\|: \\n' `` |" in lines
     later = [dict(row, step=4) if row["step"] == 0 else row for row in ROWS]
     assert "before training" not in card(tmp_path, rows=later), "a later step is not the start"

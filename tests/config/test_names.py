@@ -60,7 +60,7 @@ GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
         ("freeze_layers=6", "optim.groups=[{match: PATTERN, lr: 0}]"),
         ("report_to=none", "leave it out"),
         ("max_steps=-1", "leave it out"),
-        ("--resume", "the same command resumes"),
+        ("--resume", "write resume=auto|never|require"),
         ("resume_from_checkpoint=true", "the same command resumes"),
         ("--verbose", "tracking.verbose=true"),
         ("--wandb", "tracking.wandb=true"),

@@ -71,8 +71,10 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     assert "embedtrain/" not in printed and "it/s" not in printed, printed
     assert re.search(r"^ +STSBenchmark +sts +[-.\d]+$", printed, re.MULTILINE), printed
     actual = rows(workshop / "two")
-    assert actual["dev"]["dataset"] == {"kind": "retrieval", "queries": 40, "documents": 40, "subset": False}
-    assert actual["NFCorpus"]["dataset"] == {"kind": "retrieval", "subset": False}
+    assert actual["dev"]["dataset"] == {
+        "kind": "retrieval", "queries": 40, "documents": 40, "subset": False, "precision": "fp32",
+    }  # fmt: skip
+    assert actual["NFCorpus"]["dataset"] == {"kind": "retrieval", "subset": False, "precision": "fp32"}
     assert set(actual) == {"dev", "STSBenchmark", "NFCorpus"}
     assert set(actual["NFCorpus"]) == {"step", "set", "dataset", "model", "ndcg_at_10"}
     assert {path.name for path in (workshop / "two" / "runs").iterdir()} == {"dev.run", "dev.qrels"}

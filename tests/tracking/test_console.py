@@ -261,10 +261,12 @@ def test_a_table_that_is_too_wide_lists_the_omitted_metrics():
 def test_a_table_shows_the_kind_of_each_set(capsys):
     datasets = {
         "dev-en": DatasetInfo("retrieval", {"queries": 9}, subset=True),
-        "sts": DatasetInfo("sts", {"pairs": 9}, subset=False),
+        "sts": DatasetInfo("sts", {"pairs": 9}, subset=False, precision="bf16"),
     }
     Console().evaluation(1, RESULTS, datasets=datasets)
-    assert capsys.readouterr().out.splitlines()[1:] == [
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "evaluation at step 1, in bf16"
+    assert lines == [
         "  set     kind                ndcg@10  mrr@10  recall@10  recall@100",
         "  dev-en  retrieval (subset)  0.4100   0.3900  0.6000     0.8000",
         "  开发集                      0.5100   0.4900  0.7000     0.9000",

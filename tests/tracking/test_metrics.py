@@ -166,7 +166,7 @@ def test_rows_of_compressed_vectors_have_their_bytes(tmp_path):
 
 
 def test_a_row_says_what_was_measured(tmp_path):
-    dataset = DatasetInfo("retrieval", {"queries": 300, "documents": 4800}, subset=True)
+    dataset = DatasetInfo("retrieval", {"queries": 300, "documents": 4800}, subset=True, precision="bf16")
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append(evaluation_row(3, "dev", {"ndcg@10": 0.5}, dataset))
     metrics.append({"step": 3, "set": "old", "ndcg@10": 0.5})
@@ -174,13 +174,13 @@ def test_a_row_says_what_was_measured(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[0] == {
         "step": 3,
         "set": "dev",
-        "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True},
+        "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True, "precision": "bf16"},
         "ndcg@10": 0.5,
     }
     assert metrics_at(tmp_path, 3) == {name: {"ndcg@10": 0.5} for name in ("dev", "old", "odd")}
     assert datasets_at(tmp_path, 3) == {"dev": dataset}
     assert datasets_at(tmp_path, 4) == {}
-    assert (dataset.label, dataset.size) == ("retrieval (subset)", "300 queries, 4,800 documents")
+    assert (dataset.label, dataset.size) == ("retrieval (subset)", "300 queries, 4,800 documents, bf16")
 
 
 def test_a_row_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path):

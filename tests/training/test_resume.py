@@ -1,5 +1,7 @@
 """Options that a resumed run must share or may change, and the messages about changes."""
 
+import contextlib
+import io
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -9,14 +11,23 @@ from typing import Any
 import pytest
 
 from embedtrain.checkpoint.step_directory import Checkpoint, Manifest
-from embedtrain.config.checkpoint import CheckpointLayout
+from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout
 from embedtrain.config.compose import compose_recipes, to_plain
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import load_recipe_data
 from embedtrain.errors import CheckpointError
-from embedtrain.training.resume import EFFECTS, Effect, describe_changes, effect_of, require_same_run, run_identity
+from embedtrain.tracking.console import Console
+from embedtrain.training.resume import (
+    EFFECTS,
+    Effect,
+    RunStart,
+    describe_changes,
+    effect_of,
+    require_same_run,
+    run_identity,
+)
 from tests.runs import run_without_base
 from tests.small import save_small, small_model, write_rows
 
@@ -80,7 +91,8 @@ def test_every_option_has_an_effect():
     assert {option for option, effect in effects.items() if effect is Effect.changes_training} == {
         *(f"{group}.{name}" for group in ("optim", "sparsity") for name in to_plain(getattr(recipe, group))
           if name != "name"),
-        "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
+        "train.init_from", "train.steps", "train.epochs", "parallel.precision", "evaluation.patience",
+        "checkpoint.best_metric",
     }  # fmt: skip
     for name in EFFECTS:
         assert any(option == name or option.startswith(f"{name}.") for option in options), name
@@ -128,6 +140,24 @@ def test_a_change_of_identity_is_rejected(rows, change, message):
         require_same_run(folder, compose(rows, change)[1])
 
 
+def test_all_changes_of_identity_are_named_once(rows):
+    """Prompts are options of each source as well; rows have content, which no option says."""
+    folder = checkpoint_of(*compose(rows))
+    changed = compose(rows, "seed=7", "loss.temperature=0.5", "model.query_prompt=find")[1]
+    with pytest.raises(CheckpointError) as caught:
+        require_same_run(folder, {**changed, "prompts": {"query": "find", "document": ""}})
+    assert str(caught.value) == (
+        "step-00000004 was written with seed=42, loss.temperature=0.05, prompts.query='ask: ', this run has seed=7, "
+        "loss.temperature=0.5, prompts.query=find: set them back, or choose another output_dir to start from scratch"
+    )
+    paths = rows / "others.jsonl", rows / "with_instructions.jsonl"
+    sources = f"[{{path: {paths[0]}, name: plain}}, {{path: {paths[1]}, name: instructed}}]"
+    with pytest.raises(
+        CheckpointError, match=r"seed=42, this run has seed=7, and with other rows .*plain: set it back, rest"
+    ):
+        require_same_run(folder, compose(rows, "seed=7", f"data.train={sources}")[1])
+
+
 def test_documents_of_other_rows_are_part_of_the_identity(rows):
     reranker = "model.kind=cross_encoder", "loss=softmax", "data.batch_negatives=2"
     recipe, identity = compose(rows, *reranker)
@@ -170,6 +200,68 @@ def test_other_changes_are_reported_with_their_effect(rows, change, effect, diff
     recipe, identity = compose(rows, change)
     require_same_run(folder, identity)
     assert describe_changes(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {difference}"}
+
+
+def start_of(rows: Path, *changes: str, step: int = 4, state: dict[str, Any] | None = None) -> tuple[RunStart, str]:
+    """The start of a run with a checkpoint of a run of four steps, and what it prints."""
+    recipe, identity = compose(rows, "train.steps=4")
+    folder = checkpoint_of(recipe, identity)
+    folder = replace(folder, manifest=replace(folder.manifest, step=step, state=state or {}))
+    recipe, identity = compose(rows, "train.steps=4", *changes)
+    start = RunStart(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as warnings, contextlib.redirect_stdout(io.StringIO()) as notes:
+        start.check(identity, recipe, recipe.train.steps or 4, Console())
+    return start, warnings.getvalue() + notes.getvalue()
+
+
+def test_a_finished_run_with_other_options_of_training_is_rejected(rows):
+    assert start_of(rows)[0].has_finished
+    for changes, names in (
+        (["optim.lr=0.5"], ["optim.lr=5e-05, this run has optim.lr=0.5: set it back, or choose another output_dir"]),
+        (["seed=7", "optim.warmup=0.5"], ["seed=42, optim.warmup=", "this run has seed=7, optim.warmup=0.5: set them"]),
+        (["train.init_from=runs/a"], ["train.init_from=None", "train.init_from=runs/a"]),
+        (["optim.schedule=constant"], ["optim.schedule=linear, this run has optim.schedule=constant"]),
+        (["train.steps=3"], ["train.steps=4, this run has train.steps=3: set it back"]),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            start_of(rows, *changes)
+        assert all(name in str(caught.value) for name in names), str(caught.value)
+
+
+def test_a_finished_run_may_be_exported_and_tracked_otherwise_and_continue(rows):
+    start, printed = start_of(
+        rows, "export.dtype=bf16", "tracking.wandb=true", "evaluation.sets=[a]", "train.chunk_tokens=9"
+    )
+    assert start.has_finished and "export.dtype source -> bf16" in printed and "evaluation.sets" in printed
+    start, printed = start_of(rows, "train.steps=8", "optim.lr=0.5")
+    assert not start.has_finished and "optim.lr 5e-05 -> 0.5" in printed and "train.steps 4 -> 8" in printed
+    start, printed = start_of(rows, "train.steps=2", step=2)  # a run that was stopped ends early
+    assert start.has_finished and "train.steps 4 -> 2" in printed
+    assert start_of(rows, "train.steps=null", "train.epochs=1")[0].has_finished  # as many steps
+
+
+def test_a_run_that_patience_has_ended_is_finished(rows):
+    state = {"step": 2, "best_by": "dev/ndcg@10", "not_better": 3}
+    patience = "checkpoint.best_metric=dev/ndcg@10", "evaluation.sets=[dev]", "evaluation.patience=3"
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint\.best_metric=None.*this run has.*checkpoint\.best_metric=dev"
+    ):
+        start_of(rows, *patience, "evaluation.every=1", step=2, state=state)
+    assert not start_of(rows, *patience[:2], "evaluation.patience=4", "evaluation.every=1", step=2, state=state)[
+        0
+    ].has_finished
+
+
+def test_a_run_that_must_continue_needs_a_checkpoint(rows):
+    recipe, identity = compose(rows, "train.steps=8", "resume=require")
+    with pytest.raises(CheckpointError, match=r"^resume=require: output_dir=runs/t holds no intact checkpoint"):
+        RunStart(None).check(identity, recipe, 8, Console())
+    folder = checkpoint_of(recipe, identity)
+    RunStart(folder).check(identity, recipe, 8, Console())
+    folder = replace(folder, manifest=replace(folder.manifest, contents=CheckpointContents.model))
+    with pytest.raises(CheckpointError, match=r"resume=require: .*contents=model"):
+        RunStart(folder).check(identity, recipe, 8, Console())
+    RunStart(folder).check(identity, recipe, 4, Console())  # has finished
 
 
 def test_changes_are_grouped_by_effect(rows):

@@ -42,6 +42,8 @@ _TASKS = {
 }
 # Groups of a recipe that describe where it ran, not what it trained.
 _LEFT_OUT = ("output_dir", "tracking")
+# Groups of a recipe that describe an export and its evaluation, not the training of the weights.
+OF_EXPORT = ("evaluation", "export")
 _IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
 _HOMES = ("home", "Users")  # folders of home directories
 
@@ -95,6 +97,11 @@ def model_card(
             "",
         ]
     )
+
+
+def recipe_of_weights(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe for the card of a checkpoint's weights: `saved` in it, with the export and its evaluation of `now`."""
+    return {**now, **{group: options for group, options in saved.items() if group not in OF_EXPORT}}
 
 
 def _origin(path: str | None, base: str | None) -> str:
@@ -175,6 +182,9 @@ def _evaluation(
         lines.append(f"| {' | '.join(cells)} |")
     if any(info.subset for info in datasets.values()):
         lines += ["", "Metrics of a subset are not comparable with those of the whole set."]
+    computed = list(dict.fromkeys(info.precision for info in datasets.values() if info.precision))
+    if computed:
+        lines += ["", f"The model computed in {' and '.join(computed)}; in another precision values differ slightly."]
     if any(change.interval for change in shown):
         lines += [
             "",

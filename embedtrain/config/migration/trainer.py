@@ -139,7 +139,7 @@ TRAINER = (
     Row(
         "resume_from_checkpoint",
         "not needed: the same command resumes the run in its `output_dir`; to start from scratch, set another one",
-        also="overwrite_output_dir ignore_data_skip resume resume_from resume_training resume_path continue ckpt_path",
+        also="overwrite_output_dir ignore_data_skip resume_from resume_training resume_path continue ckpt_path",
     ),
     Row("logging_steps", "`train.log_every`", same),
     Row("logging_strategy logging_first_step", "`train.log_every`, a number of steps"),

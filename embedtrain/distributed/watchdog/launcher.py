@@ -101,7 +101,7 @@ def start_launcher_reaper() -> None:
     launcher = find_launcher()
     if launcher is not None and not launcher.has_ended:
         created = psutil.Process(launcher.pid).create_time()
-        command = [sys.executable, "-m", __name__, str(launcher.pid), repr(created)]
+        command = [sys.executable, "-P", "-m", __name__, str(launcher.pid), repr(created)]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
 
 

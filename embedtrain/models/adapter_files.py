@@ -24,7 +24,7 @@ _MAX_REPETITIONS = 6
 _POOLER = _PREFIX + "pooler."  # unused
 # PEFT adds these names to `modules_to_save` of every classifier, whether or not it has such a module.
 CLASSIFIER, CLASSIFIER_MODULES = "SEQ_CLS", ("classifier", "score")
-# The supported keys of a configuration; others are informative or rejected below.
+# The supported keys of a configuration.
 _SUPPORTED = (
     "r",
     "lora_alpha",
@@ -52,8 +52,20 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": None,
     "arrow_config": None,
     "kasa_config": None,
+    "monteclora_config": None,
     "megatron_config": None,
+    "ensure_weight_tying": False,
 }
+# Keys that say where an adapter comes from or how it was trained; those of initial values count only with theirs.
+_INFORMATIVE = (
+    *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+    *("modules_to_save", "init_lora_weights", "runtime_config", "megatron_core", "qalora_group_size"),
+    *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "velora_config"),
+)
+KNOWN_KEYS = frozenset((*_SUPPORTED, *_UNSUPPORTED, *_INFORMATIVE))
+# Initial values that change only the adapter. All others, such as pissa, olora, corda, loftq and lora_ga, change the
+# weights of the base model as well, which the adapter's files do not hold.
+_OWN_INITIAL_VALUES = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True)
@@ -153,6 +165,20 @@ def read_settings(directory: Path) -> AdapterFiles:
         if settings.get(name) not in (default, None, {}, []):
             raise ModelError(
                 f"{directory / CONFIG}: {name}={settings[name]!r} is not plain LoRA, which is all that is supported"
+            )
+    initial = settings.get("init_lora_weights", True)
+    if initial not in _OWN_INITIAL_VALUES:
+        raise ModelError(
+            f"{directory / CONFIG}: init_lora_weights={initial} changes the weights of the base model, which the "
+            "adapter does not hold: convert it with PEFT's option path_initial_model_for_weight_conversion of "
+            "save_pretrained"
+        )
+    for name in sorted(settings.keys() - KNOWN_KEYS):
+        if settings[name] not in (None, False, {}, []):
+            raise ModelError(
+                f"{directory / CONFIG}: {name}={settings[name]!r:.80} is not known, and may change what the adapter "
+                f"computes (it was written by PEFT {settings.get('peft_version', 'of unknown version')}, this is "
+                f"{peft.__version__}): save it as plain LoRA"
             )
     if not isinstance(settings.get("r"), int) or not settings.get("target_modules"):
         raise ModelError(f"{directory / CONFIG} must define the rank (r) and the layers (target_modules)")

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import peft
@@ -21,6 +21,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.models.adapter_files import KNOWN_KEYS, open_adapter
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
@@ -236,9 +237,29 @@ INVALID_LORA = [
     ({"path": "{empty}"}, "adapter_config.json is missing"),
     ({"path": {"use_dora": True}}, "use_dora=True"),
     ({"path": {"peft_type": "IA3"}}, "peft_type=IA3"),
+    (
+        {"path": {"init_lora_weights": "pissa_niter_4"}},
+        "init_lora_weights=pissa_niter_4 changes the weights of the base",
+    ),
+    ({"path": {"init_lora_weights": "lora_ga"}}, "init_lora_weights=lora_ga changes"),
+    ({"path": {"monteclora_config": {"n": 2}}}, "monteclora_config=.* is not plain LoRA"),
+    ({"path": {"use_tomorrows_lora": True}}, "use_tomorrows_lora=True is not known"),
     ({"path": {"r": 5}}, "is an adapter of another model: .* has the shape"),
     ({"path": {"target_modules": ["q_proj"]}}, "is only in its files"),
 ]
+
+
+def test_every_key_that_peft_writes_is_known():
+    """A new one has to be read, refused or found harmless: some change what an adapter computes."""
+    assert {field.name for field in fields(peft.LoraConfig)} <= KNOWN_KEYS
+
+
+@pytest.mark.parametrize("initial", ["gaussian", "orthogonal", "eva", False])
+def test_initial_values_of_the_adapter_alone_are_harmless(models, tmp_path, initial):
+    path = with_settings(
+        str(models["llama"].lora.path), tmp_path / "copy", init_lora_weights=initial, eva_config={"a": 1}
+    )
+    assert open_adapter(LoraConfig(path=path)) is not None
 
 
 @pytest.mark.parametrize(("options", "pattern"), INVALID_LORA, ids=[pattern for _, pattern in INVALID_LORA])

@@ -11,7 +11,6 @@ from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import BadRow, list_names
 
 _ID_KEYS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
-_TEXT_KEYS = ("text", "document_text", "contents", "passage", "content", "document", "body", "abstract", "chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,8 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
     name = "" if id_key is None else values.identifier(row[id_key], f'"{id_key}"')
     if not name and id_required:
         raise BadRow(f'"{id_key}" is empty, and a document needs an id')
-    text_key = next((key for key in _TEXT_KEYS if key in row), None)
-    text_key = text_key or next((key for key in row if normalized(key) in _TEXT_KEYS), None)
+    text_key = next((key for key in values.TEXT_KEYS if key in row), None)
+    text_key = text_key or next((key for key in row if normalized(key) in values.TEXT_KEYS), None)
     title_key = next((key for key in row if key.lower() == "title"), "title")
     if text_key is None and title_key not in row:
         raise BadRow(f'a document needs a "text", and this one has: {list_names(row)}')

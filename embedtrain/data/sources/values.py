@@ -163,8 +163,11 @@ def instruction(value: object, name: str) -> str | None:
 # Objects with a text: passages of DPR, SimLM, MS MARCO and others.
 
 
-# Keys of the text of an object, in the order in which they are looked for.
-TEXT_KEYS = ("text", "contents", "passage", "passage_text", "document", "document_text", "doc", "body", "content")
+# Keys of the text of a document, in the order in which they are looked for.
+TEXT_KEYS = (
+    *("text", "document_text", "contents", "passage", "content", "document", "body", "abstract", "chunk"),
+    *("passage_text", "doc"),
+)
 # Keys that say whether an object is a positive.
 _MARK_KEYS = ("is_selected", "is_relevant", "is_positive", "relevant", "label", "has_answer")
 
@@ -197,7 +200,7 @@ def text_of(value: dict[str, object], name: str) -> str:
 
 
 def _text_key(value: dict[str, object]) -> str | None:
-    return next((key for key in TEXT_KEYS if isinstance(value.get(key), str)), "title" if "title" in value else None)
+    return next((key for key in TEXT_KEYS if value.get(key) is not None), "title" if "title" in value else None)
 
 
 def objects_in(value: dict[str, object]) -> object:

@@ -110,6 +110,11 @@ READ = [
         "docs": [{"label": 1, "text": "p"}, {"label": 1, "text": "r"}, {"label": 0, "text": "n"}],
         "neg": "m",
     },
+    {
+        "query": "q",
+        "positive_passages": [{"contents": "p"}, {"body": "r"}],
+        "negative_passages": [{"doc": "n"}, {"title": "m"}],
+    },
     # Known names of one role in any mixture.
     {"query": "q", "positive": ["p", "r"], "neg": ["n", "m"]},
     {"query": "q", "pos": ["p", "r"], "negative": ["n", "m"]},
@@ -141,6 +146,8 @@ REFUSED = [
         "'positives' .*without a text.*doc_id",
     ),
     ({"query": "q", "positive": "p", "negatives": [{"doc_id": "1"}]}, "'negatives' .*without a text.*doc_id"),
+    ({"query": "q", "positive": {"title": "T", "text": 5}}, '"text" of column "positive" must be a text, not a number'),
+    ({"query": "q", "positive_passages": [{"docid": "1"}]}, 'element 1 of "positive_passages" .*without a text.*docid'),
     ({"prompt": "q", "chosen": [{"role": "user", "content": "q"}], "rejected": "n"}, "'chosen' .*conversation"),
     ({"query": "q", "text": "p", "positive": True}, "'positive' holds a truth value"),
     ({"query": "q", "text": "p", "positive": 0}, '"positive" must be a text, not a number'),

@@ -10,7 +10,6 @@ from embedtrain.config.losses import CombinedConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import is_negative, is_positive
-from embedtrain.data.sources.documents import Document
 from embedtrain.data.sources.values import BadRow, describe_value, list_names
 from embedtrain.data.texts import Texts
 
@@ -193,8 +192,6 @@ def passages(value: object, name: str, id_key: str) -> tuple[tuple[str, ...], tu
         if not isinstance(element, dict):
             raise BadRow(f"{location} must be an object with a text, not {describe_value(element)}")
         reject_media(element, location)
-        title = values.optional_string(element.get("title"), '"title"')
-        text = values.optional_string(element.get("text"), f'"text" of {location}')
-        texts.append(values.text(Document("", title, text).full_text, location))
+        texts.append(values.text(element, location))
         ids.append(values.identifier(element.get(id_key), f'"{id_key}" of {location}'))
     return tuple(texts), tuple(ids) if any(ids) else ()

@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from embedtrain.checkpoint.export.adapters import load_rows
 from embedtrain.checkpoint.export.cross_encoder import compared_pairs
-from embedtrain.checkpoint.export.model_directory import DTYPES, WeightStream, write_architecture
+from embedtrain.checkpoint.export.model_directory import (
+    DTYPES,
+    WeightStream,
+    clear_pooler,
+    pooler_weights,
+    stored_pooler,
+    write_architecture,
+)
 from embedtrain.checkpoint.export.model_export import ExportResult, plan_export
 from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, ExportReference, export_tolerance, probe_vectors
@@ -92,11 +100,15 @@ def write_merged(
     own = list(pieces_of_rank(pieces, members[0].specs, world.rank, world.size))
     tokenizer: TextTokenizer | None = None
     with world.fail_together("writing the settings"):
-        architecture = settings.architecture or scratch.architecture
+        architecture = scratch.architecture
         if world.is_main:
             tokenizer = bound_tokenizer(settings.source, load_tokenizer(settings.source))
             if settings.architecture is None:
                 write_architecture(architecture, settings.source, tokenizer)
+            else:
+                shutil.copytree(settings.architecture, architecture)
+            if not _have_pooler(members, stored_pooler(architecture)):
+                clear_pooler(architecture)
     config = replace(options.export, truncate_dim=settings.truncate_dim, rope_theta=settings.rope_theta)
     with world.fail_together("preparing the directory"):
         weights = WeightStream(dict(members[0].specs), iter(()))
@@ -117,6 +129,16 @@ def write_merged(
             card = merge_card(options, settings, tokenizer.max_length, record, architecture)
             result = export.finish(card, reference, trust_remote_code=options.trust_remote_code, phase=console.phase)
     return result
+
+
+def _have_pooler(members: Sequence[Member], pooler: Mapping[str, Tensor]) -> bool:
+    """Whether all members have this pooler, which no encoder uses; of others the merged model has none."""
+
+    def has_pooler(member: Member) -> bool:
+        own = pooler_weights(member.source) if member.architecture is None else stored_pooler(member.architecture)
+        return own.keys() == pooler.keys() and all(torch.equal(own[name], pooler[name]) for name in own)
+
+    return not pooler or all(map(has_pooler, members))
 
 
 def multiply_factors(

@@ -63,7 +63,7 @@ def state_of(path: Path) -> State:
 
 
 def is_pooler(name: str) -> bool:
-    """Whether the weight is unused by an encoder, and therefore the first model's."""
+    """Whether the weight is unused by an encoder."""
     return name.startswith("pooler.")
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModel
 from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.tracking.metrics import metrics_at
-from tests.merge.models import merge, merge_on_rank, split_weights, state_of
+from tests.merge.models import is_pooler, merge, merge_on_rank, split_weights, state_of
 from tests.runs import BASE, options, run, run_without_base, write_run_inputs
 from tests.safety.payloads import MARKER, edit, plant_module
 from tests.small import save_guide, save_language_model, small_model, write_beir
@@ -49,6 +49,16 @@ def test_checkpoints_of_a_run(finished, tmp_path):
     merge(f"models=[{path},{finished}]", f"output_dir={tmp_path / 'paths'}", "check=false")
     for name in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "paths" / name).read_bytes() == (tmp_path / "last" / name).read_bytes()
+    # Their unused pooler is that of the start, and stays; with a model of another one, neither is in the file.
+    other, start = shutil.copytree(finished / "model", tmp_path / "other"), states[0]
+    (other / "embedtrain.json").unlink()
+    state = {name: tensor + 1 if is_pooler(name) else tensor for name, tensor in state_of(other).items()}
+    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
+    merge(f"models=[{path},{other}]", f"output_dir={tmp_path / 'mixed'}", "check=false")
+    for name in filter(is_pooler, start):
+        assert torch.equal(state_of(tmp_path / "last")[name], start[name])
+        assert not state_of(tmp_path / "mixed")[name].any()
+    assert any(map(is_pooler, start))
     record = json.loads((tmp_path / "last" / "merge.json").read_text())
     assert [model["model"] for model in record["models"]] == [
         str(finished / "checkpoints" / f"step-{step:08d}") for step in (2, 3)

@@ -71,7 +71,7 @@ WeightRows: TypeAlias = tuple[str, int, Tensor]
 DTYPES = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
 
 
-def _pooler_weights(source: ModelSource) -> dict[str, Tensor]:
+def pooler_weights(source: ModelSource) -> dict[str, Tensor]:
     """The pooler weights that `prepare_backbone` removes, by the backbone's own names.
 
     They are those of the source if it stores them, else zeros. If an export lacked them, transformers would initialise
@@ -117,7 +117,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     if source.words is not None:
         write_sparse_settings(directory, source, tokenizer)
         return
-    if pooler := _pooler_weights(source):
+    if pooler := pooler_weights(source):
         (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
     if isinstance(tokenizer, TokenRowTokenizer):
         write_late_interaction_settings(directory, source, tokenizer)
@@ -285,11 +285,22 @@ def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRow
             writer(file).write(name, converted, first)
 
 
+def stored_pooler(architecture: Path) -> dict[str, Tensor]:
+    """The pooler weights that are stored beside the architecture, by the backbone's own names."""
+    path = architecture / _POOLER_FILE
+    return load_file(path) if path.is_file() else {}
+
+
 def pooler_rows(architecture: Path) -> Iterator[WeightRows]:
-    """The pooler weights that are stored beside the architecture."""
-    if (architecture / _POOLER_FILE).is_file():
-        for name, tensor in load_file(architecture / _POOLER_FILE).items():
-            yield _BACKBONE + name, 0, tensor
+    """The same as rows, by the encoder's names."""
+    for name, tensor in stored_pooler(architecture).items():
+        yield _BACKBONE + name, 0, tensor
+
+
+def clear_pooler(architecture: Path) -> None:
+    """Write zeros in place of the pooler weights, as of a source without a pooler."""
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in stored_pooler(architecture).items()}
+    (architecture / _POOLER_FILE).write_bytes(save(zeros))
 
 
 def _write_code(directory: Path, source: ModelSource) -> None:

@@ -21,6 +21,7 @@ _FILES = [CONFIG, WEIGHTS]
 _PREFIX = "base_model.model."
 # Python's regular expressions have no limit of time: one with more repetitions, or of a group, may never end.
 _MAX_REPETITIONS = 6
+_MAX_PATTERNS = 1000  # in one setting; PEFT compiles all of them again for every layer
 _POOLER = _PREFIX + "pooler."  # unused
 # PEFT adds these names to `modules_to_save` of every classifier, whether or not it has such a module.
 CLASSIFIER, CLASSIFIER_MODULES = "SEQ_CLS", ("classifier", "score")
@@ -200,6 +201,10 @@ def _check_patterns(path: Path, settings: Mapping[str, Any]) -> None:
     patterns = [(name, settings[name]) for name in names if isinstance(settings.get(name), str)]
     for name in ("layers_pattern", "rank_pattern", "alpha_pattern"):
         if isinstance(settings.get(name), list | dict):
+            if len(settings[name]) > _MAX_PATTERNS:
+                raise ModelError(
+                    f"{path}: {name} has {len(settings[name]):,} patterns; at most {_MAX_PATTERNS:,} are allowed"
+                )
             patterns += [(name, pattern) for pattern in settings[name]]
     for name, pattern in patterns:
         repetitions = len(re.findall(r"[*+{]|(?<![(*+}])\?", str(pattern)))

@@ -17,11 +17,14 @@ import peft
 import torch
 from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precision
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.adapter_files import CLASSIFIER, CLASSIFIER_MODULES, AdapterFiles
+from embedtrain.models.adapter_files import CLASSIFIER, CLASSIFIER_MODULES, CONFIG, AdapterFiles
+from embedtrain.models.bounded import BoundExceeded, run_bounded
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
@@ -33,6 +36,7 @@ EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 NAME = "default"  # PEFT's default name of an adapter
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 _BASE = ".base_layer."
+_PATTERN_SECONDS = 20  # for the regular expressions of an adapter; those of real ones need milliseconds
 
 
 @dataclass(frozen=True)
@@ -216,11 +220,38 @@ def _peft_config(encoder: Encoder, lora: LoraConfig) -> peft.LoraConfig:
 
 
 def _inject(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles | None) -> None:
+    if files is not None:
+        _require_bounded_patterns(encoder, config, files)
     try:
         peft.inject_adapter_in_model(config, encoder.backbone, adapter_name=NAME)
     except Exception as error:  # PEFT raises plain ValueErrors of many kinds
         where = "model.lora" if files is None else str(files.directory)
         raise ModelError(f"{where}: cannot add this adapter to {type(encoder.backbone).__name__}: {error}") from None
+
+
+def _require_bounded_patterns(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles) -> None:
+    """Reject regular expressions that need long for the names of the encoder's layers, before PEFT matches them."""
+    expressions = (config.target_modules, config.exclude_modules)
+    patterns = [config.rank_pattern or {}, config.alpha_pattern or {}]
+    if not any(patterns) and not config.layers_pattern and not any(isinstance(names, str) for names in expressions):
+        return
+    names = [name for name, _ in encoder.backbone.named_modules()]
+
+    def match() -> None:
+        for name in names:
+            check_target_module_exists(config, name)
+        # Each pattern alone, because PEFT also searches for patterns that match no layer.
+        for pattern in {key for keys in patterns for key in keys}:
+            for name in names:
+                get_pattern_key((pattern,), name)
+
+    try:
+        run_bounded(match, _PATTERN_SECONDS)
+    except BoundExceeded as error:
+        raise ModelError(
+            f"{files.directory / CONFIG}: matching its regular expressions (target_modules, exclude_modules, "
+            f"layers_pattern, rank_pattern, alpha_pattern) with the names of {len(names):,} modules {error}"
+        ) from None
 
 
 def _modules_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str, nn.Module]:

@@ -16,15 +16,19 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION, PairTemplate
 from embedtrain.errors import ModelError
+from embedtrain.models.bounded import BoundExceeded, run_bounded
 from embedtrain.models.hub import one_line
 
 # Private use characters, which no template contains.
 _QUERY, _DOCUMENT, _INSTRUCTIONS = "\ue000", "\ue001", ("\ue002", "\ue003")
 # Where tokenizers join a text and what surrounds it.
 _TEXTS = ("a", "Is it?", "", " two  words ", "line\n", "\n\n", "用于。", "12", "it's", "x\u0301...", "\t(", "-")
+_PAIRS = tuple((query, _TEXTS[(5 * number + 1) % len(_TEXTS)]) for number, query in enumerate(_TEXTS))
 _PROBED_INSTRUCTIONS = ("Find it.", "用于 1?")
 # What shows that a template reads the content of a message as a list of parts, as in sentence-transformers 6.2.
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
+# Of rendering all pairs; of the text of a pair, and of all texts that are tokenized to find where it can be cut.
+_RENDER_SECONDS, _MAX_CHARACTERS, _MAX_TOKENIZED = 10, 1 << 16, 20_000_000
 _CUT_TEXT = "its chat template joins texts and what surrounds them into other tokens than ours"
 
 _Render = Callable[[str, str, str | None], str]  # query, document and system message to the text of a pair
@@ -48,7 +52,7 @@ def read_chat_template(
 
     A ModelError if the chat template does not render both roles, or cannot be cut into parts with the same tokens.
     """
-    render = _renderer(tokenizer, where, structured, dict(options or {}))
+    render = _renderer(tokenizer, where, structured, dict(options or {}), instruction)
     text = render(_QUERY, _DOCUMENT, instruction)
     if text.count(_QUERY) != 1 or text.count(_DOCUMENT) != 1 or text.index(_QUERY) > text.index(_DOCUMENT):
         raise ModelError(f"{where}: its chat template does not render a message of role query before one of document")
@@ -56,9 +60,10 @@ def read_chat_template(
     middle, end = rest.split(_DOCUMENT)
     instructed, varies = _instructed_start(render)
     added = [str(token) for token in tokenizer.get_added_vocab()]
-    for first, second, third in itertools.product(
+    cuts = itertools.product(
         _starts(start, instructed if varies else None, added), _middles(middle), _ends(end, added)
-    ):
+    )
+    for first, second, third in itertools.islice(cuts, _MAX_TOKENIZED // len(text)):
         template = PairTemplate(
             prefix=(start[:first],) if first else (),
             query=("", middle[:second]),
@@ -95,8 +100,7 @@ def renders_as(
         query_prompt = prompts.get("query", "")
         if system is not None and system != instruction and template.instruction_format is not None:
             query_prompt = template.instruction_format.replace("{text}", "").replace("{instruction}", system)
-        for number, query in enumerate(_TEXTS):
-            document = _TEXTS[(5 * number + 1) % len(_TEXTS)]
+        for query, document in _PAIRS:
             parts = [
                 *fixed[0],
                 *ids(f"{template.query[0]}{query_prompt}{query}{template.query[1]}"),
@@ -156,13 +160,19 @@ def _content(role: str) -> str:
 
 
 def _renderer(
-    tokenizer: PreTrainedTokenizerBase, where: str, structured: bool | None, options: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    structured: bool | None,
+    options: dict[str, Any],
+    instruction: str | None = None,
 ) -> _Render:
+    """Looks up the text of a pair that is tried here: one process renders all, because a template may never end."""
     if structured is None:
         written = tokenizer.chat_template
         structured = not isinstance(written, str) or any(part in written for part in _STRUCTURED)
 
-    def render(query: str, document: str, system: str | None) -> str:
+    def render(query: str, document: str, system: str | None) -> tuple[str, bool]:
+        """The text, or what is wrong and False."""
         texts = {"query": query, "document": document} | ({} if system is None else {"system": system})
         messages: list[dict[str, Any]] = [
             {"role": role, "content": [{"type": "text", "text": texts[role]}] if structured else texts[role]}
@@ -170,13 +180,34 @@ def _renderer(
             if role in texts
         ]
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except MemoryError:
+            raise
         except Exception as error:  # a template may raise anything
-            raise ModelError(
-                f"{where}: its chat template cannot render messages of the roles query and document ({one_line(error)})"
-            ) from None
+            return one_line(error), False
+        if len(text) > _MAX_CHARACTERS:
+            return f"{len(text):,} characters for a short pair; at most {_MAX_CHARACTERS:,} are allowed", False
+        return text, True
 
-    return render
+    tried = [(_QUERY, _DOCUMENT, system) for system in (instruction, *_INSTRUCTIONS)]
+    tried += [(*pair, system) for pair in _PAIRS for system in (instruction, *_PROBED_INSTRUCTIONS)]
+    try:
+        rendered = run_bounded(lambda: [render(*key) for key in tried], _RENDER_SECONDS)
+    except BoundExceeded as error:
+        raise ModelError(
+            f"{where}: rendering its chat template {error}; remove the template and set model.pair_template"
+        ) from None
+    results = dict(zip(tried, rendered, strict=True))
+
+    def look_up(query: str, document: str, system: str | None) -> str:
+        text, is_rendered = results[query, document, system]
+        if not is_rendered:
+            raise ModelError(
+                f"{where}: its chat template cannot render messages of the roles query and document ({text})"
+            )
+        return str(text)
+
+    return look_up
 
 
 def _instructed_start(render: _Render) -> tuple[list[str], bool]:

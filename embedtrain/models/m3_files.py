@@ -4,7 +4,9 @@ They are state dicts in torch's format, a pickle. torch reads them with `weights
 mappings and calls nothing else; everything but two tensors of the expected shapes is rejected.
 """
 
+import io
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ COLBERT, SPARSE = "colbert_linear", "sparse_linear"
 LAYERS = (COLBERT, SPARSE)
 SETTINGS = "m3.json"
 _MAX_BYTES, _MAX_DIM = 1 << 30, 1 << 20
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def has_m3_layers(directory: Path) -> bool:
@@ -112,7 +115,9 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
     if path.stat().st_size > _MAX_BYTES:
         raise ModelError(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_BYTES:,} are allowed")
     try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = torch.load(_uncompressed(path), map_location="cpu", weights_only=True)
+    except ModelError:
+        raise
     except Exception as error:  # a damaged pickle raises nearly anything
         reason = one_line(error)
         if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
@@ -121,9 +126,36 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ModelError(f"{path} must contain tensors by name, and nothing else")
     for key, tensor in state.items():
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.isfinite().all():
-            raise ModelError(f"{path}: {key} must have finite floating-point numbers")
+        plain = tensor.device.type == "cpu" and not tensor.is_nested and tensor.layout is torch.strided
+        if not plain or tensor.dtype not in _DTYPES:
+            raise ModelError(f"{path}: {key!r:.100} must be a plain tensor of float32, float64, float16 or bfloat16")
+        # A tensor may repeat a small storage, and reading it would allocate its whole shape.
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ModelError(f"{path}: {key!r:.100} has the shape {list(tensor.shape)}, and fewer numbers are stored")
+        if not tensor.isfinite().all():
+            raise ModelError(f"{path}: {key!r:.100} must have finite numbers")
     return state
+
+
+def _uncompressed(path: Path) -> io.BytesIO | Path:
+    """A file for `torch.load` whose parts are no longer than the file; a ModelError if a part is compressed.
+
+    A copy of a zip file: torch has a reader of its own, which may find other parts in the same file.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # torch's format before 1.6, whose tensors are read as they are
+            return path
+    copied = io.BytesIO()
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(copied, "w") as target:
+        size = sum(part.file_size for part in source.infolist())
+        if size > path.stat().st_size or any(part.compress_type for part in source.infolist()):
+            raise ModelError(
+                f"{path} is compressed, to {size:,} bytes of content: torch.save writes no compression; save it again"
+            )
+        for part in source.infolist():
+            target.writestr(part.filename, source.read(part))
+    copied.seek(0)
+    return copied
 
 
 def _read(path: Path, size: int) -> dict[str, Tensor]:

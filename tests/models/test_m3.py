@@ -111,7 +111,7 @@ class Opener:
         (Opener(), r"sparse_linear\.pt cannot be read: .*more than tensors"),
         ({"weight": torch.zeros(1, 32)}, r"sparse_linear\.pt must contain the tensors weight and bias"),
         ({"weight": torch.zeros(1, 5), "bias": torch.zeros(1)}, r"sparse_linear\.pt: weight \[1, 5\]"),
-        ({"weight": torch.full((1, 32), torch.nan), "bias": torch.zeros(1)}, r"sparse_linear\.pt: weight .*finite"),
+        ({"weight": torch.full((1, 32), torch.nan), "bias": torch.zeros(1)}, r"sparse_linear\.pt: 'weight' .*finite"),
         ({"weight": torch.zeros(2, 32), "bias": torch.zeros(2)}, r"sparse_linear\.pt: .*\[2, 32\]; expected \[1, 32\]"),
     ],
     ids=["missing", "code", "no bias", "size", "nan", "outputs"],

@@ -2,26 +2,32 @@
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.errors import ModelError
+from embedtrain.models import adapters, chat_template
 from embedtrain.models.adapter_files import read_settings
+from embedtrain.models.build import build_encoder
+from embedtrain.models.m3_files import read_pickled_tensors
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
+from tests.token_rerankers import chat_tokenizer
 
 Attack = Callable[[Path, Path], None]  # changes a model directory so that its code would create the marker
 
@@ -343,6 +349,7 @@ def test_regular_expression_that_depends_on_the_text():
         ("exclude_modules", ".*" * 20),
         ("rank_pattern", {"a?" * 30 + "a" * 30: 4}),
         ("layers_pattern", ["(?:a|a)*$"]),
+        ("alpha_pattern", {f"layer.{number}.query": 4 for number in range(2000)}),
     ],
 )
 def test_regular_expression_of_an_adapter(tmp_path, key, value):
@@ -375,3 +382,90 @@ def test_headers_of_safetensors(tmp_path, name):
     path.write_bytes((length or len(content)).to_bytes(8, "little") + content + bytes(16))
     with pytest.raises(ModelError, match=r"model.safetensors cannot be read"):
         stored_tensors(tmp_path)
+
+
+def saved(folder: Path, tensor: torch.Tensor, compression: int | None = None) -> Path:
+    """A `colbert_linear.pt` with this weight; `compression` is zipfile's."""
+    path = folder / "colbert_linear.pt"
+    torch.save({"weight": tensor, "bias": torch.zeros(1)}, path)
+    if compression is not None:
+        with zipfile.ZipFile(path) as file:
+            parts = {info.filename: file.read(info) for info in file.infolist()}
+        with zipfile.ZipFile(path, "w", compression) as file:
+            for name, content in parts.items():
+                file.writestr(name, content)
+    return path
+
+
+# The weight, and a part of the message.
+PICKLED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "meta": (lambda: torch.zeros(1, 32, device="meta"), "must be a plain tensor"),
+    "float8": (lambda: torch.zeros(1, 32).to(torch.float8_e4m3fn), "must be a plain tensor"),
+    "integers": (lambda: torch.zeros(1, 32, dtype=torch.int64), "must be a plain tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "colbert_linear.pt"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        "colbert_linear.pt",
+    ),
+    "sparse": (lambda: torch.eye(4).to_sparse(), "must be a plain tensor"),
+    "a terabyte of one number": (lambda: torch.zeros(1, 1).expand(10**10, 32), "fewer numbers are stored"),
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_tensors_of_pickles(tmp_path, name):
+    tensor, part = PICKLED[name]
+    with pytest.raises(ModelError, match=part) as raised:
+        read_pickled_tensors(saved(tmp_path, tensor()))
+    assert "\n" not in str(raised.value)
+
+
+def test_compressed_pickles_are_not_inflated(tmp_path):
+    plain = saved(tmp_path, torch.ones(2, 32), zipfile.ZIP_STORED)
+    assert read_pickled_tensors(plain)["weight"].shape == (2, 32)
+    bomb = saved(tmp_path, torch.zeros(1 << 20, 32), zipfile.ZIP_DEFLATED)
+    assert bomb.stat().st_size < 1 << 20
+    with pytest.raises(ModelError, match=r"colbert_linear.pt is compressed, to 134,\d+,\d+ bytes"):
+        read_pickled_tensors(bomb)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rank_pattern", {f".*.*.*.*.*.*x{number}": 4 for number in range(900)}),
+        ("alpha_pattern", {".*": 4, f"{'(.|.)' * 30}!": 4}),  # without repetitions
+        ("target_modules", "(.|.)" * 30 + "!"),
+    ],
+)
+def test_regular_expressions_that_need_long_for_names_of_layers(tmp_path, monkeypatch, key, value):
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": ["query"]}
+    edit(tmp_path / "adapter_config.json", **settings | {key: value})
+    monkeypatch.setattr(adapters, "_PATTERN_SECONDS", 0.5)
+    model = save_guide(small_model("bert"), tmp_path)
+    with torch.device("meta"):
+        encoder = build_encoder(open_model_source(ModelConfig(path=str(model))))
+    with pytest.raises(ModelError, match=rf"adapter_config.json: .*{key}.* needs more than 0.5 s"):
+        adapters.add_adapters(encoder, LoraConfig(path=str(tmp_path)), read_settings(tmp_path), torch.float32)
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "loops": (NESTED, "needs more than 1 s"),
+    "loops for one text": ("{% if messages[0].content == 'Is it?' %}" + NESTED + "{% endif %}", "needs more than 1 s"),
+    "a long string": ("{{ 'x' * 5000000000 }}", "needs more than 1.0 GiB of memory"),
+    "doubling": ("{% set n = namespace(x='x') %}" + "{% set n.x = n.x ~ n.x %}" * 20 + "{{ n.x }}", "1,048,576 char"),
+    "a wide field": ("{{ '%99999999d' % 1 }}", "99,999,999 characters"),
+    "recursion": ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "code": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chat_templates_are_bounded(monkeypatch, name):
+    template, part = TEMPLATES[name]
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 1)
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ModelError, match=rf"model: .*{part}") as raised:
+        chat_template.read_chat_template(tokenizer, "model")
+    assert "\n" not in str(raised.value)

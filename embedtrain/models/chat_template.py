@@ -60,9 +60,7 @@ def read_chat_template(
     middle, end = rest.split(_DOCUMENT)
     instructed, varies = _instructed_start(render)
     added = [str(token) for token in tokenizer.get_added_vocab()]
-    cuts = itertools.product(
-        _starts(start, instructed if varies else None, added), _middles(middle), _ends(end, added)
-    )
+    cuts = itertools.product(_starts(start, instructed if varies else None, added), _middles(middle), _ends(end, added))
     for first, second, third in itertools.islice(cuts, _MAX_TOKENIZED // len(text)):
         template = PairTemplate(
             prefix=(start[:first],) if first else (),

@@ -81,7 +81,7 @@ def _lower(limit: int, value: int) -> None:
 
 def _read_until(reading: int, deadline: float) -> bytes | None:
     """What is written until the pipe is closed; None if that is after the deadline."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:

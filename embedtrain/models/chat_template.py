@@ -28,7 +28,7 @@ _PROBED_INSTRUCTIONS = ("Find it.", "用于 1?")
 # What shows that a template reads the content of a message as a list of parts, as in sentence-transformers 6.2.
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 # Of rendering all pairs; of the text of a pair, and of all texts that are tokenized to find where it can be cut.
-_RENDER_SECONDS, _MAX_CHARACTERS, _MAX_TOKENIZED = 10, 1 << 16, 20_000_000
+_RENDER_SECONDS, _MAX_CHARACTERS, _MAX_TOKENIZED = 10, 1 << 14, 5_000_000
 _CUT_TEXT = "its chat template joins texts and what surrounds them into other tokens than ours"
 
 _Render = Callable[[str, str, str | None], str]  # query, document and system message to the text of a pair

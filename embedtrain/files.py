@@ -11,10 +11,8 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -89,6 +87,8 @@ def temporary_home() -> Path:
     It belongs to this user alone and is the same for all processes of the host. A folder of that name which somebody
     else has made is not used.
     """
+    import tempfile  # not at every start
+
     directory = _temporary_home()
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -99,6 +99,8 @@ def temporary_home() -> Path:
 
 
 def _temporary_home() -> Path:
+    import tempfile
+
     return Path(tempfile.gettempdir(), f"embedtrain-{os.getuid()}")
 
 
@@ -178,7 +180,7 @@ def flush_to_disk(path: Path) -> None:
 def _create_temporary(folder: Path) -> tuple[Path, int]:
     """A new file and its descriptor, which holds the lock that marks the file as in use."""
     while True:
-        path = folder / f".embedtrain-{secrets.token_hex(8)}.tmp"
+        path = folder / f".embedtrain-{os.urandom(8).hex()}.tmp"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             is_locked = _lock(descriptor)

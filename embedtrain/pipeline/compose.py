@@ -25,7 +25,6 @@ from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_opt
 from embedtrain.errors import ConfigError
 from embedtrain.files import expand_user
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
-from embedtrain.pipeline.model_kinds import check_models, is_reranker
 from embedtrain.pipeline.references import References, resolvers
 from embedtrain.pipeline.registry import KINDS, MODEL, RUN, TRAIN, StageKind
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
@@ -196,6 +195,9 @@ class _Context:
 
 
 def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str]) -> Pipeline:
+    # Not at every start, because it imports the checksums.
+    from embedtrain.pipeline.model_kinds import check_models, is_reranker
+
     references = context.references
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)

@@ -103,6 +103,14 @@ def set_home(environment: MutableMapping[str, str] = os.environ) -> None:
             print(note, file=sys.stderr, flush=True)
 
 
+def quiet_hub(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Leave warnings of the Hub, as about requests without a token, to other processes; the user's setting stays.
+
+    Each process warns once, so each rank would repeat the line. It runs before huggingface_hub is imported.
+    """
+    environment.setdefault("HF_HUB_VERBOSITY", "error")
+
+
 def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:
     """Divide the cores of a machine among its ranks, and let waiting threads sleep; the user's settings stay.
 
@@ -151,6 +159,8 @@ def _compose_as_rank(
     so that mistakes are reported at once.
     """
     set_ranks_from_srun(os.environ)
+    if _environment("RANK") != 0:
+        quiet_hub()
     launch, arguments = None, join_help_topic(sys.argv[1:])
     if launches is not None:
         launch, arguments = split_launch_options(arguments)
@@ -169,6 +179,7 @@ def _run_ranks(module: str, arguments: list[str], launch: Launch) -> None:
     if count * launch.nodes > 1:
         from embedtrain.distributed.launch import run_ranks
 
+        quiet_hub()  # this process has composed the options, and warned
         raise SystemExit(run_ranks(module, arguments, launch, count))
 
 

@@ -187,3 +187,25 @@ def test_a_crash_in_native_code_says_where():
     assert ended.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in ended.stderr
     assert "line 4 in main" in ended.stderr
+
+
+def test_warnings_of_the_hub_are_printed_once_for_all_ranks():
+    """Ranks compose their options in processes of their own, before libraries are quiet, and each asks the Hub."""
+    script = """
+from embedtrain.cli import run_command
+
+def compose(arguments):
+    from huggingface_hub.utils import logging
+    logging.get_logger("huggingface_hub.utils._http").warning("requests without a token")
+
+run_command(compose, lambda options: None, has_ranks=False)
+"""
+    printed = []
+    for rank in ("0", "1", "2"):
+        environment = {**os.environ, "RANK": rank, "LOCAL_RANK": rank}
+        environment.pop("HF_HUB_VERBOSITY", None)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        printed += [line for line in done.stderr.splitlines() if "without a token" in line]
+    assert len(printed) == 1

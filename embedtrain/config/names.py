@@ -14,7 +14,7 @@ from embedtrain.config import migration
 from embedtrain.config.conversions import Answer, Flag, Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.losses import CombinedConfig, LossConfig
 from embedtrain.config.recipe import ModelKind, Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.validation import did_you_mean, unknown_option
@@ -64,6 +64,8 @@ def suggest(option: str, kind: type, value: str | None = None) -> str | None:
     *_, group, name = f".{option}".replace("-", "_").split(".")
     if not _is_of_recipe(kind):
         return _suggest_for_command(option, name, [field.name for field in fields(kind)], value)
+    if kind is CombinedConfig and (part := _option_of_part(option, name, value)):
+        return part
     # `eval.steps`, `lora.r`, `train.batch_size`: the group is a part of their names.
     row = _row_of(f"{group}_{name}", _RECIPE_ROWS) or _row_of(name, _RECIPE_ROWS)
     if row is not None and _holds_for(row, kind):
@@ -77,6 +79,15 @@ def suggest(option: str, kind: type, value: str | None = None) -> str | None:
     if value is None and all(isinstance(options[full], bool) for full in elsewhere):
         value = "true"
     return f"write {' or '.join(full if value is None else f'{full}={value}' for full in elsewhere)}"
+
+
+def _option_of_part(option: str, name: str, value: str | None) -> str | None:
+    """Where to write an option that the parts of a combined loss have; None if no loss has it."""
+    if not any(name == field.name for kind in LOSSES.values() for field in fields(kind)):
+        return None
+    place = option.removesuffix(name) + "losses"
+    written = f"{{name: LOSS, {name}: {'VALUE' if value is None else value}}}"
+    return f"it belongs to the parts of loss=combined: write it in each that needs it, as in {place}=[{written},...]"
 
 
 def evaluator_sets(name: str | None, option: str) -> str | None:

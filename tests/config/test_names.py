@@ -150,6 +150,25 @@ def test_nor_in_a_part_of_a_combined_loss():
         compose_recipes([*GOOD, "loss=combined", "loss.losses=[{name: triplet, temperature: 0.05}]"])
 
 
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        (["loss.temperature=0.02"], "loss.losses=[{name: LOSS, temperature: 0.02},...]"),
+        (["loss.teacher_temperature=2"], "loss.losses=[{name: LOSS, teacher_temperature: 2},...]"),
+        (["+loss.margin=0.1"], "loss.losses=[{name: LOSS, margin: 0.1},...]"),
+    ],
+)
+def test_options_of_the_parts_of_a_combined_loss_are_written_in_them(options, place):
+    with pytest.raises(ConfigError, match=f"the parts of loss=combined: .*{re.escape(place)}"):
+        compose_recipes([*GOOD, "loss=combined", "loss.losses=[{name: infonce},{name: distill_scores}]", *options])
+
+
+def test_those_of_a_combined_loss_of_a_source_as_well():
+    source = "{path: a.jsonl, loss: {name: combined, losses: [{name: infonce}], temperature: 0.02}}"
+    with pytest.raises(ConfigError, match=r"the parts of loss=combined: .*losses=\[\{name: LOSS, temperature: "):
+        compose_recipes([*GOOD, f"data.train=[{source}]"])
+
+
 def test_nor_in_a_file(tmp_path):
     (tmp_path / "recipe").mkdir()
     text = "# @package _global_\ndefaults: [override /loss: triplet]\nname: own\nloss: {temperature: 0.05}\n"

@@ -30,10 +30,10 @@ from embedtrain.config.recipe import ModelKind, Strategy
 from embedtrain.data.types import Packing, QueryWords
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.loading.load import LoadedModel
-from embedtrain.models.encoder import Encoder
+from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.m3 import m3_rows
 from embedtrain.models.static_queries import QueryWeights, read_query_weights
 from embedtrain.models.tokenizer import load_tokenizer
@@ -43,7 +43,8 @@ from embedtrain.models.types import ModelSource
 def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedModel:
     """The model of an export whose outputs its graph computes, on the CPU of every rank. A collective.
 
-    Raises ConfigError if the directory does not have the graph, CheckpointError if onnxruntime cannot open it.
+    Raises ConfigError if the directory does not have the graph, CheckpointError if it cannot be opened or is that of
+    another model.
     """
     with world.fail_together("opening the graph"):
         path = graph_file(source, backend)
@@ -81,13 +82,16 @@ class GraphEncoder(Encoder):
 
     def __init__(self, path: Path, source: ModelSource) -> None:
         super().__init__(nn.Identity(), source.pooling, normalize=source.normalize)
-        self._source, self._session = source, open_graph(path)
+        assert source.directory is not None
+        self._source, self._session = source, open_graph(path, source.directory)
         self._heads = add_heads(nn.Identity(), source) if output_names(source) == [HIDDEN] else None
         self._queries: QueryWeights | None = None
         if source.words is not None and source.words.queries is not None:
             weights = read_query_weights(source.words.queries, source.directory, source.dimension)
             self._queries = QueryWeights(source.dimension, trained=False)
             self._queries.weight.data.copy_(weights)
+        # A text of two tokens, so that a graph of something else fails before texts are read.
+        self._run(self._inputs(torch.zeros(1, 2, dtype=torch.int64), None, None))
 
     @property
     def dimension(self) -> int:
@@ -105,30 +109,63 @@ class GraphEncoder(Encoder):
     ) -> Tensor:
         """Arguments and result of the encoder of this kind of model; `more` is its last argument."""
         assert packing is None, "graphs have padded texts"
-        real = torch.ones_like(ids) if mask is None else mask
-        inputs = {"input_ids": ids, "attention_mask": real}
-        inputs["token_type_ids"] = torch.zeros_like(ids) if types is None else types
+        inputs = self._inputs(ids, mask, types)
+        outputs = self._run(inputs)
         match self._source.kind:
             case ModelKind.cross_encoder:
-                return self._run([LOGITS], inputs)[0]
+                return outputs[0]
             case ModelKind.sparse:
                 assert more is None or isinstance(more, QueryWords)
-                return self._with_queries(self._run([VECTORS], inputs)[0], more)
+                return self._with_queries(outputs[0], more)
             case ModelKind.late_interaction:
                 assert isinstance(more, Tensor)
-                return self._run([TOKEN_VECTORS], inputs)[0].flatten(0, 1)[more]
+                return outputs[0].flatten(0, 1)[more]
             case ModelKind.m3:
                 assert isinstance(more, Tensor)
-                return self._m3_rows(inputs, pooled, more)
+                return self._m3_rows(ids, outputs, pooled, more)
             case ModelKind.dense:
                 if self._heads is None:
-                    return self._run([VECTORS], inputs)[0]
-                return self._heads.vectors(self._run([HIDDEN], inputs)[0], real if pooled is None else pooled)
+                    return outputs[0]
+                return self._heads.vectors(outputs[0], inputs["attention_mask"] if pooled is None else pooled)
 
-    def _run(self, names: list[str], inputs: dict[str, Tensor]) -> Sequence[Tensor]:
-        device = inputs["input_ids"].device
-        outputs = self._session.run(names, {name: values.cpu().numpy() for name, values in inputs.items()})
-        return [torch.from_numpy(output).to(device) for output in outputs]
+    def _inputs(self, ids: Tensor, mask: Tensor | None, types: Tensor | None) -> dict[str, Tensor]:
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids) if mask is None else mask,
+            "token_type_ids": torch.zeros_like(ids) if types is None else types,
+        }
+
+    def _run(self, inputs: dict[str, Tensor]) -> Sequence[Tensor]:
+        """The outputs that `forward` reads, of the shapes that an export has, or a CheckpointError."""
+        ids = inputs["input_ids"]
+        shapes = self._output_shapes(*ids.shape)
+        outputs = self._session.run(list(shapes), {name: values.cpu().numpy() for name, values in inputs.items()})
+        for (name, shape), output in zip(shapes.items(), outputs, strict=True):
+            if output.shape != shape:
+                raise CheckpointError(
+                    f"{self._session.path}: its output {name} has the shape {list(output.shape)} for "
+                    f"{list(ids.shape)} tokens; that of the model is {list(shape)}"
+                )
+        return [torch.from_numpy(output).to(ids.device) for output in outputs]
+
+    def _output_shapes(self, texts: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Of the outputs that are read, for padded texts."""
+        dimension = self._source.dimension
+        match self._source.kind:
+            case ModelKind.cross_encoder:
+                return {LOGITS: (texts, dimension)}
+            case ModelKind.sparse:
+                return {VECTORS: (texts, dimension)}
+            case ModelKind.late_interaction:
+                return {TOKEN_VECTORS: (texts, length, dimension)}
+            case ModelKind.m3:
+                assert self._source.m3 is not None
+                tokens = (texts, length - 1, self._source.m3.token_dimension)
+                return {M3_DENSE: (texts, dimension), M3_LEXICAL: (texts, length, 1), M3_TOKENS: tokens}
+            case ModelKind.dense if self._heads is not None:
+                return {HIDDEN: (texts, length, hidden_size(self._source.config))}
+            case ModelKind.dense:
+                return {VECTORS: (texts, min(dimension, self._source.truncate_dim or dimension))}
 
     def _with_queries(self, weights: Tensor, query_words: QueryWords | None) -> Tensor:
         """The weights of words in documents, and in queries that are not encoded: [N, V]."""
@@ -137,11 +174,11 @@ class GraphEncoder(Encoder):
         looked_up, _ = self._queries(query_words)
         return torch.cat([weights, looked_up]).index_select(0, query_words.order)
 
-    def _m3_rows(self, inputs: dict[str, Tensor], pooled: Tensor | None, token_rows: Tensor) -> Tensor:
-        dense, lexical, tokens = self._run([M3_DENSE, M3_LEXICAL, M3_TOKENS], inputs)
+    def _m3_rows(self, ids: Tensor, outputs: Sequence[Tensor], pooled: Tensor | None, token_rows: Tensor) -> Tensor:
+        dense, lexical, tokens = outputs
         weights = lexical.flatten()[token_rows]
         if pooled is not None:
             weights = weights * pooled.flatten()[token_rows]
         vectors = F.pad(tokens, (0, 0, 1, 0)).flatten(0, 1)[token_rows]
-        texts = token_rows // inputs["input_ids"].shape[1]
-        return m3_rows(dense[texts], vectors, weights, texts, inputs["input_ids"].flatten()[token_rows])
+        texts = token_rows // ids.shape[1]
+        return m3_rows(dense[texts], vectors, weights, texts, ids.flatten()[token_rows])

@@ -19,7 +19,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.export.cross_encoder import formatted_pairs
 from embedtrain.checkpoint.export.graph_outputs import ComparedOutputs, TracedModel, dynamic_axes, output_names
-from embedtrain.checkpoint.export.graph_session import library_of, open_graph
+from embedtrain.checkpoint.export.graph_session import open_graph
 from embedtrain.checkpoint.export.reopen import open_tokenizer, tokenize_padded
 from embedtrain.checkpoint.export.verify import PROBES, require_close
 from embedtrain.errors import CheckpointError, ConfigError
@@ -124,15 +124,12 @@ class OpenGraph:
         assert source.directory is not None
         self.path, self._source = path, source
         self._tokenizer, self._compared = open_tokenizer(source.directory, source), ComparedOutputs(source)
-        self._session = open_graph(path)
+        self._session = open_graph(path, source.directory)
 
     def run(self, rows: Sequence[int]) -> ProbeRows:
         """These rows of PROBES as one padded batch."""
         batch, names = _probe_batch(self._tokenizer, self._source, rows), output_names(self._source)
-        try:
-            outputs = self._session.run(names, {name: values.numpy() for name, values in batch.items()})
-        except Exception as error:  # its exceptions have no common base
-            raise CheckpointError(f"{library_of(self.path)} cannot run {self.path}: {one_line(error)}") from error
+        outputs = self._session.run(names, {name: values.numpy() for name, values in batch.items()})
         mask = batch["attention_mask"]
         return {
             name: self._compared.rows(name, torch.from_numpy(output), mask)

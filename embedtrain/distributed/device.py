@@ -21,7 +21,10 @@ _EXHAUSTED = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)"
 _REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+ (?:[KMGT]iB|bytes))")
 
 # What was planned and which options to lower, by the beginning of the activity.
-_advice: dict[str, str] = {}
+_advice: dict[str, str] = dict.fromkeys(
+    ("opening the model", "opening the reranker", "opening the graph", "reading the model's weights"),
+    "the model's files need more than that: use more ranks, or a smaller model",
+)
 
 
 def total_memory(device: torch.device, local_size: int = 1) -> int:

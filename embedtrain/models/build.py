@@ -1,5 +1,6 @@
 """Builds an encoder without memory for its weights, and locates each weight in the model's files."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from embedtrain.models.stored_weights import TensorLocation, shapes_match, store
 from embedtrain.models.types import ModelSource
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
+_MAX_TENSOR = 1 << 26  # numbers of a stored tensor that a small model may leave unused
 # The weight of a score of tokens, and where the rows that it starts from are stored.
 _SCORE, _VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
 _NO_VOCABULARY_HEAD = (
@@ -256,6 +258,15 @@ def _require_plausible_size(source: ModelSource, directory: Path) -> None:
             f"{directory / 'config.json'} describes {needed:,} parameters, but the weights have only {stored:,} bytes: "
             "they belong to another model"
         )
+    # transformers reads a tensor before it compares the shapes.
+    for location in stored_tensors(directory).values():
+        with safe_open(location.path, framework="pt") as file:
+            numbers = math.prod(file.get_slice(location.key).get_shape())
+        if numbers > max(needed, _MAX_TENSOR):
+            raise ModelError(
+                f"{location.path}: {location.key} has {numbers:,} numbers, and the whole model that config.json "
+                f"describes {needed:,} parameters: it belongs to another model"
+            )
 
 
 def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[str, TensorLocation] | None:

@@ -148,11 +148,11 @@ def write_idf(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def _read_safetensors(path: Path, num_words: int | None) -> Tensor:
     try:
         with safe_open(path, framework="pt") as file:
-            weights: Tensor = file.get_tensor(STORED_WEIGHT).float()
+            shape = file.get_slice(STORED_WEIGHT).get_shape()
+            fits = len(shape) == 1 and num_words in (None, shape[0])
+            weights: Tensor | None = file.get_tensor(STORED_WEIGHT).float() if fits else None
     except Exception as error:  # safetensors does not export its exception type
         raise ModelError(f"{path} cannot be read as safetensors with `{STORED_WEIGHT}`: {error}") from None
-    if weights.ndim != 1 or (num_words is not None and len(weights) != num_words) or not weights.isfinite().all():
-        raise ModelError(
-            f"{path}: {STORED_WEIGHT} {list(weights.shape)} must be a finite number for each of {num_words} words"
-        )
+    if weights is None or not weights.isfinite().all():
+        raise ModelError(f"{path}: {STORED_WEIGHT} {shape} must be a finite number for each of {num_words} words")
     return weights

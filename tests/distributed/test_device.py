@@ -83,6 +83,15 @@ def test_the_message_names_what_is_used_and_what_to_lower(gpu, error, allocation
     )
 
 
+def test_what_a_models_files_need_is_no_matter_of_chunks(gpu):
+    error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+    for phase in ("opening the model", "reading the model's weights on rank 0"):
+        with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(CPU), activity(phase):
+            raise error
+        assert "the model's files need more" in str(caught.value)
+        assert "chunk_tokens" not in str(caught.value)
+
+
 def test_memory_of_the_host_that_cuda_cannot_lock_is_no_matter_of_chunks(gpu):
     advise_when_exhausted("", "lower train.chunk_tokens")
     with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(GPU), activity("preparing a batch"):

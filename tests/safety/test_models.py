@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -19,7 +19,7 @@ from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.errors import ModelError
 from embedtrain.models import adapters, chat_template
 from embedtrain.models.adapter_files import read_settings
-from embedtrain.models.build import build_encoder
+from embedtrain.models.build import build_encoder, full_state_dict
 from embedtrain.models.m3_files import read_pickled_tensors
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_tensors
@@ -469,3 +469,22 @@ def test_chat_templates_are_bounded(monkeypatch, name):
     with pytest.raises(ModelError, match=rf"model: .*{part}") as raised:
         chat_template.read_chat_template(tokenizer, "model")
     assert "\n" not in str(raised.value)
+
+
+def test_a_tensor_larger_than_the_model_is_not_read(tmp_path):
+    """4 GiB that take no space on the disk, as the table of a model with 32 dimensions."""
+    model = save_guide(small_model("bert"), tmp_path)
+    tensors, path = load_file(model / "model.safetensors"), model / "model.safetensors"
+    (name,) = (key for key in tensors if "word_embeddings" in key)
+    before = tensors.pop(name).shape
+    content = save(tensors)
+    length = int.from_bytes(content[:8], "little")
+    header, start = json.loads(content[8 : 8 + length]), len(content) - 8 - length
+    header[name] = {"dtype": "F32", "shape": [1 << 25, before[1]], "data_offsets": [start, start + (4 << 30)]}
+    written = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(written).to_bytes(8, "little") + written + content[8 + length :])
+        file.truncate(8 + len(written) + start + (4 << 30))
+    source = open_model_source(ModelConfig(path=str(model)))
+    with pytest.raises(ModelError, match=rf"model.safetensors: {name} has 1,073,741,824 numbers"):
+        full_state_dict(source, seed=0)

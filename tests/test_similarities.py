@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ from embedtrain.config.listwise_losses import MSEConfig
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
 from embedtrain.config.recipe import ModelConfig
+from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.merge.__main__ import main as merge
 from embedtrain.merge.options import MergeOptions
 from embedtrain.models.source import open_model_source
 from embedtrain.training.similarity import with_similarity
+from embedtrain.verify.engines import run_engine
+from embedtrain.verify.probes import probe_model
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, save_guide, small_model, text
 
@@ -115,6 +120,24 @@ def test_what_only_inner_products_have_is_refused_for_distances(directories, tmp
     metrics_of(directories["dot"], tmp_path, **options)
 
 
+def test_search_compares_by_another_similarity_if_it_is_set(directories, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"_id": d, "text": words}) + "\n" for d, words in CORPUS.items()))
+    theirs = SentenceTransformer(str(directories["dot"]), device="cpu")
+    scores = theirs.similarity(*(theirs.encode(texts) for texts in ([QUERIES["q3"]], list(CORPUS.values()))))[0]
+    assert_found(directories["cosine"], corpus, QUERIES["q3"], scores, "similarity=dot")
+
+
+def test_verify_compares_the_similarity_of_sentence_transformers(directories):
+    with joined_world() as world:
+        probe = probe_model(directories["manhattan"], world)
+    assert run_engine("sentence_transformers", sys.executable, probe).passes(1e-4)
+    other = replace(probe, request={**probe.request, "model": str(directories["dot"])})
+    outcome = run_engine("sentence_transformers", sys.executable, other)
+    assert not outcome.passes(1e-4)
+    assert outcome.reason == "it compares vectors by similarity_fn_name=dot, and embedtrain by manhattan"
+
+
 def test_unknown_similarities_of_files_are_refused(directories, tmp_path):
     directory = with_settings(directories["dot"], tmp_path / "hamming", similarity_fn_name="hamming")
     with pytest.raises(ModelError, match=r"similarity_fn_name='hamming'.*manhattan"):
@@ -136,6 +159,8 @@ def test_training_starts_from_the_similarity_of_the_directory(directories, tmp_p
         )
         losses[name, option] = [row["loss"] for row in trained.history if "loss" in row]
         assert stored_similarity(trained.model_dir) == (option or name)
+        shown = {"dot": "inner product (`dot`)", "cosine": "cosine similarity"}[option or name]
+        assert f"The model compares vectors by {shown}." in (trained.model_dir / "README.md").read_text()
         # The evaluation of the run is that of the directory that it wrote, as sentence-transformers measures it.
         theirs = SentenceTransformer(str(trained.model_dir), device="cpu")
         expected = InformationRetrievalEvaluator(QUERIES, CORPUS, RELEVANT, name="set", write_csv=False)(theirs)

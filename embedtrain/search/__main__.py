@@ -54,6 +54,7 @@ def main(options: SearchOptions) -> None:
         config = ModelConfig(
             path=options.model,
             revision=options.revision,
+            similarity=options.similarity,
             m3=M3Config(hybrid_weights=options.hybrid_weights),
             trust_remote_code=options.trust_remote_code,
         )

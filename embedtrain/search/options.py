@@ -8,6 +8,7 @@ from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import parse_vector_format
 from embedtrain.config.evaluation import IndexConfig, check_index
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import parse_reranker
@@ -32,6 +33,8 @@ class SearchOptions:
     # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
     # default: the model's.
     hybrid_weights: list[float] | None = None
+    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
+    similarity: VectorSimilarity | None = None
     top_k: int = 5  # results per query
     # Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as
     # {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors.

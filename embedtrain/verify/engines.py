@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 from embedtrain.verify.options import ENGINES, VerifyOptions
 from embedtrain.verify.probes import Probe, compare
@@ -75,6 +76,10 @@ def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
         computed = json.loads(result.read_text(encoding="utf-8"))
     if "unsupported" in computed:
         return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
+    named, expected = computed.get("similarity"), probe.source.similarity.value
+    if probe.source.kind is ModelKind.dense and named not in (None, expected):
+        reason = f"it compares vectors by similarity_fn_name={named}, and embedtrain by {expected}"
+        return Outcome(engine, computed["version"], reason=reason)
     return Outcome(engine, computed["version"], compare(computed, probe), changes=computed.get("changes", ""))
 
 

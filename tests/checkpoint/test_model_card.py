@@ -25,6 +25,10 @@ ROWS = [
 def card(tmp_path: Path, *options: str, rows=ROWS, **arguments) -> str:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "secret").mkdir(exist_ok=True)
+    settings = RunDirectory(tmp_path).architecture / "config_sentence_transformers.json"
+    if not settings.exists():
+        settings.parent.mkdir()
+        settings.write_text('{"similarity_fn_name": "dot"}')
     (recipe,) = compose_recipes(
         [
             "name=mine", "model.path=BAAI/bge-m3", "data.train=[owner/rows, /home/me/secret/my.jsonl, data/*.parquet]",
@@ -52,6 +56,7 @@ def test_the_metadata_are_those_of_the_hub(tmp_path):
         ("sts", "spearman"): ("semantic-similarity", "sts", 0.5),
     }
     assert 'SentenceTransformer("me/mine")' in text
+    assert "The model compares vectors by inner product (`dot`)." in text
 
 
 def test_a_late_interaction_model_is_used_with_two_libraries(tmp_path):

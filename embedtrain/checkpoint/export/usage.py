@@ -6,7 +6,10 @@ from pathlib import Path
 from embedtrain.checkpoint.export.cross_encoder import renders_pairs
 from embedtrain.checkpoint.export.late_interaction import pylate_usage
 from embedtrain.checkpoint.export.sparse import usage_of_words
+from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import ModelKind
+from embedtrain.models.file_references import read_json
+from embedtrain.models.module_settings import SETTINGS
 
 # What the card calls a model.
 _KINDS = {
@@ -63,6 +66,13 @@ def usage(kind: ModelKind, name: str, prompts: Mapping[str, str], architecture: 
     }
     return by_kind.get(kind, _usage_of_vectors)(name, prompts, architecture)
 
+
+_SIMILARITIES = {
+    VectorSimilarity.cosine: "cosine similarity",
+    VectorSimilarity.dot: "inner product (`dot`)",
+    VectorSimilarity.euclidean: "Euclidean distance",
+    VectorSimilarity.manhattan: "Manhattan distance",
+}
 
 # What the outputs of the ONNX graph are, by the kind of model.
 _GRAPHS = {
@@ -150,8 +160,13 @@ def _usage_of_token_vectors(name: str, prompts: Mapping[str, str], architecture:
     ]
 
 
-def _usage_of_vectors(name: str, prompts: Mapping[str, str], _: Path) -> list[str]:
-    lines = _similarities("SentenceTransformer", name, '["a text that answers it"]')
+def _usage_of_vectors(name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+    similarity = VectorSimilarity(read_json(architecture / SETTINGS)["similarity_fn_name"])
+    lines = [
+        *_similarities("SentenceTransformer", name, '["a text that answers it"]'),
+        f"The model compares vectors by {_SIMILARITIES[similarity]}.",
+        "",
+    ]
     if any(prompts.values()):
         lines += [
             "`encode_query` and `encode_document` prepend the prompts that the model was trained with. Other software "

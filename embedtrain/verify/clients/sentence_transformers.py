@@ -60,6 +60,8 @@ else:
         output["word_weights"] = {way: [words(row) for row in rows] for way, rows in texts}
     else:
         output["vectors"] = {way: rows.tolist() for way, rows in encoded(model, given["texts"])}
+        if hasattr(model, "similarity_fn_name"):  # from version 3 on
+            output["similarity"] = str(model.similarity_fn_name)
     if find_spec("sentence_transformers.base") is None and kind != "cross_encoder":  # before version 5.4
         output["changes"] = "strips white space from the ends of texts"
         output["changed"] = {

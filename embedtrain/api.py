@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any
 
@@ -20,19 +21,18 @@ from embedtrain.config.code import register_code
 from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.overrides import flatten, to_overrides
-from embedtrain.config.paths import require_models, require_recipe_paths, require_sets, require_sources
+from embedtrain.config.paths import require_models, require_recipe_paths, require_run, require_sets, require_sources
 from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.recipe_files import choices
-from embedtrain.data.in_memory import InMemoryData
+from embedtrain.data.in_memory import InMemoryData, is_splits
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import ConfigError
 from embedtrain.evaluate.__main__ import main as evaluate_main
 from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
 from embedtrain.evaluation.sentence_transformers import TextEncoder
-from embedtrain.export.__main__ import compose as compose_export
 from embedtrain.export.__main__ import main as export_main
-from embedtrain.export.options import ExportOptions
+from embedtrain.export.options import ExportOptions, compose_export
 from embedtrain.in_process import SHARED_WORLD, own_process_state
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.options import EncoderOptions, check_encoder
@@ -95,9 +95,10 @@ def train(
 
     Args:
         recipe: a name from `recipes/`, or from `config_dir`/recipe.
-        data: training rows: a path, a list of rows (mappings), a `datasets.Dataset`, a mapping with `path` or `rows`
-            and options of a source; or a list of these. A mapping of other options is the group `data`.
-        evaluation: evaluation sets: a path, rows or a Dataset, a mapping with `queries`, `corpus` and `qrels`, or with
+        data: training rows: a path, a list of rows (mappings), a DataFrame of pandas or polars, a `datasets.Dataset` or
+            DatasetDict, a mapping of columns, a mapping with `path` or `rows` and options of a source; or a list of
+            these. A mapping of other options is the group `data`.
+        evaluation: evaluation sets: a path, rows as in `data`, a mapping with `queries`, `corpus` and `qrels`, or with
             `path` or `rows`, and options of a set; or a list of these. A mapping of other options is the group
             `evaluation`.
         loss: the name of a loss, a mapping of its options with `name`, or a class of your own; with arguments,
@@ -211,6 +212,7 @@ def export(
     *,
     step: int | str = "latest",
     output_dir: StrPath | None = None,
+    sets: Any = None,
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
     **more: Any,
@@ -221,18 +223,26 @@ def export(
         run: the output_dir of a run, or the result of `train`.
         step: `latest`, `best`, or the number of a saved step.
         output_dir: default: `model/` in the run's directory.
+        sets: as `evaluation` of `train`: the graphs of `formats=["onnx", ...]` are measured on them.
         options, more: other options of the command, such as `formats`, `dtype`, `push_to_hub`, or `adapters` instead of
             `run`.
     """
     path = run.output_dir if isinstance(run, TrainResult) else run
-    parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir)}
+    parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir, sets=sets)}
     flat = flatten(ExportOptions, parameters, options or {}, more)
-    with own_process_state("export", quiet=quiet):
+    # The files of sets are read during the export only, and its output_dir holds nothing but the model.
+    with own_process_state("export", quiet=quiet), TemporaryDirectory(prefix="embedtrain-") as folder:
+        memory = InMemoryData(Path(folder))
+        _take_from_memory(flat, memory, {"sets": "evaluation"})
         composed = compose_export(to_overrides(flat))
+        for exported in composed.runs:
+            require_run(exported)
         with joined_world() as world:
             directory = ""
             with world.fail_together("exporting the model"):
                 if world.is_main:
+                    memory.write(Path(folder))
+                    require_sets(composed.sets)
                     directory = str(export_main(composed))
             return Path(world.broadcast(directory))
 
@@ -272,7 +282,11 @@ def _group(value: Any, group: str, list_option: str, kind: type[Any]) -> dict[st
     if value is None:
         return {}
     names = {field.name for field in fields(kind)}
-    if isinstance(value, Mapping) and value.keys() & names and not value.keys() & {"path", "rows", "queries"}:
+    if (
+        isinstance(value, Mapping)
+        and (value.keys() & names and not value.keys() & {"path", "rows", "queries"})
+        and (value.keys() <= names or not is_splits(value))  # a DatasetDict has a split `train`
+    ):
         return {group: value}
     return {f"{group}.{list_option}": value}
 

@@ -1,5 +1,6 @@
 """The Python API: the commands as functions of one process, and of several ranks."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -7,16 +8,20 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from sentence_transformers import SentenceTransformer
@@ -24,10 +29,12 @@ from sentence_transformers import SentenceTransformer
 import embedtrain.evaluate.options
 import embedtrain.mine.options
 from embedtrain import evaluate, export, load_encoder, mine, train
+from embedtrain.api import _group
+from embedtrain.config.recipe import DataConfig
 from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.tracking.metrics import read_metrics
 from tests.commands import TORCHRUN
 from tests.conftest import ROOT
@@ -255,7 +262,12 @@ def test_script_under_torchrun(model, tmp_path):
     ("options", "message"),
     [
         ({"train": {"stepz": 4}}, r"train\.stepz"),
-        ({"data": [{"query": "a", "positive": float("nan")}]}, r"data\.train\[0\]"),
+        ({"data": [{"query": "a", "positive": float("nan")}]}, r"rows-\w+\.jsonl:1: .*positive"),
+        (
+            {"data": [{"query": "a", "positive": datetime(2026, 1, 2)}]},
+            r"rows-\w+\.jsonl.*positive.*datetime\.datetime",
+        ),
+        ({"data": [("a", "b")]}, r"data\.train\[0\]\[0\]: a row is a mapping of columns, not str"),
         ({"data": [{"path": "x"}, 3]}, r"data\.train\[1\]"),
         ({"data": {"train": "x", "other": 1}}, r"data\.other"),
         ({"evaluation": {"queries": {}, "corpus": ["a"], "qrels": {}}}, r"evaluation\.sets: corpus"),
@@ -263,10 +275,10 @@ def test_script_under_torchrun(model, tmp_path):
         ({"data": "missing.jsonl"}, r"missing\.jsonl"),
         ({"loss": "infonse"}, r"loss=infonse"),
     ],
-    ids=["option", "row", "source", "group", "corpus", "qrels", "path", "loss"],
+    ids=["option", "missing", "date", "row", "source", "group", "corpus", "qrels", "path", "loss"],
 )
 def test_errors_are_those_of_the_command(model, tmp_path, options, message):
-    arguments = {"data": rows(), "train.steps": 1} | options
+    arguments = {"data": rows(), "train.steps": 1, "model.pooling": "mean"} | options
     arguments.pop("train.steps") if "train" in options else None
     with pytest.raises(EmbedtrainError, match=message):
         train(model=model, output_dir=tmp_path, quiet=True, **arguments)
@@ -285,10 +297,104 @@ def test_data_in_memory_is_written_once_and_repaired(tmp_path):
     file.write_bytes(content[:-5])
     memory.write(tmp_path)
     assert file.read_bytes() == content
-    with pytest.raises(DataError, match=r"data\[1\]"):
-        memory.sources([{"query": "a"}, {"query": object()}], "data")
-    with pytest.raises(ConfigError, match="'train', 'test'"):
-        memory.sources({"train": Dataset.from_list(rows(1)), "test": []}, "data")
+
+
+def rows_in_memory(data: Any, option: str = "data.train") -> list[dict[str, Any]]:
+    memory = InMemoryData()
+    memory.sources(data, option)
+    (lines,) = memory.files.values()
+    return [json.loads(line) for line in lines()]
+
+
+COLUMNS = {key: [row[key] for row in rows(5)] for key in ("query", "positive")}
+FRAME = pd.DataFrame(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        FRAME,
+        FRAME.set_index("query"),  # as groupby leaves it
+        {"rows": FRAME.convert_dtypes()},
+        pa.table(COLUMNS),
+        Dataset.from_dict(COLUMNS),
+        Dataset.from_dict(COLUMNS).to_iterable_dataset(),
+        COLUMNS,
+        {key: np.array(values) for key, values in COLUMNS.items()},
+        {"rows": dict(FRAME.items())},
+        DatasetDict(train=Dataset.from_dict(COLUMNS), test=Dataset.from_list(rows(2))),
+        {"rows": {"a": Dataset.from_list(rows(2)), "b": FRAME}, "split": "b"},
+        DatasetDict(all=Dataset.from_dict(COLUMNS)),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_tables_in_memory_are_rows(data):
+    assert rows_in_memory(data) == rows(5)
+
+
+def test_frames_of_polars_are_rows():
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame(COLUMNS).with_columns(at=polars.lit(date(2026, 1, 2)), pair=polars.lit(["a", "b"]))
+    assert rows_in_memory(frame)[4] == rows(5)[4] | {"at": {"datetime.date": None}, "pair": ["a", "b"]}
+    with pytest.raises(ConfigError, match=r"not LazyFrame; call collect\(\)"):
+        InMemoryData().sources(frame.lazy(), "data.train")
+
+
+def test_splits_in_memory_are_those_of_their_use():
+    splits = DatasetDict(train=Dataset.from_dict(COLUMNS), validation=Dataset.from_list(rows(2)))
+    assert rows_in_memory(splits, "evaluation.sets") == rows_in_memory([splits], "sets") == rows(2)
+    assert _group(splits, "data", "train", DataConfig) == {"data.train": splits}
+    with pytest.raises(ConfigError, match=r'no split train, but a, b: write \{"rows": ..., "split": "a"\}'):
+        rows_in_memory({"a": FRAME, "b": FRAME})
+
+
+def test_values_that_json_lacks_matter_only_where_they_are_used():
+    half = "\ud800"  # of a surrogate pair
+    values = {
+        "nan": np.float32("nan"),
+        "missing": [pd.NaT, pd.NA, Decimal("NaN"), np.datetime64("NaT")],
+        "numbers": [Decimal("0.5"), np.int64(3), np.bool_(True), np.array([1.5, np.nan])],
+        "long": np.longdouble(1),
+        "infinite": float("-inf"),
+        "dates": [pd.Timestamp("2026-01-02"), date(2026, 1, 2), np.datetime64("2026-01-02", "ns")],
+        "objects": {"a": object(), "b": b"x", "c": {1}, "d": half},
+    }
+    (row,) = rows_in_memory([values])
+    date_of_numpy = {"numpy.datetime64": None}
+    assert row == {
+        "nan": None,
+        "missing": [None, None, None, date_of_numpy],
+        "numbers": [0.5, 3, True, [1.5, None]],
+        "long": {"numpy.longdouble": None},
+        "infinite": {"-inf": None},
+        "dates": [{"pandas.Timestamp": None}, {"datetime.date": None}, date_of_numpy],
+        "objects": {
+            "a": {"builtins.object": None},
+            "b": {"builtins.bytes": None},
+            "c": {"builtins.set": None},
+            "d": "\ud800",
+        },
+    }
+    frame = FRAME.assign(at=pd.Timestamp("2026-01-02"), price=[Decimal(1), None, 2.5, "x", object()])
+    assert [{key: row[key] for key in COLUMNS} for row in rows_in_memory(frame)] == rows(5)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"query": ["a", "b"], "positive": ["c"]}, r"'query' 2, 'positive' 1"),
+        ({"query": "a", "positive": "b"}, r"'query', 'positive'.*in brackets"),
+        ({"train": FRAME, "test": []}, r"'train', 'test'"),
+        ([FRAME["query"]], r"data\.train\[0\] must .*DataFrame.*, not Series"),
+        (np.zeros((1000, 2)), r"^data\.train must be .*, not ndarray$"),
+        (pd.DataFrame([["a", "b"]], columns=["x", "x"]), r"two columns are called 'x'"),
+    ],
+    ids=["lengths", "row", "splits", "series", "array", "names"],
+)
+def test_other_objects_in_memory_are_refused_without_their_content(data, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        InMemoryData().sources(data, "data.train")
+    assert len(str(error.value)) < 350
 
 
 @pytest.fixture

@@ -6,35 +6,48 @@ them, and recipe.yaml names what was trained on.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from embedtrain.config.overrides import Interpolation
+from embedtrain.data.sources.retrieval_files import SPLITS
+from embedtrain.data.sources.values import list_names
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.files import atomic_write
 
 FOLDER = "data"  # in output_dir
 _JUDGEMENTS = ("qrels", "relevant_docs")  # BEIR's name, and that of sentence-transformers
-_EXPECTED = "must be a path, a list of rows (mappings), a Dataset, or a list of these"
+_EXPECTED = "must be a path, a list of rows (mappings), a DataFrame, a Dataset, a mapping of lists, or a list of these"
+_ROWS_PER_BATCH = 1024
 
+_KEYS = {"path", "rows", "queries", "corpus", *_JUDGEMENTS}
+
+Rows = Callable[[], Iterator[Any]]
 Lines = Callable[[], Iterator[bytes]]
 
 
 @dataclass
 class InMemoryData:
-    """Converts data in memory to options with a path, and writes the files at these paths."""
+    """Converts data in memory to options with a path, and writes the files at these paths.
 
+    `folder` is where they are written; by default the output_dir of the command.
+    """
+
+    folder: Path | None = None
     files: dict[str, Lines] = field(default_factory=dict)  # by name in `FOLDER`
 
     def sources(self, value: Any, option: str, name: str = "rows") -> list[Any]:
         """Elements of a list option such as `data.train` or `sets`, with a path instead of rows.
 
         `value` is an element or a list of them: a path, a mapping of options with `path`, `rows` or `queries`, a list
-        of rows (mappings), or a Dataset of the library datasets. Every rank must hold the same rows. `name` is the name
-        of what has none. Raises ConfigError and DataError for anything else.
+        of rows (mappings), a DataFrame of pandas or polars, a table of pyarrow, a Dataset or DatasetDict of the library
+        datasets, or a mapping of columns. Every rank must hold the same rows. `name` is the name of what has none.
+        Raises ConfigError and DataError for anything else.
         """
         if _is_element(value, option):
             return [self._element(value, option, name)]
@@ -56,30 +69,41 @@ class InMemoryData:
         if isinstance(element, str | os.PathLike):
             return os.fspath(element)
         if not isinstance(element, Mapping):
-            if not isinstance(element, list | tuple | Iterator) and not hasattr(element, "column_names"):
-                raise ConfigError(f"{option}={element!r}: {_EXPECTED}")
             return {"name": name, "path": self._add_rows(element, option)}
+        if is_splits(element) or _is_columns(element):
+            element = {"rows": element}
         options = dict(element)
         if "path" in options:
             return options | {"path": os.fspath(options["path"])}
         options.setdefault("name", name)
         if "rows" in options:
-            return options | {"path": self._add_rows(options.pop("rows"), option)}
+            rows = options.pop("rows")
+            if isinstance(rows, Mapping) and is_splits(rows):
+                rows = _split(rows, options.pop("split", None), option)
+            return options | {"path": self._add_rows(rows, option)}
         if "queries" in options:
             judgements = next((options.pop(key) for key in _JUDGEMENTS if key in options), None)
             path = self._add_retrieval_set(options.pop("queries"), options.pop("corpus", None), judgements, option)
             return options | {"path": path}
+        lengths = {key: len(value) for key, value in element.items() if isinstance(value, list | tuple)}
+        if len(lengths) == len(element) > 1:
+            counts = ", ".join(f"{key!r} {length:,}" for key, length in lengths.items())
+            raise ConfigError(f"{option}: columns must have the same number of rows, and these have: {counts}")
         raise ConfigError(
-            f"{option}: a mapping with {', '.join(map(repr, element))}: rows are a list of mappings; a mapping names "
-            "`path`, `rows`, or `queries`, `corpus` and `qrels` (of a DatasetDict, pass one split)"
+            f"{option}: a mapping with {list_names(map(repr, element))}: it must have `path`, `rows`, or `queries`, "
+            "`corpus` and `qrels`, or be columns (lists of one length) or splits (Datasets or DataFrames); one row is "
+            "written in brackets, as a list"
         )
 
     def _add_rows(self, rows: Any, option: str) -> str:
-        if isinstance(rows, Iterator):
-            rows = list(rows)
-        lines = _lines(rows, option)
+        lines = _lines(_as_rows(rows, option), option)
         name = f"rows-{_digest([lines])[:16]}.jsonl"
         self.files[name] = lines
+        return self._path(name)
+
+    def _path(self, name: str) -> str:
+        if self.folder is not None:
+            return str(self.folder / FOLDER / name)
         return Interpolation(f"${{output_dir}}/{FOLDER}/{name}")
 
     def _add_retrieval_set(self, queries: Any, corpus: Any, judgements: Any, option: str) -> str:
@@ -95,20 +119,87 @@ class InMemoryData:
             "queries.jsonl": [{"_id": str(key), "text": text} for key, text in queries.items()],
             "qrels/test.jsonl": list(_judgement_rows(judgements)),
         }
-        files = {name: _lines(rows, f"{option}, {name}") for name, rows in tables.items()}
+        files = {name: _lines(_as_rows(rows, option), f"{option}, {name}") for name, rows in tables.items()}
         folder = f"set-{_digest(files.values())[:16]}"
         self.files |= {f"{folder}/{name}": lines for name, lines in files.items()}
-        return Interpolation(f"${{output_dir}}/{FOLDER}/{folder}")
+        return self._path(folder)
+
+
+def is_splits(value: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is a DatasetDict, or another mapping of split names to tables."""
+    return not value.keys() <= _KEYS and all(map(_is_table, value.values()))
+
+
+def _is_columns(value: Mapping[Any, Any]) -> bool:
+    """Whether a mapping has nothing but columns: lists, arrays or Series of one length."""
+    return (
+        not value.keys() <= _KEYS
+        and all(isinstance(column, list | tuple) or _is_array(column) for column in value.values())
+        and len(set(map(len, value.values()))) == 1
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and hasattr(value, "__len__")  # scalars of numpy have no length
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is a Dataset, or a DataFrame or table of pandas, polars, pyarrow or others."""
+    is_frame = hasattr(value, "itertuples") or hasattr(value, "__arrow_c_stream__")
+    return hasattr(value, "features") or (is_frame and hasattr(value, "columns"))
+
+
+def _split(splits: Mapping[str, Any], name: str | None, option: str) -> Any:
+    """The split of this name; by default the only one, or that for training or evaluation."""
+    if name is None and len(splits) > 1:
+        defaults = SPLITS if option.partition("[")[0].endswith("sets") else ("train",)
+        name = next((default for default in defaults if default in splits), defaults[0])
+    name = name or next(iter(splits))
+    if name not in splits:
+        raise ConfigError(
+            f"{option}: there is no split {name}, but {list_names(splits)}: "
+            f'write {{"rows": ..., "split": "{next(iter(splits))}"}}, or pass one split'
+        )
+    return splits[name]
+
+
+def _as_rows(value: Any, option: str) -> Rows:
+    """The rows of lists, iterators, tables and mappings of columns, any number of times."""
+    if isinstance(value, Iterator):
+        value = list(value)
+    if isinstance(value, list | tuple) or hasattr(value, "features"):
+        return lambda: iter(value)
+    if isinstance(value, Mapping) and _is_columns(value):
+        return lambda: (dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True))
+    if not _is_table(value):
+        hint = "; call collect() first" if hasattr(value, "collect") else ""
+        raise ConfigError(f"{option} {_EXPECTED}, not {type(value).__name__}{hint}")
+    if hasattr(value, "itertuples"):  # pandas, of which Arrow refuses columns of mixed types
+        index = [name for name in value.index.names if name is not None and name not in value.columns]
+        frame = value.reset_index(level=index) if index else value  # groupby("query") makes the query an index
+        names = _distinct([str(name) for name in frame.columns], option)
+        return lambda: (dict(zip(names, row, strict=True)) for row in frame.itertuples(index=False, name=None))
+    import pyarrow as pa
+
+    table = pa.table(value)
+    _distinct(table.column_names, option)
+    return lambda: (row for batch in table.to_batches(max_chunksize=_ROWS_PER_BATCH) for row in batch.to_pylist())
+
+
+def _distinct(names: list[str], option: str) -> list[str]:
+    if len(set(names)) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{option}: two columns are called {repeated!r}: rename one of them")
+    return names
 
 
 def _is_element(value: Any, option: str) -> bool:
     """Whether a value is one source or set, not a list of them."""
-    if isinstance(value, str | os.PathLike | Mapping | Iterator) or hasattr(value, "column_names"):
-        return True
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{option}={value!r}: {_EXPECTED}")
+        return True
     return bool(value) and all(
-        isinstance(row, Mapping) and not {"path", "rows", "queries"} & row.keys() for row in value
+        isinstance(row, Mapping) and not {"path", "rows", "queries"} & row.keys() and not is_splits(row)
+        for row in value
     )
 
 
@@ -126,27 +217,58 @@ def _judgement_rows(judgements: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
             yield {"query-id": str(query), "corpus-id": str(document), "score": scores[document]}
 
 
-def _lines(rows: Any, option: str) -> Lines:
+def _lines(rows: Rows, option: str) -> Lines:
     """The rows as JSON Lines, any number of times."""
 
     def lines() -> Iterator[bytes]:
-        for index, row in enumerate(rows):
+        for index, row in enumerate(rows()):
             if not isinstance(row, Mapping):
                 raise DataError(f"{option}[{index}]: a row is a mapping of columns, not {type(row).__name__}")
             try:
-                text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
-                yield text.encode() + b"\n"
-            except (TypeError, ValueError) as error:
+                yield _json(row).encode() + b"\n"
+            except (TypeError, ValueError, RecursionError) as error:
                 raise DataError(f"{option}[{index}]: the row cannot be written as JSON: {error}") from None
 
     return lines
 
 
+def _json(row: Mapping[Any, Any]) -> str:
+    try:
+        text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
+        text.encode()
+        return text
+    except ValueError:  # NaN or half of a surrogate pair, which the reader reports where a column is used
+        return json.dumps(_without_nan(row), allow_nan=False)
+
+
 def _plain(value: Any) -> Any:
-    """An array or scalar of numpy or torch as Python's numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not text, a number or a list of these")
+    """A value that JSON lacks, so that the reader takes or refuses it where its column is used.
+
+    Dates and objects become objects without a text: as texts they could pass for those of a column of texts.
+    """
+    if isinstance(value, Decimal):
+        return None if value.is_nan() else float(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if type(value).__name__ in ("NaTType", "NAType"):  # of pandas
+        return None
+    if hasattr(value, "tolist") and getattr(getattr(value, "dtype", None), "kind", "") not in ("m", "M"):
+        plain = value.tolist()  # of numpy, torch and pandas
+        if type(plain) is not type(value):  # as those of longdouble are
+            return plain
+    # Never the value: that of an unknown object has its address, and another file name on every rank.
+    return {f"{type(value).__module__}.{type(value).__qualname__}": None}
+
+
+def _without_nan(value: Any) -> Any:
+    """The value without the numbers that JSON lacks: NaN is a missing value."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else {str(float(value)): None}
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else _without_nan(_plain(value))
 
 
 def _digest(files: Iterable[Lines]) -> str:

@@ -14,6 +14,7 @@ from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
 from embedtrain import evaluate
+from embedtrain import export as export_in_python
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import main
@@ -122,17 +123,29 @@ def test_settings_that_older_versions_did_not_write_are_added(workshop, tmp_path
 
 def test_graphs_are_measured_on_evaluation_sets(workshop, tmp_path):
     """Columns of the model card; the fp32 graph has the metric of the step."""
-    options = [f"run={workshop / 'full'}", "check=false", f"sets=[{workshop / 'dev'}]", "max_metric_loss=1"]
-    export(*options, f"output_dir={tmp_path / 'out'}", "formats=[onnx,onnx_int8]", "onnx_min_agreement=0.9")
+    dev = workshop / "dev"
+    texts = {name: [json.loads(line) for line in (dev / f"{name}.jsonl").open()] for name in ("queries", "corpus")}
+    judged = [line.split() for line in (dev / "qrels" / "test.tsv").read_text().splitlines()[1:]]
+    in_memory = {
+        "name": "memory",
+        **{name: {row["_id"]: row["text"] for row in rows} for name, rows in texts.items()},
+        "qrels": {query: {document: int(score)} for query, document, score in judged},
+    }
+    options = {"check": False, "sets": [dev, in_memory], "max_metric_loss": 1, "quiet": True}
+    export_in_python(
+        workshop / "full", output_dir=tmp_path / "out", formats=["onnx", "onnx_int8"], onnx_min_agreement=0.9, **options
+    )
     card = (tmp_path / "out" / "README.md").read_text().splitlines()
     head, _, *rows = card[next(row for row, line in enumerate(card) if line.startswith("| file")) :]
-    assert [cell.strip() for cell in head.split("|")][4] == "dev ndcg@10"
+    assert [cell.strip() for cell in head.split("|")][4:6] == ["dev ndcg@10", "memory ndcg@10"]
+    assert all(len(set(row.split("|")[4:6])) == 1 for row in rows if row.startswith("| `"))
     measured = {row.split("`")[1]: float(row.split("|")[4]) for row in rows if row.startswith("| `")}
     assert list(measured) == ["onnx/model.onnx", "onnx/model_quantized.onnx"]
     expected = evaluate(tmp_path / "out", [str(workshop / "dev")], precision="fp32", quiet=True)["dev"]["ndcg@10"]
     assert measured["onnx/model.onnx"] == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ConfigError, match=r"formats=\[sentence_transformers\]: sets"):
-        export(*options, f"output_dir={tmp_path / 'no'}", "formats=[sentence_transformers]")
+        export_in_python(workshop / "full", output_dir=tmp_path / "no", formats=["sentence_transformers"], **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.parametrize(

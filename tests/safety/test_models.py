@@ -454,7 +454,7 @@ TEMPLATES = {
     "loops for one text": ("{% if messages[0].content == 'Is it?' %}" + NESTED + "{% endif %}", "needs more than 1 s"),
     "a long string": ("{{ 'x' * 5000000000 }}", "needs more than 1.0 GiB of memory"),
     "doubling": ("{% set n = namespace(x='x') %}" + "{% set n.x = n.x ~ n.x %}" * 20 + "{{ n.x }}", "1,048,576 char"),
-    "a wide field": ("{{ '%99999999d' % 1 }}", "99,999,999 characters"),
+    "a wide field": ("{{ '%999999d' % 1 }}", "999,999 characters"),
     "recursion": ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "code": ("{{ ''.__class__.__mro__ }}", "unsafe"),
 }
@@ -463,7 +463,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chat_templates_are_bounded(monkeypatch, name):
     template, part = TEMPLATES[name]
-    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 1)
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 1 if "loops" in name else 10)
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ModelError, match=rf"model: .*{part}") as raised:

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Precision
@@ -115,6 +115,27 @@ def test_exports_score_as_the_run_did(ranks, inputs, tmp_path):
     assert "onnx/model.onnx" in card
     assert all(repr(prompt) in card for prompt in prompts.values())
     assert "pipeline_tag: text-ranking" in card
+
+
+def test_the_export_of_a_model_of_two_labels_has_one(ranks, inputs, tmp_path):
+    """Its scores are the difference of the logits, and its probabilities those of the softmax."""
+    config = AutoConfig.from_pretrained(inputs / "bert", num_labels=2, problem_type="single_label_classification")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "two")
+    AutoTokenizer.from_pretrained(inputs / "bert").save_pretrained(tmp_path / "two")
+    labels = ["model.score_labels=[1,0]", f"model.path={tmp_path / 'two'}", "loss=bce", "optim.lr=1e-12"]
+    adapters = ["model.lora.rank=2", "export.formats=[adapter]", "train.steps=1"]
+    ranks(2, run, *options(inputs, tmp_path / "run", *labels, *adapters))
+    pairs = [(text(seed, 3), text(seed + 1, 9)) for seed in range(5)]
+    logits, exported = (
+        CrossEncoder(str(path), device="cpu").predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
+        for path in (tmp_path / "two", tmp_path / "run/model")
+    )
+    torch.testing.assert_close(exported, logits[:, 1] - logits[:, 0], rtol=1e-4, atol=1e-5)
+    probabilities = CrossEncoder(str(tmp_path / "run/model"), device="cpu").predict(pairs, convert_to_tensor=True)
+    torch.testing.assert_close(probabilities, logits.softmax(dim=1)[:, 1], rtol=1e-4, atol=1e-5)
+    settings = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert len(settings["id2label"]) == 1
+    assert settings.get("problem_type") is None
 
 
 def assert_same_weights(first: Path, second: Path, *names: str) -> None:

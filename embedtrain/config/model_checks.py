@@ -59,7 +59,7 @@ def check_model(model: ModelConfig) -> None:
 # The options that only models of one kind have.
 _OPTIONS_OF_KIND = {
     ModelKind.dense: ("pooling", "normalize", "similarity", "include_prompt", "append_eos"),
-    ModelKind.cross_encoder: ("pair_template", "score_head", "score_tokens"),
+    ModelKind.cross_encoder: ("pair_template", "score_head", "score_tokens", "score_labels"),
 }
 
 
@@ -86,6 +86,13 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
     _check_score_tokens(model, check)
+    if model.score_labels is not None:
+        check_score_labels(model.score_labels, check, "score_labels")
+        check.require(
+            model.score_tokens is None and model.score_head is not ScoreHead.tokens and model.config is None,
+            "score_labels",
+            "is for a model.path that is a classifier, whose score is not that of tokens; leave it out",
+        )
 
 
 def _check_late_interaction(model: ModelConfig) -> None:
@@ -164,6 +171,16 @@ def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:
         model.score_head is not ScoreHead.classification and model.config is None,
         "score_tokens",
         "has no effect on a classification head; leave it out, or set model.score_head=tokens and model.path",
+    )
+
+
+def check_score_labels(labels: Sequence[int], check: OptionChecks, name: str) -> None:
+    """Labels are one or two different ones."""
+    check.require(
+        len(labels) in (1, 2) and len(set(labels)) == len(labels) and min(labels) >= 0,
+        name,
+        "must be two different labels, such as [1,0] for the logit of label 1 minus that of label 0, or one for its "
+        "logit alone",
     )
 
 

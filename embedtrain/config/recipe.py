@@ -230,6 +230,8 @@ class ModelConfig:
     pair_template: Any = None
     score_head: ScoreHead = ScoreHead.auto
     score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
+    # Of a classifier of several labels: [1, 0] for the logit of label 1 minus that of label 0, or one for its logit.
+    score_labels: list[int] | None = None
     late_interaction: LateInteractionConfig = field(default_factory=LateInteractionConfig)
     m3: M3Config = field(default_factory=M3Config)
     sparse: SparseConfig = field(default_factory=SparseConfig)

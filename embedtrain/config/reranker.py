@@ -26,6 +26,7 @@ class RerankerConfig:
     document_prompt: str | None = None  # default: the reranker's
     pair_template: Any = None  # as model.pair_template
     score_tokens: list[str] | None = None  # as model.score_tokens
+    score_labels: list[int] | None = None  # as model.score_labels
     # Of a cross-encoder: read a document that is too long in overlapping windows, of which the best counts.
     document_windows: bool = False
     backend: Backend = Backend.torch  # as the option of this name of evaluate
@@ -42,6 +43,7 @@ class RerankerConfig:
             document_prompt=self.document_prompt,
             pair_template=self.pair_template,
             score_tokens=self.score_tokens,
+            score_labels=self.score_labels,
             trust_remote_code=trust_remote_code,
         )
 

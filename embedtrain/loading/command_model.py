@@ -51,13 +51,16 @@ RERANKER_OPTION_NAMES = {
     "path": "reranker",
     "lora.path": "reranker.adapter",
     "trust_remote_code": "trust_remote_code",
-    **{name: f"reranker.{name}" for name in ("max_length", "revision", "pair_template", "score_tokens")},
+    **{
+        name: f"reranker.{name}" for name in ("max_length", "revision", "pair_template", "score_tokens", "score_labels")
+    },
 }
 TEACHER_OPTION_NAMES = {
     "path": "teacher",
     "max_length": "teacher_max_length",
     "revision": "teacher_revision",
     "pair_template": "teacher_pair_template",
+    "score_labels": "teacher_score_labels",
     "trust_remote_code": "trust_remote_code",
 }
 

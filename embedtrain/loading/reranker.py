@@ -28,7 +28,7 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
         config = reranker.model_config(trust_remote_code=trust_remote_code)
         what = late_interaction_of(config)
         if what is not None:
-            for name in ("pair_template", "score_tokens", "document_windows"):
+            for name in ("pair_template", "score_tokens", "score_labels", "document_windows"):
                 if getattr(reranker, name) != getattr(RerankerConfig(path=""), name):
                     raise ConfigError(
                         f"reranker.{name}={written(getattr(reranker, name))}: is of cross-encoders, and "

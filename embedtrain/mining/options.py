@@ -7,6 +7,7 @@ from embedtrain.config.checks import check_train_sources
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import IndexConfig, Unshard, check_index
 from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.model_checks import check_score_labels
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
@@ -33,6 +34,7 @@ class RowSearchOptions:
     teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
     teacher_max_length: int | None = None  # tokens, of a pair for a cross-encoder; default: the teacher's
     teacher_pair_template: Any = None  # of a cross-encoder, as model.pair_template
+    teacher_score_labels: list[int] | None = None  # of a cross-encoder, as model.score_labels
     # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
     teacher_document_windows: bool = False
 
@@ -63,12 +65,20 @@ def check_row_search(options: RowSearchOptions) -> None:
     data = "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows"
     check.require(bool(options.data), "data", data)
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the written rows")
-    for name in ("teacher_max_length", "teacher_revision", "teacher_pair_template", "teacher_document_windows"):
+    for name in (
+        "teacher_max_length",
+        "teacher_revision",
+        "teacher_pair_template",
+        "teacher_score_labels",
+        "teacher_document_windows",
+    ):
         has_effect = not getattr(options, name) or options.teacher is not None
         check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
     check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
     check.length("max_length")
     check.length("teacher_max_length")
+    if options.teacher_score_labels is not None:
+        check_score_labels(options.teacher_score_labels, check, "teacher_score_labels")
     check.instruction_format()
     check.at_least(1, "chunk_tokens")
     check_index(options.index, "index.", stores_vectors=True)

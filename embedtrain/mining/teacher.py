@@ -63,10 +63,11 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
         trust_remote_code=options.trust_remote_code,
     )
     path = str(options.teacher)
-    reranker = replace(model, kind=ModelKind.cross_encoder, pair_template=options.teacher_pair_template)
+    template, labels = options.teacher_pair_template, options.teacher_score_labels
+    reranker = replace(model, kind=ModelKind.cross_encoder, pair_template=template, score_labels=labels)
     try:
         with command_option_names(TEACHER_OPTION_NAMES):
-            if options.teacher_pair_template is None:
+            if template is None and labels is None:
                 try:
                     encoder, source = open_encoder_source(model)
                     return TeacherSpec(source, False, encoder)

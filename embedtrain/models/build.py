@@ -1,5 +1,6 @@
 """Builds an encoder without memory for its weights, and locates each weight in the model's files."""
 
+import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from embedtrain.config.validation import written
 from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
 from embedtrain.models.encoder import Encoder, hidden_size, prepare_backbone
@@ -20,6 +22,7 @@ from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.m3_files import LAYERS, read_m3_layers
 from embedtrain.models.module_settings import DenseSource
+from embedtrain.models.score_head import HeadSource
 from embedtrain.models.sparse_encoder import language_model_class, sparse_encoder_of
 from embedtrain.models.static_embedding import TABLE, StaticEncoder, is_static, read_table
 from embedtrain.models.static_queries import QUERY_WEIGHTS, read_query_weights
@@ -115,10 +118,14 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
     """The weights without Dense heads, by the encoder's names, and the names of those that the files lack."""
     if is_static(source.config):
         return read_table(directory), set()
+    config = source.config
+    if source.head is not None and source.head.labels:
+        config = copy.deepcopy(config)
+        config.num_labels = source.head.num_labels
     try:
         model, report = _auto_class(source).from_pretrained(
             directory,
-            config=source.config,
+            config=config,
             dtype=torch.float32,
             trust_remote_code=source.trust_remote_code,
             weights_only=True,
@@ -137,8 +144,41 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
     else:
         encoder = CrossEncoder(*split_classifier(model), source.pooling)
     weights = encoder.state_dict()
+    if source.head is not None and source.head.labels:
+        weights = _weights_of_labels(encoder, source, source.head)
     names = {name: classifier_name(name, model.base_model_prefix) for name in weights}
     return weights, {name for name, own in names.items() if own in report["missing_keys"]}
+
+
+def _weights_of_labels(encoder: Encoder, source: ModelSource, head: HeadSource) -> dict[str, Tensor]:
+    """The weights of the class of one label whose score is that of the labels of `encoder`.
+
+    Its last layer is the rows of the labels. A ModelError if scores of random vectors differ, as in a class of other
+    layers.
+    """
+    single = build_encoder(source).eval()
+    shapes = {name: tensor.shape for name, tensor in single.state_dict().items()}
+    weights = {
+        name: _score_of([weight[label] for label in head.labels])
+        if weight.shape != shapes.get(name) and weight.shape[:1] == (head.num_labels,)
+        else weight
+        for name, weight in encoder.state_dict().items()
+    }
+    vectors = torch.randn(4, 1, hidden_size(source.config), generator=torch.Generator().manual_seed(0))
+    try:
+        single.load_state_dict(weights, assign=True)
+        with torch.no_grad():
+            scores = single.text_vectors(vectors, None, None, None)
+            logits = encoder.eval().text_vectors(vectors, None, None, None)
+    except RuntimeError as error:
+        raise ModelError(f"{source.directory}: model.score_labels: {one_line(error)}") from None
+    expected = _score_of([logits[:, label] for label in head.labels]).T
+    if not torch.allclose(scores, expected, rtol=1e-3, atol=1e-3):
+        raise ModelError(
+            f"{source.directory}: model.score_labels={written(list(head.labels))}: the scores of "
+            f"{source.config.model_type} for a single label are computed in another way than its logits of several"
+        )
+    return weights
 
 
 def _read_causal_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tensor], set[str]]:

@@ -21,6 +21,7 @@ from embedtrain.config.pair_template import (
     published_template,
 )
 from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
+from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.chat_template import read_chat_template
@@ -54,6 +55,9 @@ class HeadSource:
             evaluation use the scores before it.
         tokens: ids of the tokens whose rows of the vocabulary head it starts from: the first minus the second, if there
             is one; empty for a classification head.
+        labels: those of a classifier of `num_labels` in the files that it starts from: the logit of the first minus
+            that of the second, if there is one; empty for a classifier of one label.
+        num_labels: of the classifier in the files.
         linear: the directory of a Dense module whose weight [1, H] is the class's own `score.weight`.
         template: what surrounds the texts of a pair; None: the tokenizer's own pairs.
         note: a line for the user about the directory that the head is added to; may be empty.
@@ -62,6 +66,8 @@ class HeadSource:
     is_new: bool
     activation: str = SIGMOID
     tokens: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+    num_labels: int = 1
     linear: Path | None = None
     note: str = ""
     template: PairTemplate | None = None
@@ -93,16 +99,13 @@ class RerankerFiles:
 def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource:
     """The head of the model in a directory, whose configuration becomes that of a classifier of one label.
 
-    A ModelError if the directory holds a classifier of several labels, its architecture has none, or its pairs cannot
-    be read as sentence-transformers does; a ConfigError if options have no effect.
+    A ModelError if the directory holds a classifier of several labels without `score_labels`, its architecture has
+    none, or its pairs cannot be read as sentence-transformers does; a ConfigError if options have no effect.
     """
     directory, modules = files.directory, files.modules
     is_classifier = is_reranker(config)
-    if is_classifier and config.num_labels != 1:
-        raise ModelError(
-            f"{directory / 'config.json'}: {_architecture(config)} has {config.num_labels} labels, and the score of a "
-            "cross-encoder is a single one (num_labels 1)"
-        )
+    num_labels = int(config.num_labels) if is_classifier else 1
+    labels = _score_labels(directory, config, model, num_labels)
     is_linear = list(modules) == SCORE_MODULES and files.settings.get("model_type") == CROSS_ENCODER
     if (
         not is_linear
@@ -118,10 +121,13 @@ def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: Model
             f"{directory / 'config.json'}: classifier_pooling={_LATE} scores every token and takes the mean; "
             "supported are bos, cls and mean"
         )
-    activation = _activation(config, files.settings)
+    # That of several labels is a softmax, or none; the sigmoid of a difference of two is the softmax of the first.
+    activation = SIGMOID if labels else _activation(config, files.settings)
     note = ""
     if "Pooling" in modules and not is_linear:
         note = f"{directory} is an embedding model: its backbone is used, its pooling is not"
+    if labels:
+        config.problem_type = None  # transformers rejects single_label_classification with a single label
     new_score_head(config, str(directory))
     name = model.pair_template if isinstance(model.pair_template, str) else published_template(str(model.path))
     template = pair_template(model.pair_template) or _stored_template(files, config, model)
@@ -138,7 +144,37 @@ def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: Model
             template = replace(template, special_tokens=False, bos=True)
     linear = _linear_head(files, config) if is_linear else None
     is_new = not is_classifier and not tokens and linear is None
-    return HeadSource(is_new=is_new, activation=activation, tokens=tokens, linear=linear, note=note, template=template)
+    return HeadSource(
+        is_new=is_new,
+        activation=activation,
+        tokens=tokens,
+        labels=labels,
+        num_labels=num_labels,
+        linear=linear,
+        note=note,
+        template=template,
+    )
+
+
+def _score_labels(directory: Path, config: PretrainedConfig, model: ModelConfig, num_labels: int) -> tuple[int, ...]:
+    """The labels whose logits are the score; none of a classifier of one label, and of other models."""
+    labels, where = model.score_labels, directory / "config.json"
+    if labels is None and num_labels == 1:
+        return ()
+    if labels is None:
+        raise ModelError(
+            f"{where}: {_architecture(config)} has {num_labels} labels, and the score of a cross-encoder is a single "
+            f"one; to train, evaluate, search or mine with the logit of label 1 minus that of label 0, set "
+            "model.score_labels=[1,0]"
+        )
+    option = f"model.score_labels={written(labels)}"
+    if num_labels == 1:
+        raise ConfigError(f"{option}: {where} is of {_architecture(config)} without several labels; leave it out")
+    if max(labels) >= num_labels:
+        raise ConfigError(
+            f"{option}: {_architecture(config)} has the labels 0 to {num_labels - 1}, see id2label in {where}"
+        )
+    return tuple(labels)
 
 
 def _linear_head(files: RerankerFiles, config: PretrainedConfig) -> Path:

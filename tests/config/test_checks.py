@@ -46,6 +46,7 @@ OF_CROSS_ENCODERS = {
     "pair_template": {"query": "{query}", "document": "{document}"},
     "score_head": ScoreHead.tokens,
     "score_tokens": ["yes", "no"],
+    "score_labels": [1, 0],
 }
 OF_DENSE_MODELS = {"pooling": Pooling.cls, "normalize": False, "include_prompt": True, "append_eos": True}
 ROPE = {"rope_type": "yarn", "factor": 2}
@@ -156,6 +157,8 @@ CASES = [
         option("model.score_tokens", tokens, **CROSS_ENCODER)
         for tokens in ([], ["a", "a"], ["a", "b", "c"], [""], ["True", "False"])
     ],
+    *[option("model.score_labels", labels, **CROSS_ENCODER) for labels in ([], [1, 1], [2, 1, 0], [-1])],
+    option("model.score_labels", [1, 0], model__score_head=ScoreHead.tokens, **CROSS_ENCODER),
     option("model.score_tokens", ["1", "0"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
     case(
         "model.score_head=tokens: .*model.path",

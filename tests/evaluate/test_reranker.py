@@ -4,11 +4,14 @@ import contextlib
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder
+from transformers import AutoModelForSequenceClassification
 
 from embedtrain.errors import ModelError
 from embedtrain.evaluate.__main__ import compose, main
@@ -160,6 +163,25 @@ def test_errors_name_the_option(ranks, workshop, tmp_path, arguments, message):
         arguments = [*arguments, "rerank_depth=100"]
     with pytest.raises(AssertionError, match=f"(Config|Model)Error: .*{message}"):
         ranks(1, evaluated, workshop, tmp_path, *arguments)
+
+
+def test_a_reranker_of_two_labels_ranks_by_the_difference_of_their_logits(ranks, workshop, tmp_path):
+    cross, two = workshop / "cross", shutil.copytree(workshop / "cross", tmp_path / "two")
+    model = AutoModelForSequenceClassification.from_pretrained(cross)
+    weights = model.state_dict()
+    for name in ("classifier.weight", "classifier.bias"):
+        other = torch.randn_like(weights[name])
+        weights[name] = torch.cat([other, other + weights[name]])
+    model.config.num_labels = 2
+    AutoModelForSequenceClassification.from_config(model.config).save_pretrained(two)
+    save_file(weights, two / "model.safetensors", metadata={"format": "pt"})
+    common = ("model=@guide", "sets=[@dev]")
+    (expected,) = ranks(1, evaluated, workshop, tmp_path / "one", *common)
+    labels = f"reranker={{path: {two}, score_labels: [1, 0]}}"
+    (result,) = ranks(1, evaluated, workshop, tmp_path / "out", *common, labels)
+    assert result == expected
+    with pytest.raises(AssertionError, match=r"has 2 labels.* set reranker\.score_labels=\[1,0\]"):
+        ranks(1, evaluated, workshop, tmp_path / "no", *common, f"reranker={two}")
 
 
 def test_the_directory_of_a_run_is_no_model(workshop, tmp_path):

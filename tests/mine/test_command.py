@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from sentence_transformers import CrossEncoder
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
@@ -179,7 +181,11 @@ def test_beir_folders_are_mined_from_their_corpus(workshop, mined):
     [
         (["teacher=nowhere/at/all"], r"teacher=nowhere/at/all: "),
         (["teacher=model/guide/../backbone"], r"teacher=model/guide/../backbone: .*sentence-transformers directory"),
-        (["teacher=classes"], r"teacher=classes: .*BertForSequenceClassification has 3 labels"),
+        (
+            ["teacher=classes"],
+            r"teacher=classes: .*BertForSequenceClassification has 3 labels.*teacher_score_labels=\[1,0\]",
+        ),
+        (["teacher=classes", "teacher_score_labels=[3,0]"], r"teacher_score_labels=\[3,0\]: .*0 to 2"),
         (["model=nowhere/at/all"], r"model=nowhere/at/all: "),
         (["max_length=999"], r"max_length=999.*64"),
         (["teacher=cross", "teacher_max_length=999"], r"teacher_max_length=999.*64"),
@@ -211,6 +217,18 @@ def mistakes(workshop):
     write_jsonl(workshop / "bad-pool.jsonl", [{"text": "a"}, {"txt": "b"}])
     write_jsonl(workshop / "precious" / "train.jsonl", ROWS[:1])
     _break(shutil.copytree(workshop / "model" / "guide", workshop / "broken"))
+
+
+@pytest.mark.usefixtures("mistakes")
+def test_the_score_of_a_teacher_with_several_labels_is_a_difference_of_logits(workshop, mined):
+    more = ["teacher=classes", "teacher_score_labels=[2,0]", "output_dir=labels", "relative_margin=null"]
+    assert mined(*OPTIONS[:-1], *more)[1] == ""
+    rows = read_jsonl(workshop / "labels" / "train.jsonl")[:5]
+    pairs = [(row["query"], text) for row in rows for text in (*row["pos"], *row["neg"])]
+    scores = [score for row in rows for score in (*row["pos_scores"], *row["neg_scores"])]
+    teacher = CrossEncoder(str(workshop / "classes"), device="cpu", activation_fn=torch.nn.Identity())
+    logits = teacher.predict(pairs, show_progress_bar=False)
+    assert scores == pytest.approx((logits[:, 2] - logits[:, 0]).tolist(), abs=1e-4)
 
 
 def test_corrected_data_is_not_another_command(workshop, mined):

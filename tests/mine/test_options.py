@@ -40,6 +40,8 @@ def test_data_and_corpora_are_paths_or_lists():
         ([*GOOD, "teacher_max_length=9"], "teacher_max_length=9: "),
         ([*GOOD, "teacher_revision=main"], "teacher_revision=main: "),
         ([*GOOD, "teacher_pair_template=qwen3"], "teacher_pair_template=qwen3: "),
+        ([*GOOD, "teacher_score_labels=[1,0]"], "teacher_score_labels=[1,0]: "),
+        ([*GOOD, "teacher=t", "teacher_score_labels=[1,1]"], "teacher_score_labels=[1,1]: "),
         ([*GOOD, "teacher_document_windows=true"], "teacher_document_windows=true: "),
         ([*GOOD, "max_length=2"], "max_length=2: "),
         ([*GOOD, "chunk_tokens=0"], "chunk_tokens=0: "),

@@ -19,7 +19,7 @@ from sentence_transformers.models import Pooling as StPooling
 from sentence_transformers.models import Transformer
 from tokenizers import processors
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Precision, Strategy
 from embedtrain.data.pairs import Pair, PairTokenizer
@@ -309,6 +309,74 @@ def test_other_classifiers_are_rejected(tmp_path):
         open_model_source(ModelConfig(path=str(directory), kind=ModelKind.cross_encoder))
     with pytest.raises(ConfigError, match=r"model.kind=cross_encoder|model.pooling"):
         open_model_source(ModelConfig(path=str(directory)))
+
+
+def save_classifier(case: str, directory: Path, num_labels: int, **config: Any) -> Path:
+    """A classifier of several labels as transformers writes it, with its tokenizer."""
+    settings = copy.deepcopy(build(case).backbone.config)
+    settings.num_labels = num_labels
+    settings.update(config)
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(settings).save_pretrained(directory)
+    tokenizer(case, packed=False).tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("case", "num_labels", "labels"),
+    [("bert", 2, [1, 0]), ("roberta", 3, [2, 0]), ("electra", 2, [0, 1]), ("deberta-v2", 3, [1]),
+     ("modernbert, mean", 2, [1, 0]), ("eurobert", 2, [1, 0]), ("qwen3", 2, [1, 0])],
+)  # fmt: skip
+def test_the_logits_of_two_labels_are_one_score(case, num_labels, labels, tmp_path):
+    """As sentence-transformers and transformers compute the logits; a new class of one label, with its sigmoid."""
+    directory = save_classifier(case, tmp_path, num_labels, problem_type="single_label_classification")
+    model = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder, score_labels=labels)
+    source = open_model_source(model)
+    encoder = assemble_encoder(source).eval()
+    encoder.load_state_dict(full_state_dict(source, seed=0))
+    assert source.head is not None
+    assert (source.head.activation, source.head.is_new) == (SIGMOID, False)
+    assert (source.config.num_labels, source.config.problem_type) == (1, None)
+    logits = CrossEncoder_(str(directory), device="cpu").predict(
+        [pair[:2] for pair in PAIRS], activation_fn=torch.nn.Identity(), show_progress_bar=False, convert_to_tensor=True
+    )
+    expected = logits[:, labels[0]] - (logits[:, labels[1]] if len(labels) > 1 else 0)
+    (chunk,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
+    with torch.no_grad():
+        scores = encoder(*chunk.inputs)[torch.tensor(chunk.rows).argsort(), 0]
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+    if num_labels == 2:
+        torch.testing.assert_close(scores.sigmoid(), logits.softmax(dim=1)[:, labels[0]], rtol=1e-4, atol=1e-5)
+    assert float(expected.max() - expected.min()) > 1e-3
+
+
+def test_labels_that_cannot_be_used_are_rejected(tmp_path):
+    directory, one = save_classifier("bert", tmp_path / "two", 2), save_reranker("bert", tmp_path / "one")
+    plain = save_small(small_model("bert"), tmp_path / "plain")
+    for path, labels, error, message in (
+        (directory, [2, 0], ConfigError, r"model\.score_labels=\[2,0\]: .* labels 0 to 1"),
+        (one, [1, 0], ConfigError, r"model\.score_labels=\[1,0\]: .*without several labels; leave it out"),
+        (plain, [1, 0], ConfigError, r"model\.score_labels=\[1,0\]: .*without several labels; leave it out"),
+        (directory, None, ModelError, r"2 labels.*set model\.score_labels=\[1,0\]"),
+    ):
+        with pytest.raises(error, match=message):
+            open_model_source(ModelConfig(path=str(path), kind=ModelKind.cross_encoder, score_labels=labels))
+
+
+def test_a_class_whose_logits_are_not_linear_in_the_labels_is_rejected(tmp_path, monkeypatch):
+    """As one of a model's own code may be."""
+    directory = save_classifier("bert", tmp_path, 2)
+    forward = BertForSequenceClassification.forward
+
+    def softmax(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits.softmax(-1) if self.num_labels > 1 else output.logits
+        return output
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", softmax)
+    model = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder, score_labels=[1, 0])
+    with pytest.raises(ModelError, match=r"model\.score_labels=\[1,0\]: .* another way"):
+        full_state_dict(open_model_source(model), seed=0)
 
 
 def edited(directory: Path, target: Path, **config: Any) -> ModelConfig:

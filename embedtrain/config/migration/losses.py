@@ -122,7 +122,8 @@ RERANKER_LOSSES = (
     Row("DistillKLDivLoss", "`loss=distill_scores`"),
     Row(
         "CrossEntropyLoss",
-        "`loss=softmax`, a positive against negatives; a model of several classes is not available",
+        "`loss=softmax`, a positive against negatives; a model of two classes is one of a score with "
+        "`model.score_labels=[1,0]`, for which `loss=bce` is the same loss; more classes are not available",
     ),
     *_LISTWISE,
 )

@@ -159,12 +159,13 @@ def content_of(name: str, rows: Iterable[Mapping[str, Any]], *, is_cells: bool) 
         if is_cells and isinstance(value, str):
             with contextlib.suppress(values.BadRow):  # reported with its line when the row is read
                 value = values.list_in_cell(value)
+            number = values.parse_cell(value)
+            value = value if isinstance(number, bool) else number  # True and False may be answers
         while isinstance(value, list):
             value = value[0] if value else None
         if value is None:
             continue
-        is_number = _is_number(value) if is_cells else isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number:
+        if isinstance(value, int | float) and not isinstance(value, bool):
             content = Content.number if content is Content.empty else content
         elif values.holds_text(value):
             return Content.text
@@ -303,11 +304,3 @@ def _is_in(name: str, group: Iterable[str]) -> bool:
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     by_name = {normalized(name): name for name in names}
     return [(by_name[first], by_name[second]) for first, second in PAIR_NAMES if {first, second} <= by_name.keys()]
-
-
-def _is_number(cell: object) -> bool:
-    try:
-        float(str(cell))
-    except ValueError:
-        return False
-    return True

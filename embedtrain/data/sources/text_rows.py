@@ -48,6 +48,8 @@ def parse_json_row(line: bytes) -> dict[str, Any] | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(not_utf8(line, error.start))
     except json.JSONDecodeError as error:
+        if "\r" in error.doc[: error.pos] and error.msg == "Extra data":
+            return BadRow("lines that end with a carriage return alone are not read: tr '\\r' '\\n' < FILE > OTHER")
         return BadRow(f"broken JSON: {json_problem(error)} at column {error.colno}: {shorten(error.doc)}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return BadRow(f"JSON that cannot be read ({error})")

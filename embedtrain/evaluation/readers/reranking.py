@@ -56,7 +56,12 @@ def read_reranking(
             texts += [document for document, _ in chosen]
         candidates[query] = range(start, len(ids))
     if not queries:
-        raise nothing_left(source, left_out, "has both positives and negatives, so nothing can be ranked")
+        raise nothing_left(
+            source,
+            left_out,
+            "has both positives and negatives, so nothing can be ranked: add "
+            "negatives, or write queries, corpus and qrels, a retrieval set whose corpus is the pool",
+        )
     notes = left_out_notes(name, left_out, "without positives or without negatives are left out, as in mteb")
     return RetrievalSet(name, queries, Corpus(ids, texts), judgements, candidates), notes
 

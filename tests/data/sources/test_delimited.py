@@ -6,7 +6,9 @@ import pytest
 
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError
-from embedtrain.errors import ConfigError
+from embedtrain.data.sources.column_roles import Content, content_of
+from embedtrain.data.sources.text_rows import json_rows
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import ScoredPairs
 from tests.data.files import error_of, read
@@ -199,3 +201,30 @@ def test_backslashes_of_an_evaluation_set_and_of_other_files(tmp_path: Path) -> 
     assert "backslash_escapes is an option of CSV" in error_of(
         tmp_path / "t.jsonl", ConfigError, backslash_escapes=True
     )
+
+
+def test_lists_and_decimal_commas_of_cells_are_numbers():
+    rows = [{"share": "0,80", "weights": "[1, 2]", "answer": "True", "year": "1,234 or so"}, {"share": "12,5"}]
+    found = {name: content_of(name, rows, is_cells=True) for name in rows[0]}
+    assert found == {
+        "share": Content.number,
+        "weights": Content.number,
+        "answer": Content.text,
+        "year": Content.text,
+    }
+
+
+def test_lines_of_json_that_end_with_a_carriage_return_alone_are_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"query": "a"}\r{"query": "b"}\r')
+    ((_, row),) = json_rows(path)
+    assert "carriage return" in str(row) and r"tr '\r' '\n' <" in str(row)
+    path.write_bytes(b'{"query": "a"}\r\n{"query": "b"}\r\n')
+    assert [row for _, row in json_rows(path)] == [{"query": "a"}, {"query": "b"}]
+
+
+def test_a_pool_of_one_document_is_named(tmp_path):
+    path = tmp_path / "pool.jsonl"
+    path.write_text('{"query": "a", "documents": ["x"], "labels": [1]}\n' * 2)
+    with pytest.raises(DataError, match=r"pool.jsonl: .*ranked: add negatives, or write queries, corpus"):
+        read_set(EvaluationSet(path=str(path)))

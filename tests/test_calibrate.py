@@ -173,3 +173,23 @@ def test_a_model_with_python_code_is_written_if_its_code_is_trusted(tmp_path):
     (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     write_directory(tmp_path / "calibrated", model, None, {}, {}, trust_remote_code=True)
     assert (tmp_path / "calibrated" / "modeling_pairing.py").is_file()
+
+
+def test_a_copy_has_no_code_without_trust_and_nothing_that_links_lead_to(tmp_path):
+    model = save_guide(small_model("bert"), tmp_path)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "evil.Model"}}))
+    (model / "evil.py").write_text("raise SystemExit\n")
+    write_directory(tmp_path / "calibrated", model, None, {}, {}, trust_remote_code=False)
+    assert not list((tmp_path / "calibrated").rglob("*.py"))
+    assert "auto_map" not in (tmp_path / "calibrated" / "config.json").read_text()
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("secret")
+    (model / "notes").mkdir()
+    for number, target in enumerate((tmp_path / "secret", tmp_path / "secret" / "key", model / "notes")):
+        link = model / "notes" / "link"
+        link.symlink_to(target)
+        with pytest.raises(ModelError, match=r"notes/link (leads to|is a link to)"):
+            write_directory(tmp_path / f"copy-{number}", model, None, {}, {}, trust_remote_code=False)
+        assert not (tmp_path / f"copy-{number}").exists()
+        link.unlink()

@@ -36,7 +36,7 @@ def compose(arguments: list[str]) -> CalibrateOptions:
 
 def main(options: CalibrateOptions) -> Path:
     """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
-    from embedtrain.calibrate.head import fit_head, ranges_of, write_directory
+    from embedtrain.calibrate.head import fit_head, ranges_of, require_copyable, write_directory
     from embedtrain.checkpoint.export.replacement import export_lock, replace_export, require_replaceable
     from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
@@ -66,6 +66,9 @@ def main(options: CalibrateOptions) -> Path:
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
         num_out = _check_model(options, model, texts)
+        with world.fail_together("looking at the files of the model"):
+            root = resolve_directory(options.model, options.revision, "model", "revision")
+            require_copyable(root)
         vectors = _encode(options, model, texts, world, console)
         with console.phase("writing the directory"), world.fail_together("writing the directory"):
             if world.is_main:
@@ -77,7 +80,6 @@ def main(options: CalibrateOptions) -> Path:
                 origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
                 origin |= {"head": options.head.value}
                 with export_lock(output_dir) as unfinished:
-                    root = resolve_directory(options.model, options.revision, "model", "revision")
                     trusted = options.trust_remote_code
                     write_directory(unfinished, root, head, ranges, origin, trust_remote_code=trusted)
                     replace_export(output_dir, unfinished)

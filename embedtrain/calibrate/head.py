@@ -18,13 +18,15 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.calibrate.options import CalibrationHead
+from embedtrain.checkpoint.export.model_directory import remove_code
 from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, write_ranges
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.files import write_json
 from embedtrain.inference.principal_components import principal_components
 from embedtrain.losses.quantisation import Ranges
 from embedtrain.models.export_record import RECORD, write_record
+from embedtrain.models.file_references import require_own_file
 from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 
@@ -86,6 +88,16 @@ def require_calibratable(source: ModelSource, model: str) -> None:
         )
 
 
+def require_copyable(model: Path) -> None:
+    """Raise ModelError if a directory has links out of it: what they lead to would be published with the copy."""
+    for path in sorted(model.rglob("*")):
+        require_own_file(path, model)
+        if path.is_symlink() and path.is_dir():
+            raise ModelError(f"{path} is a link to a folder, which would be copied: replace it by a copy")
+        if not path.is_file() and not path.is_dir():
+            raise ModelError(f"{path} is no file that can be copied: remove it")
+
+
 def write_directory(
     directory: Path,
     model: Path,
@@ -97,9 +109,12 @@ def write_directory(
 ) -> None:
     """Copy a model directory and add the head, before the normalisation, and the ranges.
 
-    Raises ModelError if the new directory cannot be opened.
+    Raises ModelError if it has links out of it, or the new directory cannot be opened.
     """
+    require_copyable(model)
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    if not trust_remote_code:
+        remove_code(directory)
     if head is not None:
         _add_head(directory, head)
     write_ranges(directory / QUANTISATION_FILE, ranges, origin)

@@ -23,8 +23,10 @@ from embedtrain.errors import ConfigError
 
 Options = TypeVar("Options")
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _PATH = re.compile(r"\w+(\.\w+)*:[\w.<>]+")
 _RUNS_CODE = "runs_code"  # metadata of a field: names of the options with models whose code it allows
+_RUNS = ("run", "adapters")  # options that are never ids of the Hub
 _TRUE = ("true", "yes", "on", "y", "1")  # as OmegaConf reads them, in lower case
 _registered: dict[str, Callable[..., Any]] = {}  # of this program, by path
 
@@ -177,7 +179,20 @@ def require_named_code(options: Options, overrides: Sequence[str]) -> Options:
                 f"{name}={written(model)}: a file names it, and {option.name}=true would run its code; if you trust "
                 f"it, name it yourself: write {_command_line({name: model}, user.prefix)} on the command line"
             )
+        for name, model in option.models.items():
+            if name not in _RUNS:
+                _require_no_namesake(f"{user.prefix}{name}", model)
     return options
+
+
+def _require_no_namesake(name: str, model: Any) -> None:
+    """Raise ConfigError for an id of the Hub that is also a folder here: it may hold data of others, and their code."""
+    for leaf, text in _leaves(name, model).items():
+        if isinstance(text, str) and _HUB_ID.fullmatch(text) and os.path.isdir(text):
+            raise ConfigError(
+                f"{leaf}={text}: has the form of a Hub id and is a folder in {Path.cwd()}, whose code would run: "
+                f"write ./{text} for the folder, or start the command elsewhere for the model of the Hub"
+            )
 
 
 def _not_named(option: CodeOption, user: UserOptions) -> dict[str, Any]:

@@ -9,6 +9,7 @@ A text is found by the hash of the text and of the prompt that the teacher gives
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,8 @@ KEY_BYTES = 16
 KEY_TYPE = np.dtype(f"S{KEY_BYTES}")
 # The numbers of a file as numpy maps them, which has no bfloat16.
 _MAPPED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8, "I64": np.int64}
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Keys = NDArray[np.bytes_]
 
@@ -90,7 +93,8 @@ class StoredVectors:
                 raise ValueError(f"its format is {index['format']}, this version reads {FORMAT}")
             sizes = {str(name): int(size) for name, size in index["sizes"].items()}
             numbers = int(index["count"]), int(index["dimension"]), int(index["rows_per_part"])
-            if min(numbers) < 1 or not isinstance(index["digest"], str) or any("/" in name for name in sizes):
+            # A run names a folder by the digest, which this file could lead elsewhere.
+            if min(numbers) < 1 or not _DIGEST.fullmatch(index["digest"]) or any("/" in name for name in sizes):
                 raise ValueError("invalid numbers")
             for name, size in sizes.items():
                 if (directory / name).stat().st_size != size:

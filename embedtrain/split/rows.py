@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
@@ -86,7 +85,10 @@ def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | No
 
 def file_names(sources: Sequence[SplitSource]) -> list[str]:
     """The file of training rows of each source: `train.jsonl`, or `train-NAME.jsonl` where there are several."""
-    names = ["train" if len(sources) == 1 else f"train-{Path(source.name).name}" for source in sources]
+    names = ["train"]
+    if len(sources) > 1:  # web/qa and news/qa, or a source that is named web-qa, must not write the same file
+        named = [replace(source.source, name=f"train-{source.name.replace('/', '-')}") for source in sources]
+        names = source_names(named)
     return [
         f"{name}.jsonl{'.gz' if source.is_compressed() else ''}" for name, source in zip(names, sources, strict=True)
     ]

@@ -94,10 +94,18 @@ def test_untrusted_code_is_neither_copied_nor_referenced(tmp_path):
     model = save_small(small_model("bert"), tmp_path / "model")
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "evil.Model"}}))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    own_tokenizer = {"auto_map": {"AutoTokenizer": ["author/model--tok.Tok", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | own_tokenizer))
     (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    export_model(
-        tmp_path / "out", architecture_of(tmp_path / "arch", ModelConfig(path=str(model), pooling=Pooling.mean))
-    )
-    assert not (tmp_path / "out" / "evil.py").exists()
-    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    small = architecture_of(tmp_path / "arch", ModelConfig(path=str(model), pooling=Pooling.mean))
+    assert "auto_map" not in (tmp_path / "arch" / "tokenizer_config.json").read_text()
+    # The architecture of somebody else's run may have code that training has not written.
+    edited = json.loads((tmp_path / "arch" / "config.json").read_text()) | {"auto_map": {"AutoModel": "evil.Model"}}
+    (tmp_path / "arch" / "config.json").write_text(json.dumps(edited))
+    (tmp_path / "arch" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    export_model(tmp_path / "out", small)
+    assert not list((tmp_path / "out").rglob("*.py"))
+    for path in (tmp_path / "out").rglob("*config.json"):
+        assert "auto_map" not in path.read_text()
     assert not (tmp_path / "ran").exists()

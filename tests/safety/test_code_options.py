@@ -10,10 +10,12 @@ import pytest
 import yaml
 
 from embedtrain.config.code import code_option, code_options
-from embedtrain.config.compose import compose_recipe
+from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.losses import CombinedConfig, CustomConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.errors import ConfigError
+from embedtrain.export.options import ExportOptions
+from embedtrain.merge.options import MergeOptions
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.registry import KINDS
 from tests.conftest import ROOT
@@ -163,6 +165,22 @@ def test_the_model_of_an_earlier_stage_is_the_pipelines_own(tmp_path):
             composed(tmp_path, {"stages": stages}, "stages.s.trust_remote_code=true")
 
 
+def test_trust_in_the_reranker_that_a_stage_trains(tmp_path):
+    """`evaluation.after` makes the model of the stage the reranker: the gate sees it where the user's trust is."""
+    training = {"do": "train", **STAGES["train"], "loss": {"name": "bce"}}
+    training["model"] = {"path": "m", "kind": "cross_encoder"}
+    content = {"stages": {"s": training}, "evaluation": {"after": ["s"], "sets": ["dev"]}}
+    said = "evaluation.trust_remote_code=true"
+    assert named(composed(tmp_path, content, said)) == {"trust_remote_code": True}
+    for more in ({"revision": "refs/pr/1"}, {"trust_remote_code": True}):
+        content["evaluation"] = {"after": ["s"], "sets": ["dev"], **more}
+        with pytest.raises(ConfigError, match=r"a file (names it|cannot trust)"):
+            composed(tmp_path, content, *([said] if "revision" in more else []))
+    content["evaluation"] = {"after": ["s"], "sets": ["dev"], "model": "evil"}
+    with pytest.raises(ConfigError, match="a file names it"):
+        composed(tmp_path, content, said)
+
+
 def test_code_of_evaluations_after_stages_and_of_members(tmp_path):
     training = {"do": "train", **STAGES["train"], "loss": LOSS}
     evaluation = {"after": ["s"], "sets": ["dev"], "function": "evil:Mod"}
@@ -199,6 +217,27 @@ def test_a_recipe_trusts_no_model(tmp_path):
         assert compose_recipe([*theirs, *own]).model.trust_remote_code
     with pytest.raises(ConfigError, match="a file cannot trust"):
         compose_recipe([*theirs, "model.path=m", "model.trust_remote_code='${export.check}'"])
+
+
+def test_an_id_of_the_hub_is_no_folder_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "author" / "model").mkdir(parents=True)
+    own, trust = ["name=t", "data.train=[rows.jsonl]"], "model.trust_remote_code=true"
+    assert compose_recipe([*own, "model.path=author/model"]).model.path == "author/model"
+    with pytest.raises(
+        ConfigError, match=r"model\.path=author/model: has the form of a Hub id and is a folder"
+    ) as caught:
+        compose_recipe([*own, "model.path=author/model", trust])
+    assert "./author/model" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"tokenizer=author/model: has the form"):
+        compose_recipe([*own, "model.path=author/other", "model.tokenizer=author/model", trust])
+    for path in ("author/other", "./author/model", str(tmp_path / "author" / "model")):
+        assert compose_recipe([*own, f"model.path={path}", trust]).model.path == path
+    export = compose_command("export", ExportOptions, ["run=author/model", "trust_remote_code=true"], "")
+    assert export.run == "author/model"  # a run is never on the Hub
+    merge = ["models=[author/model,author/other]", "output_dir=o", "trust_remote_code=true"]
+    with pytest.raises(ConfigError, match=r"models\[0\]=author/model: has the form"):
+        compose_command("merge", MergeOptions, merge, "")
 
 
 def test_a_source_inherits_the_class_that_the_user_named():

@@ -160,3 +160,22 @@ def test_a_group_of_half_of_the_queries_is_said_to_stay_in_training(tmp_path: Pa
     output = call("embedtrain.split", f"data=[{path}]", "dev=2", f"output_dir={tmp_path}/out")
     assert "8 of 12 queries are linked by equal texts: all of them stay in training" in output
     assert "the held-out queries come from the other 4" in output
+
+
+def test_sources_whose_names_end_alike_have_files_of_their_own(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, *rows(20, seed)) for seed, name in enumerate(("web/qa.jsonl", "news/qa.jsonl"))]
+    named = write(tmp_path / "other.jsonl", *rows(20, 2))
+    given = [*(TrainSource(path=str(path)) for path in paths), TrainSource(path=str(named), name="web-qa")]
+    sources = open_sources(given, OnError.stop, None)
+    names = file_names(sources)
+    assert names == ["train-web-qa.jsonl", "train-news-qa.jsonl", "train-web-qa-2.jsonl"]
+    keys = RowKeys()
+    for source in sources:
+        for texts in source.rows(OnError.stop):
+            keys.add(texts)
+    counts = write_split(
+        sources, choose_held_out(keys, 6, 42), keys, tmp_path / "out", names, DevCorpus.held_out, OnError.stop
+    )
+    written = [len((tmp_path / "out" / name).read_text().splitlines()) for name in names]
+    assert written == counts.train_rows
+    assert sum(written) + counts.dev_rows == 60

@@ -20,7 +20,7 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.inference import vector_directory
-from embedtrain.inference.stored_vectors import StoredVectors
+from embedtrain.inference.stored_vectors import KEY_TYPE, StoredVectors
 from embedtrain.losses.build import build_loss
 from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides
@@ -300,6 +300,16 @@ def test_bad_options_and_directories(tmp_path, inputs):
     (tmp_path / "vectors.json").write_text('{"format": 1, "sizes": {"keys.npy": 3}}')
     with pytest.raises(DataError, match=str(tmp_path)):
         StoredVectors.open(str(tmp_path))
+    # The digest names a folder of the run that trains with the vectors: it leads nowhere else.
+    index = {"format": 1, "sizes": {}, "count": 2, "dimension": 4, "rows_per_part": 2, "digest": "../../elsewhere"}
+    np.save(tmp_path / "keys.npy", np.zeros(2, KEY_TYPE))
+    for digest, is_valid in (("0" * 32, True), ("../../elsewhere", False), (f"{'0' * 31}/", False), (5, False)):
+        (tmp_path / "vectors.json").write_text(json.dumps(index | {"digest": digest}))
+        if is_valid:
+            assert StoredVectors.open(str(tmp_path)).digest == digest
+            continue
+        with pytest.raises(DataError, match="not a directory of vectors"):
+            StoredVectors.open(str(tmp_path))
 
 
 def fitted_map(world: World, path: str, dimension: int) -> torch.Tensor:

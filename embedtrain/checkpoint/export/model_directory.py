@@ -98,7 +98,6 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     """Write a sentence-transformers directory without its weights; records the type of the source's weights."""
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, source.config)
-    _write_code(directory, source)
     _write_dtype(directory, stored_dtype(source))
     own, has_chat = tokenizer.tokenizer, False
     if source.head is not None and source.head.template is not None:
@@ -109,6 +108,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         write_static_tokenizer(directory, own, tokenizer.max_length)
     else:
         write_tokenizer(directory, own, tokenizer.max_length)
+    _write_code(directory, source)
     if source.head is not None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         assert isinstance(tokenizer, PairTokenizer)
@@ -304,18 +304,28 @@ def clear_pooler(architecture: Path) -> None:
 
 
 def _write_code(directory: Path, source: ModelSource) -> None:
-    """Copy a model's own Python if it is trusted; otherwise remove the reference to it from config.json.
+    """Copy a model's own Python if it is trusted, otherwise remove the references to it.
 
     transformers only saves the file with the configuration class, with which the model could not be opened.
     """
-    if source.trust_remote_code and source.directory is not None:
+    if not source.trust_remote_code:
+        remove_code(directory)
+    elif source.directory is not None:
         for path in source.directory.glob("*.py"):
             shutil.copyfile(path, directory / path.name)
-        return
-    path = directory / "config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    if settings.pop("auto_map", None) is not None:
-        write_json(path, settings)
+
+
+def remove_code(directory: Path) -> None:
+    """Remove the Python of a model directory, and the settings of the model and its tokenizer that refer to some.
+
+    A directory that is written without trust has no code of others, so that trust in it gives them none.
+    """
+    for path in directory.rglob("*.py"):
+        path.unlink()
+    for path in directory.rglob("*config.json"):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(settings, dict) and settings.pop("auto_map", None) is not None:
+            write_json(path, settings)
 
 
 def _convert(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:

@@ -27,6 +27,7 @@ from embedtrain.checkpoint.export.model_directory import (
     create_model_directory,
     plan_weights,
     pooler_rows,
+    remove_code,
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
@@ -146,6 +147,8 @@ class ModelExport:
         differences = [0.0]
         try:
             convert_layers(directory)
+            if not trust_remote_code:  # the architecture may be that of somebody else's run
+                remove_code(directory)
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
             write_query_weights(directory, source)
             if reference is not None:

@@ -38,7 +38,8 @@ def model_identity(
     with world.fail_together("reading the model's files"):
         for name, path in found[world.rank :: world.size]:
             files[name] = Checksums.of(Path(path)).files["."][1]
-    contents = {name: blocks for of_rank in world.gather(files) for name, blocks in of_rank.items()}
+    # In the order of their names, which does not depend on the number of ranks: folders hold these bytes.
+    contents = dict(sorted((name, blocks) for of_rank in world.gather(files) for name, blocks in of_rank.items()))
     options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
     if source.truncate_dim is not None:
         options["truncate_dim"] = source.truncate_dim

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.loss_choices import Implementation, Similarity
 from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, XTRConfig
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.data.text_format import TextFormat
@@ -57,7 +57,9 @@ def test_host_reads(every_loss, name):
 def encode_with_guide(world: World) -> tuple[dict[str, int], list[torch.Tensor]]:
     """What makes the host wait, and the guide's vectors; rank 0 has more chunks than rank 1."""
     model = CASE.load(world)
-    guide = GuideModel(model.encoder, GuideTokenizer(model.tokenizer, TextFormat(), chunk_tokens=24), world)
+    guide = GuideModel(
+        model.encoder, GuideTokenizer(model.tokenizer, TextFormat(), chunk_tokens=24), Similarity.cosine, world
+    )
     rows = rows_for(InfoNCEConfig(), 9).rows[: 6 if world.is_main else 3]
     on_gpu = world.device.type == "cuda"
     chunks = [chunk.map_tensors(torch.Tensor.pin_memory) if on_gpu else chunk for chunk in guide.texts(rows)]

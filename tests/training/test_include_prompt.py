@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 from torch.distributed.tensor import DTensor
 
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, TrainSource
 from embedtrain.data.cache.cache import Cache
@@ -130,6 +131,7 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
     guide = GuideModel(
         model.encoder,
         GuideTokenizer(model.tokenizer, TextFormat(query_prompt=prompt, document_prompt="mu "), 24),
+        Similarity.cosine,
         world,
     )
     seen = guide(guide.texts([Row(text, ("nu lambda",)) for text in texts]), len(texts))

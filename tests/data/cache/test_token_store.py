@@ -194,7 +194,8 @@ def test_prompts() -> None:
     assert text_format.query("") == NO_PROMPT
     assert text_format.query("find {text}")("x") == "Instruct: find {text}\nQuery: x"
     assert TextFormat(instruction_format="<{text}> {instruction}").query("find")("x") == "<x> find"
-    for bad in ("{instruction}", "{text}", "{instruction} {text} {text}"):
+    assert TextFormat(instruction_format="{text}").query("find")("x") == "x"
+    for bad in ("{instruction}", "{text} {text}", "{instruction} {text} {text}"):
         with pytest.raises(ConfigError, match=re.escape(f"data.instruction_format={bad!r}")):
             TextFormat(instruction_format=bad).query("find")
 

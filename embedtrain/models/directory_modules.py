@@ -8,12 +8,15 @@ from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import (
+    NORMALIZE_KEYS,
     DenseSource,
     Module,
     module_at,
     read_dense,
     read_modules,
     read_pooling,
+    require_known_keys,
+    require_sentence_embedding,
 )
 from embedtrain.models.score_head import LOGIT_SCORE
 from embedtrain.models.static_embedding import STATIC_EMBEDDING
@@ -79,8 +82,13 @@ def read_directory_modules(directory: Path) -> DirectoryModules:
             case "Pooling":
                 modules.pooling, modules.include_prompt = read_pooling(part / "config.json")
             case "Normalize":
+                path = part / "config.json"  # if it is not the default
+                settings = read_json(path) if path.is_file() and part != directory else {}
+                require_known_keys(path, settings, NORMALIZE_KEYS)
+                require_sentence_embedding(path, settings)
                 modules.normalize = True
             case "Dense":
+                require_sentence_embedding(part / "config.json", read_json(part / "config.json"))
                 modules.dense.append(read_dense(part))
             case "LogitScore":
                 modules.logit_score = read_json(part / "config.json")

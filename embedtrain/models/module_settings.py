@@ -1,6 +1,6 @@
 """Reads the settings of a sentence-transformers directory: modules, pooling, Dense heads, prompts and dimensions."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,13 @@ _POOLINGS = {
     "max": Pooling.max,
     "weightedmean": Pooling.weighted_mean,
 }
+# What is read, and the dimension, which the model's configuration has as well.
+POOLING_KEYS = frozenset(
+    (*_POOLING_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension")
+)
+_SENTENCE = "sentence_embedding"  # what modules of dense models read and write
+NORMALIZE_KEYS = frozenset(("module_input_name", "module_output_name"))
+DENSE_KEYS = NORMALIZE_KEYS | {"in_features", "out_features", "bias", "activation_function", "use_residual"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +172,30 @@ def prompts_of(settings: Mapping[str, Any], path: Path, kind: ModelKind) -> dict
     return prompts
 
 
+def require_known_keys(path: Path, settings: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ModelError for a setting of a module that is not known, and may change what it computes.
+
+    A value that is empty, false or null switches nothing on.
+    """
+    for name in sorted(settings.keys() - set(known)):
+        if settings[name]:
+            raise ModelError(
+                f"{path}: {name}={settings[name]!r:.80} is not known, and may change the vectors: a newer version of "
+                "sentence-transformers may have written it"
+            )
+
+
+def require_sentence_embedding(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a module that does not change the embedding of a text, but something beside it."""
+    for name in ("module_input_name", "module_output_name"):
+        if settings.get(name) not in (None, _SENTENCE):
+            raise ModelError(f"{path}: {name}={settings[name]!r:.80} is not supported: only {_SENTENCE} is")
+
+
 def read_pooling(path: Path) -> tuple[Pooling, bool]:
     """The pooling, and whether it includes the prompt's tokens."""
     settings = read_json(path)
+    require_known_keys(path, settings, POOLING_KEYS)
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else list(mode or [])
     modes = modes or [name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)]
@@ -184,6 +212,7 @@ def read_pooling(path: Path) -> tuple[Pooling, bool]:
 def read_dense(directory: Path) -> DenseSource:
     """A Dense head; a ModelError if it is not supported."""
     settings = read_json(directory / "config.json")
+    require_known_keys(directory / "config.json", settings, DENSE_KEYS)
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if activation not in ACTIVATIONS:
         raise ModelError(f"{directory / 'config.json'}: activation {activation} is not one of {', '.join(ACTIVATIONS)}")

@@ -15,6 +15,7 @@ from transformers import T5Config
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
+from embedtrain.models.module_settings import DENSE_KEYS, NORMALIZE_KEYS, POOLING_KEYS
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
@@ -209,6 +210,32 @@ def test_modules_outside_their_directory(st_dir, place):
 def test_broken_modules_json(st_dir, content):
     (st_dir / "modules.json").write_text(content)
     assert_raises(ModelError, lambda: opened(st_dir), "modules.json")
+
+
+def test_keys_of_modules_are_those_of_sentence_transformers():
+    """A new key of a newer version has to be read, or found to be harmless."""
+    for module, known in ((st.Pooling, POOLING_KEYS), (st.Dense, DENSE_KEYS), (st.Normalize, NORMALIZE_KEYS)):
+        assert set(getattr(module, "config_keys", ())) <= known
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("Pooling", {"pooling_weights": [1, 2]}, "pooling_weights=.* is not known"),
+        ("Pooling", {"pooling_mode_first_last": True}, "pooling_mode_first_last=True is not known"),
+        ("Dense", {"scale": 2}, "scale=2 is not known"),
+        ("Dense", {"module_output_name": "other"}, "module_output_name='other' .* only sentence_embedding is"),
+        ("Normalize", {"module_input_name": "token_embeddings"}, "only sentence_embedding is"),
+    ],
+)
+def test_settings_of_modules_that_are_not_known_are_refused(st_dir, kind, changes, message):
+    path = part(st_dir, kind) / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | {"a_new_switch": False}))
+    opened(st_dir)
+    rewrite(path, **changes)
+    with pytest.raises(ModelError, match=message):
+        opened(st_dir)
 
 
 @pytest.mark.parametrize(

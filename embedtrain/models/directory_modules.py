@@ -15,8 +15,8 @@ from embedtrain.models.module_settings import (
     read_dense,
     read_modules,
     read_pooling,
+    require_embedding,
     require_known_keys,
-    require_sentence_embedding,
 )
 from embedtrain.models.score_head import LOGIT_SCORE
 from embedtrain.models.static_embedding import STATIC_EMBEDDING
@@ -85,10 +85,10 @@ def read_directory_modules(directory: Path) -> DirectoryModules:
                 path = part / "config.json"  # if it is not the default
                 settings = read_json(path) if path.is_file() and part != directory else {}
                 require_known_keys(path, settings, NORMALIZE_KEYS)
-                require_sentence_embedding(path, settings)
+                require_embedding(path, settings)
                 modules.normalize = True
             case "Dense":
-                require_sentence_embedding(part / "config.json", read_json(part / "config.json"))
+                require_embedding(part / "config.json", read_json(part / "config.json"))
                 modules.dense.append(read_dense(part))
             case "LogitScore":
                 modules.logit_score = read_json(part / "config.json")

@@ -45,7 +45,7 @@ _POOLINGS = {
 POOLING_KEYS = frozenset(
     (*_POOLING_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension")
 )
-_SENTENCE = "sentence_embedding"  # what modules of dense models read and write
+_SENTENCE, _SCORES = "sentence_embedding", "scores"  # what modules read and write
 NORMALIZE_KEYS = frozenset(("module_input_name", "module_output_name"))
 DENSE_KEYS = NORMALIZE_KEYS | {"in_features", "out_features", "bias", "activation_function", "use_residual"}
 
@@ -185,10 +185,14 @@ def require_known_keys(path: Path, settings: Mapping[str, Any], known: Collectio
             )
 
 
-def require_sentence_embedding(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a module that does not change the embedding of a text, but something beside it."""
+def require_embedding(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a module that does not change the embedding of a text, but something beside it.
+
+    The last layer of a cross-encoder makes scores of the embedding.
+    """
     for name in ("module_input_name", "module_output_name"):
-        if settings.get(name) not in (None, _SENTENCE):
+        allowed = (_SENTENCE, _SCORES) if name == "module_output_name" else (_SENTENCE,)
+        if settings.get(name) not in (None, *allowed):
             raise ModelError(f"{path}: {name}={settings[name]!r:.80} is not supported: only {_SENTENCE} is")
 
 

@@ -138,9 +138,9 @@ def test_flagembedding_trains_rerankers_on_the_same_texts(tmp_path):
     _, command, *_ = theirs("from-flagembedding.md")
     rows = [{**row, "pos_scores": [1], "neg_scores": [0] * len(row["neg"])} for row in ROWS]
     expected = flag_embedding(rows, command, "query_instruction_for_rerank")
-    assert ours("from-flagembedding.md", 1, rows, tmp_path) == expected
+    assert ours("from-flagembedding.md", 2, rows, tmp_path) == expected
     expected = flag_embedding(rows, {"query_instruction_for_rerank": "A: "}, "query_instruction_for_rerank")
-    assert ours("from-flagembedding.md", 1, rows, tmp_path, 'model.query_prompt="A: "') == expected
+    assert ours("from-flagembedding.md", 2, rows, tmp_path, 'model.query_prompt="A: "') == expected
 
 
 def test_example_files_of_flagembedding_are_trained_on_with_the_same_texts(shared_data, tmp_path):

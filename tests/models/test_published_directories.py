@@ -213,7 +213,7 @@ def test_modules_that_are_not_supported_are_named(tmp_path, kind):
     [
         ({"mean_sqrt_len_tokens": True}, "has the pooling mean_sqrt_len_tokens; supported are cls, mean"),
         ({"mean_tokens": True, "max_tokens": True}, r"has the pooling mean \+ max; supported are"),
-        ({"weightedmean_tokens": True, "x": True}, r"1_Pooling/config\.json: include_prompt=false"),
+        ({"weightedmean_tokens": True, "x": False}, r"1_Pooling/config\.json: include_prompt=false"),
     ],
 )
 def test_poolings_that_are_not_supported_are_named(tmp_path, more, message):

@@ -40,7 +40,7 @@ def main() -> None:
     import torch
 
     from benchmarks.measure import machine
-    from embedtrain.loading.load import quiet_libraries
+    from embedtrain.inference.loading.load import quiet_libraries
 
     torch.set_num_threads(1)
     quiet_libraries()

@@ -33,13 +33,13 @@ from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.export.model_export import live_weights, plan_export
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointLayout
 from embedtrain.config.recipe import ExportConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.formats.model_directory import write_architecture
+from embedtrain.formats.model_export import live_weights, plan_export
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.step import StepContext, train_step
 

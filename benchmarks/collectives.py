@@ -21,7 +21,7 @@ from embedtrain.config.optim import OptimConfig, ScheduleKind
 from embedtrain.config.recipe import Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel
+from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.step import train_step
 

@@ -17,7 +17,7 @@ from embedtrain.config.recipe import Precision
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel
+from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.types import Loss
 from embedtrain.training.backward import Backward

@@ -20,11 +20,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM, QUICKSTART
 from benchmarks.measure import Timed, interleave, markdown, require, seconds, unit
+from embedtrain.commands.inspect.costs import batch_cost, count_computed_tokens
 from embedtrain.config.recipe import TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
-from embedtrain.inspect.costs import batch_cost, count_computed_tokens
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch, pass_overhead
 
 TITLE = "From files to chunks, all-MiniLM-L6-v2's tokenizer, against SentenceTransformerTrainer's data loader"

@@ -19,7 +19,7 @@ from embedtrain.config.recipe import TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
-from embedtrain.loading.load import quiet_libraries
+from embedtrain.inference.loading.load import quiet_libraries
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 
 SIZES = tuple(int(size) for size in os.environ.get("ROWS", "100000,1000000,10000000").split(","))

@@ -147,7 +147,15 @@ def mined_rows(root: Path, name: str) -> Path:
     folder = root / f"mined-{name}"
     if not list(folder.glob("*.jsonl")):
         data, limits = f"data={_sources(_rows_of(name))}", [f"negatives={MINED}", f"max_length={MAX_LENGTH}"]
-        command = [sys.executable, "-m", "embedtrain.mine", f"model={MINILM}", data, f"output_dir={folder}", *limits]
+        command = [
+            sys.executable,
+            "-m",
+            "embedtrain.commands.mine",
+            f"model={MINILM}",
+            data,
+            f"output_dir={folder}",
+            *limits,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("*.jsonl"))
 

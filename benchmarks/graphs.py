@@ -14,14 +14,14 @@ from torch import Tensor
 from benchmarks.encoding import CHUNK_TOKENS, Ours, Theirs
 from benchmarks.inputs import MINILM, precisions, retrieval_set
 from benchmarks.measure import Timed, interleave, markdown, ratio, require, speed, unit
-from embedtrain.checkpoint.export.onnx import write_graph
-from embedtrain.checkpoint.export.onnx_variants import FILES, write_variants
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.recipe import ONNX, OPENVINO, ModelConfig, Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.types import RetrievalSet
+from embedtrain.formats.onnx import write_graph
+from embedtrain.formats.onnx_variants import FILES, write_variants
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.loading.graph import load_graph
+from embedtrain.inference.loading.graph import load_graph
 from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 

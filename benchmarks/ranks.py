@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import quiet_libraries
+from embedtrain.inference.loading.load import quiet_libraries
 
 T = TypeVar("T")
 

@@ -36,8 +36,8 @@ from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Pre
 from embedtrain.data.pairs import Pair
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World, joined_world
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.inference.score import PairScorer
-from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.listwise import BCE, ListNet
 from embedtrain.losses.score import PairScore
 from embedtrain.losses.types import Loss

@@ -63,7 +63,7 @@ def _mine_in_stages(folder: Path, size: int) -> list[dict[str, Any]]:
     output, again, state = folder / f"mined-{size}", folder / f"mined-{size}-again", folder / "results"
     corpus, model, rows = folder / f"corpus-{size}.jsonl", folder / "model", folder / "rows.jsonl"
     once(state / f"inputs-{size}.json", lambda: _write_inputs(corpus, model, rows, size))
-    command = [sys.executable, "-m", "embedtrain.mine", f"model={model}", f"data=[{rows}]", f"corpus={corpus}"]
+    command = [sys.executable, "-m", "embedtrain", "mine", f"model={model}", f"data=[{rows}]", f"corpus={corpus}"]
     command += ["relative_margin=null", f"query_batch_size={QUERY_BATCH}", "index.place=disk"]
     int8 = [*command, f"output_dir={output}", "index.scan_dtype=int8"]
     half = max(3, size // 90_000)

@@ -17,7 +17,7 @@ from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.workloads import Workload, short_pairs
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Strategy, TrainConfig
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch, pass_overhead
 from embedtrain.training.step import train_step
 

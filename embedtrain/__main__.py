@@ -1,8 +1,10 @@
 """`embedtrain train recipe=NAME`, or `python -m embedtrain`, also under torchrun: train a model, or run a pipeline."""
 
+import sys
 from functools import partial
 
-from embedtrain.cli import run_command
+from embedtrain.cli.entry import run_command
+from embedtrain.commands.table import COMMANDS, run_module
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.paths import require_recipe_paths
 from embedtrain.config.recipe import Recipe
@@ -38,7 +40,10 @@ def compose(arguments: list[str]) -> list[Recipe] | Pipeline:
 
 
 def main() -> None:
-    """The command that trains."""
+    """The command that the first argument names, or the one that trains."""
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        run_module(COMMANDS[sys.argv.pop(1)])
+        return
     signals = StopSignals()
 
     def compose_listening(arguments: list[str]) -> list[Recipe] | Pipeline:

@@ -17,6 +17,13 @@ from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any
 
+from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
+from embedtrain.commands.evaluate.__main__ import main as evaluate_main
+from embedtrain.commands.evaluate.options import EvaluateOptions, compose_evaluate
+from embedtrain.commands.export.__main__ import main as export_main
+from embedtrain.commands.export.options import ExportOptions, compose_export
+from embedtrain.commands.mine.__main__ import main as mine_main
+from embedtrain.commands.mine.options import MineOptions, compose_mine
 from embedtrain.config.code import register_code
 from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
@@ -28,20 +35,13 @@ from embedtrain.data.in_memory import InMemoryData, is_splits
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.__main__ import main as evaluate_main
-from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
 from embedtrain.evaluation.sentence_transformers import TextEncoder
-from embedtrain.export.__main__ import main as export_main
-from embedtrain.export.options import ExportOptions, compose_export
-from embedtrain.in_process import SHARED_WORLD, own_process_state
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.loading.command_model import command_model_config
+from embedtrain.inference.loading.encoder_model import load_encoder_model
+from embedtrain.inference.loading.load import quiet_libraries
 from embedtrain.inference.options import EncoderOptions, check_encoder
-from embedtrain.loading.command_model import command_model_config
-from embedtrain.loading.encoder_model import load_encoder_model
-from embedtrain.loading.load import quiet_libraries
 from embedtrain.losses.types import Loss
-from embedtrain.mine.__main__ import main as mine_main
-from embedtrain.mine.options import MineOptions, compose_mine
 from embedtrain.mining.folder import read_summary
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import METRICS_FILE, read_metrics

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.data.types import TextRole
-from embedtrain.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

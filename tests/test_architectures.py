@@ -15,9 +15,9 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as parts
 from transformers import AutoModel
 
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
+from embedtrain.formats.verify import PROBES
 from embedtrain.training import train
 from tests.custom_code import model_with_remote_code, unload_remote_code
 from tests.runs import BASE, evaluation_metrics, exported_weights, losses, rewind_run

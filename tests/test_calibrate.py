@@ -8,12 +8,12 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import quantize_embeddings
 
-from embedtrain.calibrate import __main__ as calibrate
-from embedtrain.calibrate.head import write_directory
-from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, read_ranges
+from embedtrain.commands.calibrate import __main__ as calibrate
+from embedtrain.commands.calibrate.head import write_directory
+from embedtrain.commands.evaluate import __main__ as evaluate
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.errors import ModelError
-from embedtrain.evaluate import __main__ as evaluate
+from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges
 from embedtrain.losses.quantisation import Quantiser
 from tests.custom_code import model_with_remote_code
 from tests.small import save_guide, small_model, text, write_beir

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checksums import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError, ModelError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.models.export_record import RECORD, verify_settings, verify_weights, write_record
 from embedtrain.models.source import open_model_source
-from embedtrain.tracking.report.sample import (
+from embedtrain.report.sample import (
     Pair,
     PairRelation,
     Role,
@@ -27,6 +26,7 @@ from embedtrain.tracking.report.sample import (
     write_texts,
     write_vectors,
 )
+from embedtrain.utils.checksums import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
 from tests.ranks import RankFailed
 from tests.small import save_small, small_model, small_tokenizer
 
@@ -150,7 +150,7 @@ def test_links_and_pipes_are_not_read(tmp_path):
 
 
 def test_processes_share_the_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.checksums.BLOCK_BYTES", 100)
+    monkeypatch.setattr("embedtrain.utils.checksums.BLOCK_BYTES", 100)
     (tmp_path / "a").write_bytes(bytes(250))
     (tmp_path / "b").write_bytes(b"")
     write_checksums(tmp_path)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from embedtrain.cli import num_usable_cores, set_allocator, set_kernel_cache, set_threads
+from embedtrain.cli.entry import num_usable_cores, set_allocator, set_kernel_cache, set_threads
 from tests.conftest import ROOT
 
 SCRIPT = """
-from embedtrain.cli import run_command
+from embedtrain.cli.entry import run_command
 
 def main(options):
     import torch
@@ -91,7 +91,18 @@ def test_memory_of_chunks_of_many_sizes_is_limited_unless_the_user_has_configure
     assert environment == given | added
 
 
-@pytest.mark.parametrize("command", ["", "evaluate.", "mine.", "export.", "search.", "plan.", "inspect."])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "commands.evaluate.",
+        "commands.mine.",
+        "commands.export.",
+        "commands.search.",
+        "commands.plan.",
+        "commands.inspect.",
+    ],
+)
 def test_a_command_imports_torch_only_after_setting_threads(command):
     script = f"import sys, embedtrain.{command}__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -101,7 +112,8 @@ def test_a_command_imports_torch_only_after_setting_threads(command):
 def run_main(body: str, *, shell: str = "", stdout: int | None = subprocess.PIPE, **environment: str):
     """A command whose `main` has this body, with redirections of a shell; it writes the file `done` at its end."""
     script = (
-        "import os, sys, warnings; from embedtrain.cli import run_command; from embedtrain.errors import DataError\n"
+        "import os, sys, warnings; from embedtrain.errors import DataError\n"
+        "from embedtrain.cli.entry import run_command\n"
         f"def main(options):\n    {body}\n    open('done', 'w').close()\n"
         "run_command(lambda arguments: None, main, has_ranks=False)"
     )
@@ -179,7 +191,7 @@ assert not {"torch", "datasets", "transformers"} & sys.modules.keys()
 
 def test_a_crash_in_native_code_says_where():
     script = (
-        "import faulthandler\nfrom embedtrain.cli import run_command\n"
+        "import faulthandler\nfrom embedtrain.cli.entry import run_command\n"
         "def main(options):\n    faulthandler._sigsegv()\n"
         "run_command(lambda arguments: None, main, has_ranks=False)"
     )
@@ -192,7 +204,7 @@ def test_a_crash_in_native_code_says_where():
 def test_warnings_of_the_hub_are_printed_once_for_all_ranks():
     """Ranks compose their options in processes of their own, before libraries are quiet, and each asks the Hub."""
     script = """
-from embedtrain.cli import run_command
+from embedtrain.cli.entry import run_command
 
 def compose(arguments):
     from huggingface_hub.utils import logging

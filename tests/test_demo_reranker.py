@@ -21,7 +21,7 @@ def make(folder: Path, model: Path, *arguments: str) -> str:
         shutil.copytree(ROOT / "recipes", folder / "recipes")
     program = folder / "bin" / "embedtrain"
     program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m embedtrain.commands "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m embedtrain.commands.table "$@"\n')
     program.chmod(0o755)
     options = [f"BIN={program.parent}", f"MINILM={model}", "RANKS=2"]
     command = ["make", "-f", str(ROOT / "Makefile"), "-o", ".venv", *options, *arguments, DEMO]
@@ -33,9 +33,9 @@ def make(folder: Path, model: Path, *arguments: str) -> str:
 
 def test_the_commands_compose_and_fit_together(minilm_dir, tmp_path):
     """What the commands write is where the next one reads it."""
+    from embedtrain.commands.evaluate.options import compose_evaluate
+    from embedtrain.commands.mine.options import compose_mine
     from embedtrain.config.compose import compose_recipes
-    from embedtrain.evaluate.options import compose_evaluate
-    from embedtrain.mine.options import compose_mine
     from tests.docs.commands import commands
 
     shell = make(tmp_path, minilm_dir, "-n")

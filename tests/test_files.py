@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.cli import set_home
+from embedtrain.cli.entry import set_home
 from embedtrain.data.cache.cache import cache_directory
 from embedtrain.data.sources.urls import local_path
 from embedtrain.errors import ConfigError
-from embedtrain.files import atomic_write, expand_user, has_home, make_folder, open_append, remove_tree, temporary_home
+from embedtrain.utils.files import (
+    atomic_write,
+    expand_user,
+    has_home,
+    make_folder,
+    open_append,
+    remove_tree,
+    temporary_home,
+)
 from tests.conftest import ROOT
 
 
@@ -67,7 +75,7 @@ def test_only_temporary_files_of_ended_processes_are_removed(tmp_path):
     program = """if True:
         import sys, time
         from pathlib import Path
-        from embedtrain.files import atomic_write
+        from embedtrain.utils.files import atomic_write
         with atomic_write(Path(sys.argv[1])) as temporary:
             temporary.write_text("half")
             print(temporary, flush=True)

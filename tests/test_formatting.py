@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.formatting import (
+from embedtrain.utils.formatting import (
     decode_argument,
     format_bytes,
     format_count,

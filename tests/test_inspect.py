@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
+from embedtrain.commands.inspect.costs import batch_cost
+from embedtrain.commands.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
+from embedtrain.commands.inspect.sources import first_bad_rows
+from embedtrain.commands.inspect.texts import ROLES, UntruncatedTokenizer, join_statistics, measure, shown_texts
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
@@ -18,10 +22,6 @@ from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
-from embedtrain.inspect.costs import batch_cost
-from embedtrain.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
-from embedtrain.inspect.sources import first_bad_rows
-from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, join_statistics, measure, shown_texts
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.commands import ENVIRONMENT, call
 from tests.data.files import write
@@ -86,7 +86,7 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
 
 
 def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.inspect.texts.MAX_SAMPLED_TEXTS", 80)
+    monkeypatch.setattr("embedtrain.commands.inspect.texts.MAX_SAMPLED_TEXTS", 80)
     tokenizer = TextTokenizer(small_tokenizer(), 12)
     path = write(tmp_path / "rows.jsonl", *rows(100))
     data, cache = load(path, tmp_path)
@@ -193,7 +193,7 @@ def test_inspect_of_a_file(tmp_path):
     good = [{"query": "如何安装？", "pos": ["用 apt。" * 500], "neg": ["别的\n东西"]}] * 2
     path = write(tmp_path / "rows.jsonl.gz", *good[:1], *BAD[:2], *good[1:], BAD[3])
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + BAD[2]))
-    output = call("embedtrain.inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
+    output = call("embedtrain.commands.inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
     assert "4 rows that cannot be used" in output
     assert [f"{path}:{line}: " in output for line in (2, 3, 5, 6)] == [True] * 4
     assert re.search(r"^  rows +2$", output, re.M)
@@ -219,7 +219,7 @@ def test_inspect_of_a_recipe(tmp_path):
         "data.train=[{path: one.jsonl, query_prompt: 'alpha '}, {path: two.jsonl, weight: 2}]", "data.cache_dir=cache",
         "train.epochs=3", "train.global_batch_size=16", "evaluation.sets=[]",
     ]  # fmt: skip
-    output = call("embedtrain.inspect", *arguments, cwd=tmp_path)
+    output = call("embedtrain.commands.inspect", *arguments, cwd=tmp_path)
     assert re.search(r"^  query +\d+  <s> alpha .* </s>$", output, re.M)
     assert re.search(r"^  two +20 +0 +40 +2\.00 +40\.0%$", output, re.M)
     assert re.search(r"^  total +80 +0 +100 +100\.0%$", output, re.M)
@@ -240,13 +240,17 @@ def test_a_cross_encoder_shows_pairs(tmp_path):
     arguments = ["recipe=bce_reranker", "data.train=[one.jsonl]"]
     arguments += ["data.cache_dir=cache", "evaluation.sets=[]", "train.global_batch_size=8"]
     template = 'model.pair_template={prefix: alpha, query: "beta {query} mu", document: "{document}", suffix: nu}'
-    output = call("embedtrain.inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path)
+    output = call(
+        "embedtrain.commands.inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path
+    )
     assert re.search(r"^  positive 1 +\d+ +<s> alpha beta .* mu .* nu </s>$", output, re.M)
     shortest = re.search(r"^  pairs +\d+ +(\d+)", output, re.M)
     shown = re.findall(r"^  (?:positive|negative) 1 +(\d+)", output, re.M)
     assert shortest is not None
     assert int(shortest[1]) <= min(map(int, shown))
-    output = call("embedtrain.inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path)
+    output = call(
+        "embedtrain.commands.inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path
+    )
     assert re.search(r"^  pairs( +[\d.,]+){7} +12 +[1-9]", output, re.M)  # texts, min ... max, limit, cut
     assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", output, re.M)
 
@@ -259,7 +263,7 @@ def test_late_interaction_shows_expanded_queries_and_tokens_without_vectors(tmp_
         "{query_expansion: min, expansion_length: 9, document_length: 6, skiplist_words: [alpha, beta, gamma, mu]}"
     )
     printed = call(
-        "embedtrain.inspect",
+        "embedtrain.commands.inspect",
         *arguments,
         "train.global_batch_size=8",
         f"model.late_interaction={options}",
@@ -286,7 +290,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     (tmp_path / "sts.csv").write_text("a,b,score\nx,y,4.5\nu,v,1\n")
     (tmp_path / "list.json").write_text(json.dumps(rows(3)))
     arguments = ["data=[one,sts.csv,missing.jsonl,list.json,one/rows.jsonl]", "cache_dir=cache", "examples=1"]
-    output = call("embedtrain.inspect", *arguments, cwd=tmp_path, code=1)
+    output = call("embedtrain.commands.inspect", *arguments, cwd=tmp_path, code=1)
     assert re.findall(r"^== (.*) ==$", output, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
     one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", output, flags=re.M)[1:]
     assert "1 row that cannot be used\n" in one
@@ -298,16 +302,18 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert missing.strip().endswith("✗  missing.jsonl: no such file or folder")
     assert "as the model sees it: list.json: element 1\n" in listed
     assert "✗  sts, missing cannot be trained on" in whole
-    alone = call("embedtrain.inspect", "data.train=[sts.csv]", "data.cache_dir=cache", cwd=tmp_path, code=1)
+    alone = call("embedtrain.commands.inspect", "data.train=[sts.csv]", "data.cache_dir=cache", cwd=tmp_path, code=1)
     assert "loss=cosent" in alone
-    assert "recognised as" in call("embedtrain.inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path)
+    assert "recognised as" in call(
+        "embedtrain.commands.inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path
+    )
 
 
 def test_sources_that_do_not_fit_together_are_shown_and_reported(tmp_path):
     for name, count in (("one", 1), ("two", 2)):
         write(tmp_path / f"{name}.jsonl", *[{"query": "q", "pos": ["p"], "neg": ["n", "m"][:count]}] * 3)
     arguments = ["data.train=[one.jsonl,two.jsonl]", "data.cache_dir=cache", "loss=sentence_transformers"]
-    output = call("embedtrain.inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
+    output = call("embedtrain.commands.inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
     assert re.findall(r"^  rows +(\d)$", output, re.M) == ["3", "3"]
     assert "✗  data.train: one has rows with 1 negatives and two with 2, " in output
 
@@ -318,10 +324,10 @@ def test_empty_files_and_equal_names(tmp_path):
         write(tmp_path / folder / "rows.jsonl", *rows(2))
     write(tmp_path / "b" / "empty.jsonl")
     write(tmp_path / "b" / "bad.jsonl", *BAD[:2])
-    output = call("embedtrain.inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
+    output = call("embedtrain.commands.inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
     assert "\n2 rows that cannot be used and 1 empty file\n" in output
     assert re.search(r"^  b +2 +2$", output, re.M)
-    output = call("embedtrain.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
+    output = call("embedtrain.commands.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
     assert re.findall(r"^== (.*) ==$", output, re.M) == ["a/rows", "b/rows", "all of it"]
 
 
@@ -340,5 +346,5 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, arguments, environment, 
     write(tmp_path / "rows.jsonl", {"query": "a", "pos": ["b"]})
     for name, value in environment.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
-    output = call("embedtrain.inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
+    output = call("embedtrain.commands.inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
     assert re.fullmatch(rf"error: [^\n]*{re.escape(sentence)}[^\n]*\n", output), output

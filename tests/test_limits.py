@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
+from embedtrain.utils.limits import explain_limits, raise_open_files, report_low_limits
 
 
 @contextlib.contextmanager

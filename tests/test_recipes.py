@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
+from embedtrain.commands.plan.compute import plan
+from embedtrain.commands.plan.options import compose_plan
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.pair_template import PAIR_TEMPLATES
 from embedtrain.config.recipe import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.models.source import open_model_source
-from embedtrain.plan.compute import plan
-from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
 from tests.conftest import ROOT
 from tests.marks import slow_but

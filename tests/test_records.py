@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from embedtrain.records import read_record
+from embedtrain.utils.records import read_record
 
 
 class Colour(str, Enum):

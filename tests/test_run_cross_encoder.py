@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from embedtrain.commands.export.__main__ import compose
+from embedtrain.commands.export.__main__ import main as export
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.export.__main__ import compose
-from embedtrain.export.__main__ import main as export
+from embedtrain.inference.loading.reranker import load_reranker, open_reranker
 from embedtrain.inference.score import PairScorer
-from embedtrain.loading.reranker import load_reranker, open_reranker
 from embedtrain.models.source import open_model_source
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows

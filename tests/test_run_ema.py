@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from embedtrain.commands.export.__main__ import main as export_main
+from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.checkpoint import WeightsOf
-from embedtrain.export.__main__ import main as export_main
-from embedtrain.export.options import ExportOptions
 from embedtrain.tracking.metrics import metrics_at
 from tests.runs import evaluation_metrics, losses, options, rewind_run, run
 

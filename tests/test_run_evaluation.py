@@ -13,7 +13,7 @@ from embedtrain.config.recipe import ModelConfig
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from tests.runs import evaluation_metrics, losses, metric_rows, options, run
 from tests.small import parallel, save_small, small_model, text, write_beir
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from embedtrain.commands.export.__main__ import main
+from embedtrain.commands.export.options import compose_export
 from embedtrain.config import model_checks
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.export.__main__ import main
-from embedtrain.export.options import compose_export
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.models.adapters import add_adapters, initial_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.four_bit import FourBitLinear, four_bit_layers, quantization_round_trip

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, read_ranges
+from embedtrain.commands.export.__main__ import main as export_main
+from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.distributed.world import World
-from embedtrain.export.__main__ import main as export_main
-from embedtrain.export.options import ExportOptions
+from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges
 from tests.runs import losses, metric_rows, run_without_base
 from tests.small import batch, save_guide, save_small, small_model, text
 

@@ -16,8 +16,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import Stopped
-from embedtrain.tracking.query_metrics import query_metrics_path, read_query_metrics
-from embedtrain.tracking.report.sample import (
+from embedtrain.report.sample import (
     AFTER,
     BEFORE,
     PairRelation,
@@ -27,6 +26,7 @@ from embedtrain.tracking.report.sample import (
     read_texts,
     read_vectors,
 )
+from embedtrain.tracking.query_metrics import query_metrics_path, read_query_metrics
 from embedtrain.tracking.sessions import read_sessions
 from embedtrain.training.train import train
 from tests.runs import BASE, losses, metric_rows, options
@@ -210,7 +210,7 @@ def test_a_report_that_cannot_be_written_costs_one_warning(ranks, workshop, tmp_
 
 
 def test_a_run_that_fails(ranks, workshop, tmp_path):
-    from embedtrain.tracking.report.page import write_report
+    from embedtrain.report.page import write_report
 
     out = tmp_path / "run"
     with pytest.raises(AssertionError, match=r"TrainingError"):

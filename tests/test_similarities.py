@@ -14,18 +14,18 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from embedtrain import evaluate, load_encoder, train
+from embedtrain.commands.merge.__main__ import main as merge
+from embedtrain.commands.merge.options import MergeOptions
+from embedtrain.commands.verify.engines import run_engine
+from embedtrain.commands.verify.probes import probe_model
 from embedtrain.config.listwise_losses import MSEConfig
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.merge.__main__ import main as merge
-from embedtrain.merge.options import MergeOptions
 from embedtrain.models.source import open_model_source
 from embedtrain.training.similarity import with_similarity
-from embedtrain.verify.engines import run_engine
-from embedtrain.verify.probes import probe_model
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, save_guide, small_model, text
 

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.files import write_json
+from embedtrain.utils.files import write_json
 from tests.small import small_model
 
 # Qwen2's, which joins a punctuation mark and the line breaks after it.

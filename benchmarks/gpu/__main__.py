@@ -115,7 +115,7 @@ def set_environment() -> None:
 
     import torch
 
-    from embedtrain.loading.load import quiet_libraries
+    from embedtrain.inference.loading.load import quiet_libraries
 
     torch.set_num_threads(1)
     quiet_libraries()

@@ -23,7 +23,7 @@ from benchmarks.inputs import MINILM
 from embedtrain.config.recipe import Attention, ModelConfig, ModelKind, ParallelConfig, Pooling, Precision
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
 
 MEAN_LENGTH, SPREAD, SHORTEST, LONGEST = 100, 0.75, 8, 512
 _FIRST_ID, _LAST_ID = 1000, 30000  # no special tokens

@@ -17,7 +17,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelKind
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
-from embedtrain.loading.load import LoadedModel
+from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.listwise import BCE
 from embedtrain.losses.maxsim import MaxSim

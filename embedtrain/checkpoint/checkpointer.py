@@ -57,8 +57,8 @@ from embedtrain.distributed.watchdog.watchdog import MAX_FINISHING, UnfinishedWo
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact, UnreadableError
-from embedtrain.files import directory_size, remove_tree
-from embedtrain.formatting import format_bytes
+from embedtrain.utils.files import directory_size, remove_tree
+from embedtrain.utils.formatting import format_bytes
 
 _MAX_MESSAGES = 10  # about directories that are skipped
 

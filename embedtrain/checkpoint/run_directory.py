@@ -16,18 +16,18 @@ from filelock import FileLock, Timeout
 
 from embedtrain import __version__
 from embedtrain.checkpoint.step_directory import list_steps
-from embedtrain.checksums import CHECKSUMS, damaged_files
 from embedtrain.config.compose import YAML_ERRORS
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import Resume
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, TrainingError
-from embedtrain.files import atomic_write, require_own_file
-from embedtrain.formatting import format_count
 from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
 from embedtrain.tracking.metrics import METRICS_FILE
 from embedtrain.tracking.query_metrics import DIRECTORY as QUERY_METRICS
 from embedtrain.tracking.sessions import SESSIONS_FILE
+from embedtrain.utils.checksums import CHECKSUMS, damaged_files
+from embedtrain.utils.files import atomic_write, require_own_file
+from embedtrain.utils.formatting import format_count
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
 

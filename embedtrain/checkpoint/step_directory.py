@@ -25,8 +25,8 @@ from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpoi
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.files import directory_size, flush_to_disk, reading, remove_tree
-from embedtrain.records import read_record
+from embedtrain.utils.files import directory_size, flush_to_disk, reading, remove_tree
+from embedtrain.utils.records import read_record
 
 MANIFEST = "checkpoint.json"
 # Of a step directory; raised whenever older versions can no longer read it. Earlier formats are not read, because they

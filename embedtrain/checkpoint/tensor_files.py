@@ -38,7 +38,7 @@ from embedtrain.checkpoint.weight_files import (
 )
 from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.errors import CheckpointError
-from embedtrain.files import reading
+from embedtrain.utils.files import reading
 
 _MAX_ELEMENTS = 1 << 50  # of a tensor: no machine holds as many
 

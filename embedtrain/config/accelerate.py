@@ -16,7 +16,7 @@ from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import Precision, Recipe, Strategy
 from embedtrain.config.validation import did_you_mean, written
 from embedtrain.errors import ConfigError
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 _OPTION = "parallel.accelerate_config"
 _SHARDING = {

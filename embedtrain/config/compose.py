@@ -54,8 +54,8 @@ from embedtrain.config.parsing import (
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
 from embedtrain.errors import ConfigError
-from embedtrain.files import expand_user
-from embedtrain.formatting import mask_passwords
+from embedtrain.utils.files import expand_user
+from embedtrain.utils.formatting import mask_passwords
 
 Options = TypeVar("Options")
 

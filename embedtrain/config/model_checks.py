@@ -20,7 +20,7 @@ from embedtrain.config.recipe import (
 from embedtrain.config.sparse import SparseConfig
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
-from embedtrain.formatting import install_command
+from embedtrain.utils.formatting import install_command
 
 # The types of rotary scaling, and whether transformers keeps the number of positions of the original model for each.
 ROPE_TYPES = {"yarn": True, "linear": False, "llama3": True}

@@ -10,7 +10,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.expected import is_expected
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.errors import ConfigError, DataError, ModelError
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(@[\w./-]+)?")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?", re.IGNORECASE)

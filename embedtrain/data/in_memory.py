@@ -18,7 +18,7 @@ from embedtrain.config.overrides import Interpolation
 from embedtrain.data.sources.retrieval_files import SPLITS
 from embedtrain.data.sources.values import list_names
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.files import atomic_write
+from embedtrain.utils.files import atomic_write
 
 FOLDER = "data"  # in output_dir
 _JUDGEMENTS = ("qrels", "relevant_docs")  # BEIR's name, and that of sentence-transformers

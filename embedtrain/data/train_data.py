@@ -38,7 +38,7 @@ from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negative
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 
 @dataclass(frozen=True, kw_only=True)

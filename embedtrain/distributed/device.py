@@ -14,7 +14,7 @@ from torch.utils import deterministic
 
 from embedtrain.distributed.watchdog.activity import current_activity
 from embedtrain.errors import OutOfMemory
-from embedtrain.formatting import format_bytes
+from embedtrain.utils.formatting import format_bytes
 
 # What torch raises: torch.OutOfMemoryError, the CUDA runtime outside of torch's allocator, and the allocator of a CPU.
 _EXHAUSTED = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)")

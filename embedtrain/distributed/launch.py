@@ -28,7 +28,7 @@ from embedtrain.distributed.signals import StopSignals, exit_code
 from embedtrain.distributed.sockets import listen
 from embedtrain.distributed.srun import interface_for
 from embedtrain.errors import ConfigError, LaunchError
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 # Within this time all nodes must have started the command, as with torchrun.
 _RENDEZVOUS_MINUTES = 15

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 _CHECKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -23,7 +23,7 @@ from embedtrain.distributed.watchdog.activity import activity, current_activity,
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
-from embedtrain.limits import explain_limits
+from embedtrain.utils.limits import explain_limits
 
 T = TypeVar("T")
 

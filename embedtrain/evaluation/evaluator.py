@@ -37,12 +37,12 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.formatting import format_duration
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.tracking.metrics import DatasetInfo, VectorSize
 from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.utils.formatting import format_duration
 
 # Called with the name of a set, its metrics, and what was measured.
 ResultCallback = Callable[[str, Mapping[str, float], DatasetInfo], None]

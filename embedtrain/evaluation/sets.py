@@ -30,7 +30,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 DataAndNotes = tuple[EvaluationData, list[str]]
 

@@ -30,10 +30,10 @@ from embedtrain.inference.comparisons import comparison_of
 from embedtrain.inference.encoded_shard import EncodedShard, gather_numbers, gather_texts
 from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
 from embedtrain.inference.eval_mode import eval_mode
+from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.transfer import HostCopy, pinned, to_device
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.inference.vector_comparison import Cosine
-from embedtrain.loading.load import LoadedModel
 from embedtrain.losses.encoded import Part, concatenate
 
 # Chunks of a rank between two reports of progress. A thread prepares the chunks of the next block during the forward

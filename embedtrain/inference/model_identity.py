@@ -6,13 +6,13 @@ from typing import Any
 
 import transformers
 
-from embedtrain.checksums import Checksums
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World
 from embedtrain.inference.stored_vectors import SIMILARITY
 from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.checksums import Checksums
 
 # Raised when the vectors of the same files change by more than rounding.
 _VERSION = 1

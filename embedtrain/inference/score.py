@@ -18,7 +18,7 @@ from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
-from embedtrain.loading.load import LoadedModel
+from embedtrain.inference.loading.load import LoadedModel
 
 _PAIRS_PER_CALL = 8192  # of the tokenizer
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import DataError
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 INDEX_FILE, KEYS_FILE = "vectors.json", "keys.npy"
 FORMAT = 1

@@ -24,15 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, from_numpy
 
-from embedtrain.checksums import checksum, file_checksum
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write, reading
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.inference.stored_vectors import map_tensors
 from embedtrain.losses.encoded import Part
+from embedtrain.utils.checksums import checksum, file_checksum
+from embedtrain.utils.files import atomic_write, reading
 
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
 # their number; and parts of the digest.

@@ -22,7 +22,6 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from embedtrain.checkpoint.run_directory import output_dir_lock
-from embedtrain.checksums import file_checksum
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
@@ -30,8 +29,8 @@ from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.files import atomic_write, make_folder, remove_tree
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.loading.encoder_model import load_encoder_model
 from embedtrain.inference.model_identity import model_identity
 from embedtrain.inference.stored_vectors import (
     FORMAT,
@@ -44,9 +43,10 @@ from embedtrain.inference.stored_vectors import (
     to_stored,
     vector_keys,
 )
-from embedtrain.loading.encoder_model import load_encoder_model
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
+from embedtrain.utils.checksums import file_checksum
+from embedtrain.utils.files import atomic_write, make_folder, remove_tree
 
 _INPUTS_FILE = "inputs.json"
 _MODEL_OPTIONS = ("normalize", "max_length", "query_prompt", "document_prompt", "revision")

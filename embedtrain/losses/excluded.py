@@ -19,9 +19,9 @@ from torch import Tensor
 
 from embedtrain.config.loss_choices import LossDirection
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.formatting import format_count
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput, Prepared
+from embedtrain.utils.formatting import format_count
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checksums import Checksums
 from embedtrain.config.compose import to_plain
 from embedtrain.data.sources.part_reader import PartReader
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write, remove_tree, require_no_links
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.mining.sources import MiningSource
+from embedtrain.utils.checksums import Checksums
+from embedtrain.utils.files import atomic_write, remove_tree, require_no_links
 
 SUMMARY = "summary.json"
 _UNFINISHED = ".part"

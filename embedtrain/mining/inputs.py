@@ -10,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from embedtrain.checksums import damaged_files, write_checksums
 from embedtrain.data.cache.cache import map_array, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.text_format import instructed_query, text_keys
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import remove_tree
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mining.pool import (
     DocumentIdCollector,
@@ -29,6 +27,8 @@ from embedtrain.mining.pool import (
     write_pool,
 )
 from embedtrain.mining.sources import DocumentBatch, DocumentFormat, MiningSource, all_documents
+from embedtrain.utils.checksums import damaged_files, write_checksums
+from embedtrain.utils.files import remove_tree
 
 
 class Multimap:

@@ -12,7 +12,7 @@ from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 Options = TypeVar("Options", bound="RowSearchOptions")
 

@@ -13,16 +13,16 @@ from embedtrain.distributed.sharding import resolve_precision
 from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
-from embedtrain.inference.model_identity import model_identity
-from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.loading.command_model import (
+from embedtrain.inference.loading.command_model import (
     MODEL_OPTION_NAMES,
     TEACHER_OPTION_NAMES,
     command_model_config,
     command_option_names,
 )
-from embedtrain.loading.encoder_model import load_encoder_model, open_encoder_source
-from embedtrain.loading.load import quiet_libraries
+from embedtrain.inference.loading.encoder_model import load_encoder_model, open_encoder_source
+from embedtrain.inference.loading.load import quiet_libraries
+from embedtrain.inference.model_identity import model_identity
+from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.mining.folder import MiningFolder, mining_identity, require_same_files
 from embedtrain.mining.inputs import MiningInputs, prepare_inputs
 from embedtrain.mining.options import RowSearchOptions

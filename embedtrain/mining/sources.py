@@ -25,10 +25,10 @@ from embedtrain.data.sources.values import BadRow
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
-from embedtrain.files import expand_user
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.models.hub import split_revision
+from embedtrain.utils.files import expand_user
 
 _BATCH_SIZE = 4096
 NO_SOURCE = -1

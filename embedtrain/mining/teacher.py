@@ -13,11 +13,11 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
+from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
+from embedtrain.inference.loading.encoder_model import open_encoder_source
+from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
-from embedtrain.loading.encoder_model import open_encoder_source
-from embedtrain.loading.load import load_model
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.mining.pool import DocumentPool
 from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, scores_of

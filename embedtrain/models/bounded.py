@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from embedtrain.formatting import format_bytes
+from embedtrain.utils.formatting import format_bytes
 
 _MEMORY = 1 << 30  # bytes in addition to those of this process
 

@@ -11,8 +11,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.files import expand_user
-from embedtrain.hub import hub_is_reachable, is_local_path
+from embedtrain.utils.files import expand_user
+from embedtrain.utils.hub import hub_is_reachable, is_local_path
 
 # Files of a Hub repository with the same weights in formats that are never read.
 _IGNORED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]

@@ -17,10 +17,10 @@ from transformers import PretrainedConfig
 from embedtrain.config.m3 import HybridWeights, M3Config, M3Settings
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.files import write_json
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.file_references import read_json, require_own_file
 from embedtrain.models.hub import one_line
+from embedtrain.utils.files import write_json
 
 COLBERT, SPARSE = "colbert_linear", "sparse_linear"
 LAYERS = (COLBERT, SPARSE)

@@ -9,10 +9,10 @@ from embedtrain.config.heads import HeadInit
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import ModelError
-from embedtrain.files import expand_user
 from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.m3_files import is_m3
+from embedtrain.utils.files import expand_user
 
 SETTINGS = "config_sentence_transformers.json"
 TASKS_FOLDER = "adapters"  # of a directory with the adapters of several tasks

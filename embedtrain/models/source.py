@@ -16,7 +16,6 @@ from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.files import expand_user
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.configuration import check_config, read_config, reject_typos
 from embedtrain.models.directory_modules import read_directory_modules
@@ -57,6 +56,7 @@ from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.models.word_weights import (
     word_weights_of,
 )
+from embedtrain.utils.files import expand_user
 
 
 def open_model_source(model: ModelConfig) -> ModelSource:

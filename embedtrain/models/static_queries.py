@@ -17,10 +17,10 @@ from embedtrain.config.sparse import SparseQueries
 from embedtrain.config.sparse_checks import IDF
 from embedtrain.data.types import QueryWords
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.files import expand_user, write_json
 from embedtrain.models.file_references import read_json
 from embedtrain.models.security import require_safe_files
 from embedtrain.models.tokenizer_files import read_tokenizer
+from embedtrain.utils.files import expand_user, write_json
 
 SPARSE_STATIC_EMBEDDING = "SparseStaticEmbedding"
 # Its folder in sentence-transformers' directories, and the weights in it.

@@ -23,11 +23,11 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
-from embedtrain.files import expand_user
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
 from embedtrain.pipeline.references import References, resolvers
 from embedtrain.pipeline.registry import KINDS, MODEL, RUN, TRAIN, StageKind
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
+from embedtrain.utils.files import expand_user
 
 _RECIPE_NAME = re.compile(r"[\w-][\w./-]*")
 _SHARED = re.compile(r"\$\{([\w.]+)\}")

@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checksums import Checksums, checksum_of, file_checksum
-from embedtrain.files import atomic_write
 from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.types import Stage
+from embedtrain.utils.checksums import Checksums, checksum_of, file_checksum
+from embedtrain.utils.files import atomic_write
 
 # Of every kind of stage: where files are, speed, memory, and permissions.
 _IGNORED = (

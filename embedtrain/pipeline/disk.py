@@ -8,11 +8,11 @@ from typing import Any
 from embedtrain.checkpoint.step_directory import GB, checkpoint_bytes, max_checkpoints_on_disk
 from embedtrain.config.recipe import ExportDtype, ModelConfig, Recipe
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.files import directory_size
-from embedtrain.formatting import format_bytes
 from embedtrain.pipeline.registry import MODEL, PRUNE, STATIC, TRAIN, TRIM
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.planning.meta_encoder import MetaEncoder, build_meta_encoder
+from embedtrain.utils.files import directory_size
+from embedtrain.utils.formatting import format_bytes
 
 _DTYPE_BYTES = {ExportDtype.fp32: 4, ExportDtype.bf16: 2, ExportDtype.fp16: 2}
 _SMALLER = (PRUNE, TRIM, STATIC)  # kinds of stages whose model is smaller than the one that it is from

@@ -83,30 +83,34 @@ KINDS = {
     kind.name: kind
     for kind in (
         StageKind(TRAIN, "embedtrain", "Recipe", outputs={MODEL: "model", RUN: ""}),
-        StageKind("mine", "embedtrain.mine", "MineOptions", outputs={DATA: "*.jsonl"}),
+        StageKind("mine", "embedtrain.commands.mine", "MineOptions", outputs={DATA: "*.jsonl"}),
         StageKind(
             "split",
-            "embedtrain.split",
+            "embedtrain.commands.split",
             "SplitOptions",
             outputs={DATA: "*.jsonl", "dev": "dev"},
             has_ranks=False,
             resumes=False,
         ),
-        StageKind("filter", "embedtrain.filter", "FilterOptions", outputs={DATA: "*.jsonl"}),
+        StageKind("filter", "embedtrain.commands.filter", "FilterOptions", outputs={DATA: "*.jsonl"}),
         StageKind(
             "merge",
-            "embedtrain.merge",
+            "embedtrain.commands.merge",
             "MergeOptions",
             folder="model",
             outputs={MODEL: "model"},
             resumes=False,
             ignored=("check", "push_to_hub", "private", "find.chunk_tokens"),
         ),
-        StageKind("vectors", "embedtrain.vectors", "VectorsOptions", folder="vectors", outputs={VECTORS: "vectors"}),
-        StageKind("calibrate", "embedtrain.calibrate", "CalibrateOptions", folder="model", outputs={MODEL: "model"}),
+        StageKind(
+            "vectors", "embedtrain.commands.vectors", "VectorsOptions", folder="vectors", outputs={VECTORS: "vectors"}
+        ),
+        StageKind(
+            "calibrate", "embedtrain.commands.calibrate", "CalibrateOptions", folder="model", outputs={MODEL: "model"}
+        ),
         StageKind(
             PRUNE,
-            "embedtrain.prune",
+            "embedtrain.commands.prune",
             "PruneOptions",
             folder="model",
             outputs={MODEL: "model"},
@@ -116,7 +120,7 @@ KINDS = {
         ),
         StageKind(
             TRIM,
-            "embedtrain.trim",
+            "embedtrain.commands.trim",
             "TrimOptions",
             folder="model",
             outputs={MODEL: "model"},
@@ -126,17 +130,17 @@ KINDS = {
         ),
         StageKind(
             STATIC,
-            "embedtrain.static",
+            "embedtrain.commands.static",
             "StaticOptions",
             folder="model",
             outputs={MODEL: "model"},
             resumes=False,
             ignored=("check",),
         ),
-        StageKind("evaluate", "embedtrain.evaluate", "EvaluateOptions", ignored=("run_depth",)),
+        StageKind("evaluate", "embedtrain.commands.evaluate", "EvaluateOptions", ignored=("run_depth",)),
         StageKind(
             "export",
-            "embedtrain.export",
+            "embedtrain.commands.export",
             "ExportOptions",
             folder="model",
             outputs={MODEL: "model"},

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checksums import Checksums
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.files import atomic_write
-from embedtrain.formatting import format_duration
 from embedtrain.models.export_record import RECORD
 from embedtrain.pipeline.registry import MODEL, TRAIN
 from embedtrain.pipeline.state import PipelineState, StageRecord
 from embedtrain.pipeline.types import Pipeline, Stage
+from embedtrain.report.page import REPORT_FILE, Table, write_report
 from embedtrain.tracking.pages import Page
-from embedtrain.tracking.report.page import REPORT_FILE, Table, write_report
+from embedtrain.utils.checksums import Checksums
+from embedtrain.utils.files import atomic_write
+from embedtrain.utils.formatting import format_duration
 
 LINEAGE_FILE = "lineage.json"
 _CARD_HEADING = "## How this model was made"

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import yaml
 
 from embedtrain import __version__
-from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.recipe import ExportConfig, Recipe
 from embedtrain.config.validation import written
@@ -30,8 +29,7 @@ from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import ConfigError, Stopped
-from embedtrain.files import atomic_write, remove_tree
-from embedtrain.formatting import format_count, format_duration
+from embedtrain.formats.hub import require_export_support
 from embedtrain.pipeline.disk import require_disk_space
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.results import describe_model, figures_of, print_figures, write_lineage, write_pipeline_report
@@ -39,6 +37,8 @@ from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage, naming
 from embedtrain.tracking.console import Console
 from embedtrain.training.train import train
+from embedtrain.utils.files import atomic_write, remove_tree
+from embedtrain.utils.formatting import format_count, format_duration
 
 LOCK, STAGES = "run.lock", "stages"
 _FILES = ("pipeline.yaml", "lineage.json", "report.html", "stopped.json", "from.json", "state.json")

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checksums import Checksums
 from embedtrain.config.compose import to_plain
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.files import atomic_write
 from embedtrain.pipeline.digests import (
     ContentDigests,
     content_digest,
@@ -26,7 +24,9 @@ from embedtrain.pipeline.digests import (
     output_checksums,
 )
 from embedtrain.pipeline.types import Pipeline, Stage
-from embedtrain.records import read_record
+from embedtrain.utils.checksums import Checksums
+from embedtrain.utils.files import atomic_write
+from embedtrain.utils.records import read_record
 
 STAGE_FILE = "stage.json"
 

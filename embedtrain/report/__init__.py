@@ -1,1 +1,1 @@
-"""`python -m embedtrain.report`: compare runs on an HTML page."""
+"""Render runs as one self-contained HTML page."""

@@ -13,8 +13,6 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
-from embedtrain.formatting import format_count, format_duration, mask_passwords, printable
-from embedtrain.streams import SafeStream
 from embedtrain.tracking.evaluation_table import EvaluationTable, Results
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import standard_output
@@ -29,6 +27,8 @@ from embedtrain.tracking.step_line import (
     styled_line,
 )
 from embedtrain.tracking.vector_table import VectorTable, vector_rows, without_forms
+from embedtrain.utils.formatting import format_count, format_duration, mask_passwords, printable
+from embedtrain.utils.streams import SafeStream
 
 LONG_PHASE = 1.0  # seconds; the end of a shorter phase gets no line
 PROGRESS_INTERVAL = 10.0  # seconds between a log's lines about progress

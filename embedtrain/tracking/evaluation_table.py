@@ -6,9 +6,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.formatting import printable
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import pad
+from embedtrain.utils.formatting import printable
 
 Results = Mapping[str, Mapping[str, float]]
 

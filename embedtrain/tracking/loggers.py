@@ -11,7 +11,7 @@ import yaml
 
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Recipe
-from embedtrain.formatting import install_command
+from embedtrain.utils.formatting import install_command
 
 _INIT_TIMEOUT = 30.0  # seconds; the other ranks wait in their first collective meanwhile
 _KEY_TIMEOUT = 60.0  # seconds that a person at a terminal has to type the key

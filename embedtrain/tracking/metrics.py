@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write, open_append, require_own_file
-from embedtrain.records import is_count, is_number
+from embedtrain.utils.files import atomic_write, open_append, require_own_file
+from embedtrain.utils.records import is_count, is_number
 
 METRICS_FILE = "metrics.jsonl"
 DATASET = "dataset"  # key of an evaluation's row

@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.formatting import printable
-from embedtrain.streams import SafeStream
+from embedtrain.utils.formatting import printable
+from embedtrain.utils.streams import SafeStream
 
 _INDENT = "  "
 _GAP = 2  # between columns

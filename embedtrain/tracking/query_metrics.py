@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from embedtrain.files import atomic_write
+from embedtrain.utils.files import atomic_write
 
 DIRECTORY = "query_metrics"
 _QUERY = "query"

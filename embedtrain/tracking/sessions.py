@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedtrain.files import atomic_write, open_append
-from embedtrain.formatting import mask_passwords
-from embedtrain.records import read_record
+from embedtrain.utils.files import atomic_write, open_append
+from embedtrain.utils.formatting import mask_passwords
+from embedtrain.utils.records import read_record
 
 SESSIONS_FILE = "sessions.jsonl"
 # Only the beginning of an error is stored: the terminal shows all of it.

@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.formatting import printable
+from embedtrain.utils.formatting import printable
 
 WAIT_METRICS = ("data_wait", "communication")
 # Ranks of metrics: the loss returns others than its value and `accuracy`; diagnostics are printed on request.

@@ -7,9 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.formatting import printable
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import pad
+from embedtrain.utils.formatting import printable
 
 _RIGHT = 2  # columns before the numbers
 

@@ -20,13 +20,13 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.metrics import MEAN, set_of_metric
 from embedtrain.evaluation.sets import check_paths, set_name
-from embedtrain.files import expand_user
 from embedtrain.losses.build import exit_layers, require_dimensions
 from embedtrain.models.build import build_encoder
 from embedtrain.models.early_exits import ExitPath, exit_path
 from embedtrain.models.hub import require_hub_id, split_revision
 from embedtrain.models.rope import set_rope_theta
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import expand_user
 
 
 def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:

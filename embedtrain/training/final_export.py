@@ -8,16 +8,6 @@ import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.checkpointer import read_tensors
-from embedtrain.checkpoint.export.cross_encoder import compared_pairs, probe_scores
-from embedtrain.checkpoint.export.hub import upload_model
-from embedtrain.checkpoint.export.late_interaction import probe_token_vectors
-from embedtrain.checkpoint.export.m3 import probe_m3
-from embedtrain.checkpoint.export.model_card import model_card, recipe_of_weights
-from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
-from embedtrain.checkpoint.export.quantisation_file import write_trained_ranges
-from embedtrain.checkpoint.export.replacement import export_lock
-from embedtrain.checkpoint.export.sparse import probe_words
-from embedtrain.checkpoint.export.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import AVERAGE, WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
@@ -30,8 +20,18 @@ from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
+from embedtrain.formats.cross_encoder import compared_pairs, probe_scores
+from embedtrain.formats.hub import upload_model
+from embedtrain.formats.late_interaction import probe_token_vectors
+from embedtrain.formats.m3 import probe_m3
+from embedtrain.formats.model_card import model_card, recipe_of_weights
+from embedtrain.formats.model_export import ExportResult, export_dtype, live_weights, plan_export
+from embedtrain.formats.quantisation_file import write_trained_ranges
+from embedtrain.formats.replacement import export_lock
+from embedtrain.formats.sparse import probe_words
+from embedtrain.formats.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.loading.load import LoadedModel
+from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.tracking.tracker import Tracker

@@ -9,9 +9,9 @@ from torch import nn
 
 from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup
 from embedtrain.errors import ConfigError
-from embedtrain.formatting import format_count
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.static_queries import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
+from embedtrain.utils.formatting import format_count
 
 ENCODER, LOSS, HEAD, EMBEDDINGS, LAYERS = "encoder", "loss", "head", "embeddings", "layers"
 QUERIES = "query_weights"

@@ -18,10 +18,9 @@ from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, ModelError
-from embedtrain.files import expand_user
+from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.principal_components import Moments, principal_components
 from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
-from embedtrain.loading.load import load_model
 from embedtrain.losses.distillation import DistillEmbeddings
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
@@ -29,6 +28,7 @@ from embedtrain.models.hub import resolve_directory, split_revision
 from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training.rank_batch import GuideTokenizer
 from embedtrain.training.resume import TEACHERS
+from embedtrain.utils.files import expand_user
 
 
 class GuideModel:

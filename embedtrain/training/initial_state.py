@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
 from embedtrain.checkpoint.step_directory import (
     MANIFEST,
     Checkpoint,
@@ -17,9 +16,10 @@ from embedtrain.checkpoint.step_directory import (
 from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import CheckpointError
-from embedtrain.files import expand_user
+from embedtrain.formats.adapters import BASE_WEIGHTS
 from embedtrain.tracking.console import Console
 from embedtrain.training.resume import OPTIMIZER_NAME, read_state
+from embedtrain.utils.files import expand_user
 
 
 def start_from(

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.code import code_options
@@ -24,6 +23,7 @@ from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.set_kinds import check_sets_of_kind, metric_names
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.formats.hub import require_export_support
 from embedtrain.inference.comparisons import comparison_of
 from embedtrain.losses.custom import load_loss_class
 from embedtrain.models.early_exits import ExitPath

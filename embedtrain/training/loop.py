@@ -28,7 +28,6 @@ from embedtrain.distributed.watchdog.activity import set_activity
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.formatting import format_count
 from embedtrain.losses.excluded import no_negatives_warning
 from embedtrain.losses.lists import constant_scores_warning
 from embedtrain.losses.sparsity import sparsity_warning
@@ -41,6 +40,7 @@ from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_ba
 from embedtrain.training.state import TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
 from embedtrain.training.timing import BATCHES, CommunicationMeter, FlopsReference, span
+from embedtrain.utils.formatting import format_count
 
 _CHECKED_STEPS = 10  # of a session, whose batches are searched for negatives
 

@@ -7,9 +7,9 @@ from embedtrain.config.recipe import Precision
 from embedtrain.config.similarity_losses import OnMissing, TeacherConfig
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.errors import DataError, EmbedtrainError
+from embedtrain.inference.loading.encoder_model import open_encoder_source
 from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
 from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, model_of, teacher_identity
-from embedtrain.loading.encoder_model import open_encoder_source
 from embedtrain.training.inputs import Run, RunInputs
 
 

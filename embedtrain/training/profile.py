@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity
 
 from embedtrain.config.tracking import TrackingConfig
 from embedtrain.distributed.world import World
-from embedtrain.files import atomic_write, make_folder
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.timing import (
     BATCHES,
@@ -27,6 +26,7 @@ from embedtrain.training.timing import (
     kernel_intervals,
     timed_waits,
 )
+from embedtrain.utils.files import atomic_write, make_folder
 
 _MAX_OPERATORS = 8
 _MAX_RANKS = 8

@@ -22,7 +22,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.tracking.report.sample import Pair, PairRelation, Role, Sample, SampleText
+from embedtrain.report.sample import Pair, PairRelation, Role, Sample, SampleText
 
 # At most about 450 texts in total, each of limited length whatever the model's maximal length.
 HELD_OUT_QUERIES = 32

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
 from embedtrain.checkpoint.step_directory import MANIFEST, Checkpoint
 from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.compose import to_plain
@@ -20,12 +19,13 @@ from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.selection import SourceSettings
 from embedtrain.data.train_data import TrainData
 from embedtrain.errors import CheckpointError
-from embedtrain.files import expand_user
-from embedtrain.formatting import format_count
+from embedtrain.formats.adapters import BASE_WEIGHTS
 from embedtrain.models.hub import split_revision
-from embedtrain.records import read_record
 from embedtrain.tracking.console import Console
 from embedtrain.training.state import TrainState
+from embedtrain.utils.files import expand_user
+from embedtrain.utils.formatting import format_count
+from embedtrain.utils.records import read_record
 
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"

@@ -13,8 +13,8 @@ from embedtrain.distributed.watchdog.activity import activity
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.tracking.report.page import REPORT_FILE, write_report
-from embedtrain.tracking.report.sample import (
+from embedtrain.report.page import REPORT_FILE, write_report
+from embedtrain.report.sample import (
     AFTER,
     BEFORE,
     SAMPLE_TYPES,

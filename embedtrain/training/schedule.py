@@ -8,8 +8,8 @@ from typing import Any
 from embedtrain.config.optim import OptimConfig, ScheduleKind
 from embedtrain.config.recipe import Recipe, TrainConfig
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.formatting import format_count
-from embedtrain.records import read_record
+from embedtrain.utils.formatting import format_count
+from embedtrain.utils.records import read_record
 
 # Past steps of a resumed run whose learning rates are compared.
 _COMPARED_STEPS = 1000

@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
-from embedtrain.checkpoint.export.logit_score import require_logit_score
-from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.export.onnx import require_graph
-from embedtrain.checkpoint.export.replacement import require_only_export
 from embedtrain.checkpoint.run_directory import output_dir_lock
-from embedtrain.checksums import write_checksums
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import TokenSimilarity
 from embedtrain.config.loss_checks import guide_paths
@@ -22,9 +16,12 @@ from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind, Recipe
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
-from embedtrain.files import remove_tree
-from embedtrain.formatting import format_bytes
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.formats.adapters import BASE_WEIGHTS, write_adapter_config
+from embedtrain.formats.logit_score import require_logit_score
+from embedtrain.formats.model_directory import write_architecture
+from embedtrain.formats.onnx import require_graph
+from embedtrain.formats.replacement import require_only_export
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
 from embedtrain.losses.m3_score import M3Score
 from embedtrain.losses.maxsim import MaxSim
@@ -46,6 +43,9 @@ from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.resume import RunStart, run_identity
 from embedtrain.training.state import EncoderWithLoss
 from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
+from embedtrain.utils.checksums import write_checksums
+from embedtrain.utils.files import remove_tree
+from embedtrain.utils.formatting import format_bytes
 
 
 def build_loss(

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checksums import CHECKSUMS, damaged_files, write_checksums
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.token_store import TokenStore
@@ -24,11 +23,12 @@ from embedtrain.distributed.collectives import sum_over_ranks
 from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import remove_tree
-from embedtrain.loading.load import LoadedModel
+from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.tracking.console import Console
+from embedtrain.utils.checksums import CHECKSUMS, damaged_files, write_checksums
+from embedtrain.utils.files import remove_tree
 
 _BLOCK_TEXTS = 1 << 16
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.export.model_card import OF_EXPORT
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.compose import to_plain
@@ -19,15 +18,15 @@ from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.compressed import CompressedVectors
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.formatting import format_count
+from embedtrain.formats.model_card import OF_EXPORT
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.loading.load import LoadedModel, quiet_libraries, verify_packing
 from embedtrain.inference.score import PairScorer
-from embedtrain.loading.load import LoadedModel, quiet_libraries, verify_packing
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
+from embedtrain.report.outcome import describe_outcome
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import datasets_at, metrics_at
-from embedtrain.tracking.report.outcome import describe_outcome
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.early_checks import truncate_dims
 from embedtrain.training.ema import WeightAverage
@@ -54,6 +53,7 @@ from embedtrain.training.setup import (
 )
 from embedtrain.training.state import TrainState
 from embedtrain.training.step import StepContext
+from embedtrain.utils.formatting import format_count
 
 
 @dataclass(frozen=True, slots=True)

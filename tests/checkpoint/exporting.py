@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.export.model_directory import WeightStream, write_architecture
-from embedtrain.checkpoint.export.model_export import ExportResult, plan_export
-from embedtrain.checkpoint.export.replacement import export_lock
-from embedtrain.checkpoint.export.verify import ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
-from embedtrain.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.formats.model_directory import WeightStream, write_architecture
+from embedtrain.formats.model_export import ExportResult, plan_export
+from embedtrain.formats.replacement import export_lock
+from embedtrain.formats.verify import ExportReference, export_tolerance, probe_vectors
+from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.planning.strategy import mesh_shape
 from embedtrain.training.optimizer import build_optimizer

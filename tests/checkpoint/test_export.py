@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.checkpoint.export import replacement
-from embedtrain.checkpoint.export.model_export import checkpoint_weights, load_checkpoint_encoder
-from embedtrain.checkpoint.export.verify import PROBES, export_tolerance, max_relative_difference
 from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.formats import replacement
+from embedtrain.formats.model_export import checkpoint_weights, load_checkpoint_encoder
+from embedtrain.formats.verify import PROBES, export_tolerance, max_relative_difference
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
@@ -146,7 +146,7 @@ def test_exports_to_one_directory_exclude_each_other_until_killed(tmp_path, smal
         [sys.executable, "-c", f"""
 import time
 from pathlib import Path
-from embedtrain.checkpoint.export.replacement import export_lock
+from embedtrain.formats.replacement import export_lock
 to = Path({str(to)!r})
 with export_lock(to) as unfinished:
     (unfinished / "onnx").mkdir(parents=True)

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ModelError
+from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.custom_code import unload_remote_code
 from tests.small import save_small, small_model, small_tokenizer

@@ -6,9 +6,9 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from embedtrain.checkpoint.export.sparse import word_weights_of_sentence_transformers
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.formats.sparse import word_weights_of_sentence_transformers
+from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.memory import MB, memory_growth
 from tests.small import save_language_model, save_small, small_model, write_rows
@@ -18,9 +18,9 @@ _MEASURED = """
 import re, sys, threading, time
 from pathlib import Path
 import accelerate, onnxruntime, sentence_transformers, torch, transformers
-from embedtrain.export import convert
-from embedtrain.export.options import compose_export
-from embedtrain.export.__main__ import main
+from embedtrain.commands.export import convert
+from embedtrain.commands.export.options import compose_export
+from embedtrain.commands.export.__main__ import main
 
 def own() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

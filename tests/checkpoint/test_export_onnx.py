@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import embedtrain.checkpoint.export.onnx as onnx_graph
-from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
-from embedtrain.checkpoint.export.reopen import require_shapes
-from embedtrain.checkpoint.export.verify import PROBES
+import embedtrain.formats.onnx as onnx_graph
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.onnx import GRAPH, check_graph, write_graph
+from embedtrain.formats.reopen import require_shapes
+from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model
 

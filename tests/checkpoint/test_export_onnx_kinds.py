@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from embedtrain.checkpoint.export.cross_encoder import formatted_pairs
-from embedtrain.checkpoint.export.onnx import GRAPH
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
 from embedtrain.config.sparse import SparseActivation, SparseConfig, SparsePooling
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.cross_encoder import formatted_pairs
+from embedtrain.formats.onnx import GRAPH
+from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.late_interaction_models import save_pylate
 from tests.models.test_m3 import save_m3

@@ -9,12 +9,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from embedtrain.checkpoint.export.cross_encoder import formatted_pairs, probe_pairs
-from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.errors import ModelError
-from embedtrain.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.formats.cross_encoder import formatted_pairs, probe_pairs
+from embedtrain.formats.model_directory import write_architecture
+from embedtrain.formats.verify import PROBES
+from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from embedtrain.checkpoint.export.model_card import model_card
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.compose import compose_recipes, to_plain
+from embedtrain.formats.model_card import model_card
 from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
 
 ROWS = [

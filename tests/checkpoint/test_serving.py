@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from embedtrain.checkpoint.export.model_directory import WeightPlan, create_model_directory
-from embedtrain.checkpoint.export.serving import Effect, ServedModel, Trait
-from embedtrain.checkpoint.export.serving_card import serving_section
-from embedtrain.checkpoint.export.serving_engines import ENGINES
+from embedtrain.commands.verify.options import ENGINES as VERIFIED
 from embedtrain.config.heads import HeadActivation, HeadConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.formats.model_directory import WeightPlan, create_model_directory
+from embedtrain.formats.serving import Effect, ServedModel, Trait
+from embedtrain.formats.serving_card import serving_section
+from embedtrain.formats.serving_engines import ENGINES
 from embedtrain.models.module_settings import DenseSource, stored_kind
 from embedtrain.models.source import open_model_source
-from embedtrain.verify.options import ENGINES as VERIFIED
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.tei_rules import TeiError, TeiModel, open_as_tei
 from tests.conftest import ROOT

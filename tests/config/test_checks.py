@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from embedtrain.commands.evaluate.options import EvaluateOptions, check_evaluate
 from embedtrain.config import checks, model_checks, sparse_checks
 from embedtrain.config import heads as head_checks
 from embedtrain.config import optim as optim_checks
@@ -32,7 +33,6 @@ from embedtrain.config.sparse import SparsePooling, SparseQueries, SparseRegular
 from embedtrain.config.tracking import WandbMode
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.options import EvaluateOptions, check_evaluate
 from tests.config.failing_checks import all_checks, failed_check
 
 Change = Callable[[Recipe], None]

@@ -14,6 +14,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.base import Container
 
+from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.export.options import compose_export
+from embedtrain.commands.search.options import compose_search
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.limits import limited_files, limited_interpolations
@@ -23,9 +26,6 @@ from embedtrain.config.optim import ScheduleKind
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, Strategy, TrainSource
 from embedtrain.config.recipe_files import choices
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.options import compose_evaluate
-from embedtrain.export.options import compose_export
-from embedtrain.search.options import compose_search
 from tests.conftest import ROOT
 from tests.marks import slow_but
 

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from embedtrain.commands import COMMANDS
+from embedtrain.commands.table import COMMANDS
 from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
 from tests.docs.commands import Command, compose
@@ -75,7 +75,7 @@ def test_a_topic_of_another_name_is_answered_with_the_option(topic):
         ("--recipe=minilm", "write recipe=minilm"),
         ("recipe minilm", "write recipe=minilm"),
         ("minilm", "write recipe=minilm"),
-        ("inspect recipe=minilm", "python -m embedtrain.inspect"),
+        ("inspect recipe=minilm", "python -m embedtrain inspect"),
         ("train recipe=minilm", "embedtrain train"),
         ("--config my.yaml", "--config-dir . recipe=my"),
         ("--config=my/recipe/mine.yaml", "write --config-dir my recipe=mine"),
@@ -96,6 +96,6 @@ def test_wrong_forms_are_answered_with_the_right_one(arguments, answer):
 
 def test_wrong_forms_of_other_commands():
     with pytest.raises(ConfigError, match="write model=dir"):
-        compose(Command("embedtrain.evaluate", ("--model", "dir", "sets=[dev]")))
+        compose(Command("embedtrain.commands.evaluate", ("--model", "dir", "sets=[dev]")))
     with pytest.raises(ConfigError, match="write top_k=3"):
-        compose(Command("embedtrain.search", ("model=m", "corpus=c", "top_k", "3")))
+        compose(Command("embedtrain.commands.search", ("model=m", "corpus=c", "top_k", "3")))

@@ -2,10 +2,10 @@
 
 import pytest
 
+from embedtrain.commands.inspect.options import compose_inspect
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
-from embedtrain.inspect.options import compose_inspect
 
 MODEL = "model.path=m"
 

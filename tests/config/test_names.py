@@ -6,8 +6,12 @@ from dataclasses import fields
 import pytest
 from sentence_transformers.cross_encoder import losses
 
-from embedtrain.commands import COMMANDS
-from embedtrain.commands import _suggestion as suggestion
+from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.export.options import compose_export
+from embedtrain.commands.mine.options import compose_mine
+from embedtrain.commands.search.options import compose_search
+from embedtrain.commands.table import COMMANDS
+from embedtrain.commands.table import _suggestion as suggestion
 from embedtrain.config import migration
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
@@ -17,10 +21,6 @@ from embedtrain.config.names import evaluator_sets, option_names, suggest, unkno
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.options import compose_evaluate
-from embedtrain.export.options import compose_export
-from embedtrain.mine.options import compose_mine
-from embedtrain.search.options import compose_search
 
 GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
 

@@ -1,9 +1,9 @@
 """A backslash and an n in a prompt causes a warning; a newline does not."""
 
+from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.mine.options import compose_mine
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
-from embedtrain.evaluate.options import compose_evaluate
-from embedtrain.mine.options import compose_mine
 
 GOOD = ["name=a", "model.path=m", "train.steps=5"]
 

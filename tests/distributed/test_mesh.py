@@ -6,7 +6,7 @@ import torch
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from tests.small import parallel, save_small, small_model
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source

@@ -16,7 +16,7 @@ from embedtrain.distributed.sharding import reshard, shard_, unsharded_weights
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source

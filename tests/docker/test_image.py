@@ -43,8 +43,8 @@ def test_quickstart(builder, tmp_path, user):
     corpus = _recipes(builder, tmp_path, user) + "/quickstart/dev-en"
     done = builder.run(
         TAG,
-        ["python", "-m", "embedtrain.search", "model=/workspace/runs/quickstart/model", f"corpus={corpus}", "top_k=3",
-         "query=edit text"],
+        ["python", "-m", "embedtrain", "search", "model=/workspace/runs/quickstart/model", f"corpus={corpus}",
+         "top_k=3", "query=edit text"],
         user=user, mount=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_quickstart(builder, tmp_path, user):
 
 def test_doctor(builder, tmp_path):
     os.chown(tmp_path, 1000, 1000)
-    done = builder.run(TAG, ["python", "-m", "embedtrain.doctor", "quick=true"], mount=tmp_path)
+    done = builder.run(TAG, ["python", "-m", "embedtrain", "doctor", "quick=true"], mount=tmp_path)
     assert "0 problems" in done.stdout, done.stdout + done.stderr
 
 

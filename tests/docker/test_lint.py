@@ -28,7 +28,7 @@ def test_stages(file):
     text = (ROOT / file).read_text()
     assert re.search(r"^ARG BASE=\S+:\S*\d+\.\d+\S*$", text, re.MULTILINE), "a base without its version moves"
     assert text.index("pip install -c constraints.txt -r requirements.txt") < text.index("COPY . .")
-    assert text.index("USER 1000:1000") < text.index("RUN python -m embedtrain.doctor")
+    assert text.index("USER 1000:1000") < text.index("RUN python -m embedtrain doctor")
 
 
 def test_they_differ_in_base_and_packages_alone():

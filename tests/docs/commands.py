@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from embedtrain.commands import COMMANDS
+from embedtrain.commands.table import COMMANDS
 from embedtrain.config.compose import compose_recipes
 from embedtrain.pipeline.compose import compose_pipeline
 
@@ -63,7 +63,7 @@ def compose(command: Command) -> Any:
     if command.module == "embedtrain":
         return compose_pipeline(list(command.arguments)) or compose_recipes(list(command.arguments))
     name = command.module.rpartition(".")[2]
-    module = importlib.import_module(f"embedtrain.{name}.options")
+    module = importlib.import_module(f"embedtrain.commands.{name}.options")
     if name == "plan" and (planned := module.compose_pipeline_plan(list(command.arguments))) is not None:
         return planned
     return getattr(module, f"compose_{name}")(list(command.arguments))

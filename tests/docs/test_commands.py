@@ -64,23 +64,23 @@ def test_commands_are_extracted_and_wrong_ones_fail(tmp_path, monkeypatch):
         "cat > x.py <<'PY'\npython -m embedtrain never=1\nPY\n"
         "torchrun --standalone --nproc-per-node 2 -m embedtrain \\\n"
         "  recipe=minilm 'data.train=[{path: a b.jsonl}]'  # so\n"
-        'python -m embedtrain.inspect data=my.jsonl || echo "exit code $?"\n'
-        'python -m embedtrain.search model=m corpus=c query="it\'s here" | head\n'
+        'python -m embedtrain inspect data=my.jsonl || echo "exit code $?"\n'
+        'python -m embedtrain search model=m corpus=c query="it\'s here" | head\n'
         "embedtrain train --gpus 8 --nodes=2 --node-rank 1 --master host recipe=minilm && embedtrain --version\n"
         ".venv/bin/embedtrain mine model=m\n"
     )
     assert list(commands(shell)) == [
         Command("embedtrain", ("recipe=minilm", "data.train=[{path: a b.jsonl}]")),
-        Command("embedtrain.inspect", ("data=my.jsonl",), may_fail=True),
-        Command("embedtrain.search", ("model=m", "corpus=c", "query=it's here")),
+        Command("embedtrain.commands.inspect", ("data=my.jsonl",), may_fail=True),
+        Command("embedtrain.commands.search", ("model=m", "corpus=c", "query=it's here")),
         Command("embedtrain", ("recipe=minilm",)),
-        Command("embedtrain.mine", ("model=m",)),
+        Command("embedtrain.commands.mine", ("model=m",)),
     ]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean temperature"):
         compose(Command("embedtrain", ("recipe=minilm", "data.train=[a.jsonl]", "loss.tempature=1")))
     with pytest.raises(ConfigError, match="negatives"):
-        compose(Command("embedtrain.mine", ("model=m", "data=[a.jsonl]", "output_dir=b", "negatives=many")))
+        compose(Command("embedtrain.commands.mine", ("model=m", "data=[a.jsonl]", "output_dir=b", "negatives=many")))
 
 
 def test_the_sweep_of_wandb_starts_trainings_in_directories_of_their_own(monkeypatch):

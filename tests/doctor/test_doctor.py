@@ -1,4 +1,4 @@
-"""`python -m embedtrain.doctor` with one rank and with two, on machines with problems."""
+"""`python -m embedtrain doctor` with one rank and with two, on machines with problems."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.doctor.environment import check_environment
-from embedtrain.doctor.finding import Finding, Level, merge_findings
-from embedtrain.doctor.host import check_disk
-from embedtrain.doctor.options import compose_doctor
-from embedtrain.doctor.ports import unpickles_rendezvous
+from embedtrain.commands.doctor.environment import check_environment
+from embedtrain.commands.doctor.finding import Finding, Level, merge_findings
+from embedtrain.commands.doctor.host import check_disk
+from embedtrain.commands.doctor.options import compose_doctor
+from embedtrain.commands.doctor.ports import unpickles_rendezvous
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -25,7 +25,7 @@ def doctor(*options: str, ranks: bool = False, code: int = 0, **environment: str
     """Its standard output."""
     command = [*TORCHRUN, "-m"] if ranks else [sys.executable, "-m"]
     done = subprocess.run(
-        [*command, "embedtrain.doctor", *options],
+        [*command, "embedtrain.commands.doctor", *options],
         env={**os.environ, **environment}, check=False, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

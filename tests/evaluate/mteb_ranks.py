@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, run_tasks
 from embedtrain.config.recipe import ModelConfig, Precision
-from embedtrain.evaluate.mteb_client import EvaluatedModel, run_tasks
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.loading.encoder_model import load_encoder_model
 from embedtrain.inference.model_identity import model_identity
-from embedtrain.loading.encoder_model import load_encoder_model
 from embedtrain.tracking.console import Console
 
 

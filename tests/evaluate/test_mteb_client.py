@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
+from embedtrain.commands.evaluate.mteb_client import resolve_tasks
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.mteb_client import resolve_tasks
 from tests.evaluate.mteb_ranks import run, run_and_fail
 from tests.evaluate.mteb_tasks import KINDS, Classification, Reranking, Retrieval, Sts
 from tests.late_interaction_models import multi_vector_model, save_backbone

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification
 
+from embedtrain.commands.evaluate.__main__ import compose, main
+from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.evaluate.stages import describe_gains
 from embedtrain.errors import ModelError
-from embedtrain.evaluate.__main__ import compose, main
-from embedtrain.evaluate.options import compose_evaluate
-from embedtrain.evaluate.stages import describe_gains
 from embedtrain.tracking.query_metrics import QueryMetrics
 from tests.commands import call
 from tests.evaluation.tiny import save_tiny_cross_encoder
@@ -192,7 +192,7 @@ def test_the_directory_of_a_run_is_no_model(workshop, tmp_path):
 
 
 def test_search_orders_the_first_documents_again(workshop):
-    common = ["embedtrain.search", "model=guide", "corpus=dev", "query=alpha beta", "top_k=3"]
+    common = ["embedtrain.commands.search", "model=guide", "corpus=dev", "query=alpha beta", "top_k=3"]
     printed = call(*common, "reranker=cross", "rerank_depth=20", cwd=workshop)
     documents = [json.loads(line) for line in (workshop / "dev" / "corpus.jsonl").read_text().splitlines()]
     cross = CrossEncoder(str(workshop / "cross"), device="cpu", activation_fn=torch.nn.Identity())

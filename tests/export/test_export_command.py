@@ -1,4 +1,4 @@
-"""`python -m embedtrain.export` from a run on three ranks: every step, layout and format, and upload to the Hub."""
+"""`python -m embedtrain export` from a run on three ranks: every step, layout and format, and upload to the Hub."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain import evaluate
 from embedtrain import export as export_in_python
-from embedtrain.checkpoint.export.hub import upload_model
+from embedtrain.commands.export.__main__ import main
+from embedtrain.commands.export.options import compose_export
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.export.__main__ import main
-from embedtrain.export.options import compose_export
+from embedtrain.formats.hub import upload_model
 from embedtrain.models.export_record import RECORD
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
 from tests.runs import run
@@ -193,7 +193,7 @@ def test_the_directory_is_uploaded_in_one_commit(workshop, tmp_path, hub):
     command = [
         sys.executable,
         "-m",
-        "embedtrain.export",
+        "embedtrain.commands.export",
         f"run={workshop / 'full'}",
         f"output_dir={to}",
         "push_to_hub=me/model",

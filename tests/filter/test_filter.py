@@ -10,13 +10,13 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.commands.filter.__main__ import main
+from embedtrain.commands.filter.consistency import partition
+from embedtrain.commands.filter.options import compose_filter
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, FailedElsewhere
-from embedtrain.filter.__main__ import main
-from embedtrain.filter.consistency import partition
-from embedtrain.filter.options import compose_filter
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.mining.folder import MiningFolder

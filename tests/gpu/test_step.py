@@ -12,7 +12,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, Precision, Strategy
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer

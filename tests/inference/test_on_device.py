@@ -16,7 +16,7 @@ from embedtrain.inference import encode, vector_tiles
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from tests.evaluation.test_evaluator import pairs, small_set
 from tests.mine.runs import arguments, mine, read_jsonl, rows_alone, save_model, write_jsonl
 from tests.pretend_cuda.device import host_reads

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from embedtrain import evaluate
-from embedtrain.checkpoint.export import graph_session
-from embedtrain.checkpoint.export.onnx import GRAPH
+from embedtrain.commands.export.graph_metrics import GraphMetrics
 from embedtrain.config.evaluation import Backend, EvaluationSet
 from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
@@ -16,12 +15,13 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.export.graph_metrics import GraphMetrics
+from embedtrain.formats import graph_session
+from embedtrain.formats.onnx import GRAPH
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.loading.encoder_model import load_encoder_model
+from embedtrain.inference.loading.graph import GraphEncoder
+from embedtrain.inference.loading.reranker import load_reranker, open_reranker
 from embedtrain.inference.score import PairScorer
-from embedtrain.loading.encoder_model import load_encoder_model
-from embedtrain.loading.graph import GraphEncoder
-from embedtrain.loading.reranker import load_reranker, open_reranker
 from embedtrain.models.source import open_model_source
 from embedtrain.tracking.console import Console
 from tests.small import text, write_beir

@@ -18,7 +18,7 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Strategy
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
-from embedtrain.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
+from embedtrain.inference.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import prepare_backbone
 from embedtrain.models.source import open_model_source

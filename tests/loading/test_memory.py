@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.recipe import Attention, BaseDtype, LoraConfig, ModelConfig
 from embedtrain.distributed.world import World
-from embedtrain.loading import load as loading
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading import load as loading
+from embedtrain.inference.loading.load import load_model
 from tests.memory import MB, memory_growth
 from tests.small import parallel, save_small, small_model
 

@@ -6,7 +6,7 @@ import torch
 from embedtrain.config.recipe import Attention, Precision, Strategy
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from tests.small import parallel, small_model, small_tokenizer, text
 
 REASON = "packed vectors differ"
@@ -63,7 +63,7 @@ def test_model_with_its_own_attention_is_padded():
 @pytest.mark.parametrize("precision", [Precision.bf16, Precision.fp32])
 def test_gpus_without_the_kernel_pad(monkeypatch, precision):
     """A T4 has neither the kernel nor bf16."""
-    monkeypatch.setattr("embedtrain.loading.load.compute_capability", lambda device: (7, 5))
+    monkeypatch.setattr("embedtrain.inference.loading.load.compute_capability", lambda device: (7, 5))
     model = loaded("bert", precision=precision)
     assert not model.tokenizer.packed
     assert [note for note in model.notes if note.startswith("texts are padded: ") and "7.5" in note]

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from sentence_transformers.util import quantize_embeddings
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.export.quantisation_file import QUANTISATION_FILE, read_ranges, write_trained_ranges
 from embedtrain.checkpoint.snapshot import checkpointed_weights
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_choices import PrecisionSides
 from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, OrthogonalConfig
 from embedtrain.distributed.world import World
+from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges, write_trained_ranges
 from embedtrain.losses.build import build_loss, build_losses
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.quantisation import Quantiser, Ranges, straight_through

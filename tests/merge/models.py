@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from embedtrain.commands.merge.__main__ import compose, main
 from embedtrain.distributed.world import World
-from embedtrain.merge.__main__ import compose, main
 from tests.small import save_guide, small_model
 
 State = dict[str, Tensor]

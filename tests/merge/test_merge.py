@@ -1,4 +1,4 @@
-"""`python -m embedtrain.merge`: weights against float64, bytes at any number of ranks, what is rejected."""
+"""`python -m embedtrain merge`: weights against float64, bytes at any number of ranks, what is rejected."""
 
 import json
 import shutil

@@ -33,7 +33,7 @@ def finished(ranks, inputs):
 
 
 def exported(run_dir, step, folder):
-    from embedtrain.export.__main__ import compose, main
+    from embedtrain.commands.export.__main__ import compose, main
 
     main(compose([f"run={run_dir}", f"step={step}", f"output_dir={folder / f'step{step}'}"]))
     return state_of(folder / f"step{step}")

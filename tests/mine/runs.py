@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embedtrain.commands.mine.__main__ import main
+from embedtrain.commands.mine.options import compose_mine
 from embedtrain.errors import EmbedtrainError
-from embedtrain.mine.__main__ import main
-from embedtrain.mine.options import compose_mine
 from tests.small import WORDS, save_guide, small_model
 
 Rows = Sequence[Mapping[str, Any]]

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embedtrain.commands.mine.options import compose_mine
 from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
-from embedtrain.mine.options import compose_mine
 from embedtrain.mining.inputs import join_pairs, prepare_inputs
 from embedtrain.mining.queries import UniqueQueries
 from embedtrain.mining.sources import read_mining_sources

@@ -15,9 +15,9 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
+from embedtrain.commands.mine.stats import print_suspects
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.mine.stats import print_suspects
 from embedtrain.mining.folder import MiningFolder
 from embedtrain.tracking.pages import Page
 from tests.commands import TORCHRUN, call, start
@@ -62,7 +62,7 @@ def mined(ranks, workshop):
 
 @pytest.mark.slow
 def test_mined_rows_are_trained_on(workshop):
-    printed = call("embedtrain.mine", *OPTIONS, "output_dir=mined", ranks=2, cwd=workshop)
+    printed = call("embedtrain.commands.mine", *OPTIONS, "output_dir=mined", ranks=2, cwd=workshop)
     assert "positive scores" in printed
     rows = read_jsonl(workshop / "mined" / "train.jsonl")
     assert [row["query"] for row in rows] == [row["query"] for row in ROWS]
@@ -94,12 +94,12 @@ def test_killed_at_any_moment_it_resumes_on_another_number_of_ranks(workshop, mi
         lambda: len(list(blocks.glob("*[0-9]"))) >= 5,
     ]
     for number, is_time in enumerate(conditions):
-        run = start([*TORCHRUN, "2", "-m", "embedtrain.mine", *common, "output_dir=killed"], cwd=workshop)
+        run = start([*TORCHRUN, "2", "-m", "embedtrain", "mine", *common, "output_dir=killed"], cwd=workshop)
         deadline = time.monotonic() + 120
         while not is_time() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
         processes = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
-        rank_processes = [process for process in processes[:-1] if "embedtrain.mine" in process.cmdline()]
+        rank_processes = [process for process in processes[:-1] if "embedtrain.commands.mine" in process.cmdline()]
         for process in rank_processes[1:2] if number else processes:
             os.kill(process.pid, signal.SIGKILL)
         printed = run.communicate(timeout=60)[0]
@@ -292,7 +292,7 @@ def _break(directory: Path) -> None:
 
 def test_help():
     result = subprocess.run(
-        [sys.executable, "-m", "embedtrain.mine", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "embedtrain", "mine", "--help"], capture_output=True, text=True, check=True
     )
     assert "rank_max=100" in result.stdout
     assert "model=... " in result.stdout

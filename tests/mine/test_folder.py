@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embedtrain.commands.mine.miner import merge_in_row_order, read_lines, read_stats, write_mined
+from embedtrain.commands.mine.stats import MiningStats
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.mine.miner import merge_in_row_order, read_lines, read_stats, write_mined
-from embedtrain.mine.stats import MiningStats
 from embedtrain.mining.folder import MiningFolder
 
 

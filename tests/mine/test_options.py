@@ -2,9 +2,9 @@
 
 import pytest
 
+from embedtrain.commands.mine.options import compose_mine
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
-from embedtrain.mine.options import compose_mine
 
 GOOD = ["model=m", "data=[rows.jsonl]", "output_dir=out"]
 

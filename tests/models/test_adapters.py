@@ -19,7 +19,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import BaseDtype, LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapter_files import KNOWN_KEYS, open_adapter
 from embedtrain.models.adapters import without_adapters

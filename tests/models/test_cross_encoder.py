@@ -26,8 +26,8 @@ from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.data.tokens import restore_order
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.loading.bound_tokenizer import read_pair_format
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.bound_tokenizer import read_pair_format
+from embedtrain.inference.loading.load import load_model
 from embedtrain.models.adapter_files import open_adapter, peft_key
 from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters
 from embedtrain.models.attention_kernels import CPU

@@ -7,11 +7,11 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Recipe
 from embedtrain.errors import ConfigError
+from embedtrain.formats.verify import PROBES
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
+from embedtrain.commands.inspect.options import compose_inspect
+from embedtrain.commands.mine.options import MineOptions, compose_mine
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.inspect.options import compose_inspect
-from embedtrain.mine.options import MineOptions, compose_mine
 from embedtrain.mining.teacher import open_teacher
 from embedtrain.models.hub import split_revision
 from embedtrain.models.source import open_model_source

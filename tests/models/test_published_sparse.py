@@ -16,7 +16,7 @@ from embedtrain.config.recipe import ModelConfig, ModelKind
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, trec_order
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from tests.small import parallel
 
 DOCUMENTS = [

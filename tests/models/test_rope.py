@@ -8,11 +8,11 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
+from embedtrain.commands.export.__main__ import main as export_main
+from embedtrain.commands.export.options import compose_export
 from embedtrain.config.model_checks import check_model, check_rope_scaling
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
-from embedtrain.export.__main__ import main as export_main
-from embedtrain.export.options import compose_export
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.rope import RopeTheta
 from embedtrain.models.source import open_model_source
@@ -205,7 +205,9 @@ def test_a_run_serves_another_base_than_it_trains(ranks, tmp_path):
     again, trained = (SentenceTransformer(str(tmp_path / name), device="cpu").encode(texts) for name in ("5000", "20"))
     np.testing.assert_allclose(again, served.encode(texts), atol=1e-5)
     assert np.abs(trained - again).max() > 1e-3
-    call("embedtrain.evaluate", f"model={out / 'model'}", f"sets=[{dev}]", f"output_dir={tmp_path / 'figures'}")
+    call(
+        "embedtrain.commands.evaluate", f"model={out / 'model'}", f"sets=[{dev}]", f"output_dir={tmp_path / 'figures'}"
+    )
     actual = json.loads((tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()[-1])
     expected = evaluation_metrics(out)[3]
     assert {name: actual[name] for name in ("ndcg@10", "mrr@10")} == pytest.approx(

@@ -16,8 +16,8 @@ from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.data.text_format import TextFormat
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.loading.bound_tokenizer import template_format
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.bound_tokenizer import template_format
+from embedtrain.inference.loading.load import load_model
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source
 from tests.small import parallel

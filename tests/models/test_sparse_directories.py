@@ -18,7 +18,7 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.loading.encoder_model import load_encoder_model, open_encoder_source
+from embedtrain.inference.loading.encoder_model import load_encoder_model, open_encoder_source
 from embedtrain.models.source import open_model_source
 from tests.small import save_language_model, save_small, small_model, small_tokenizer, text
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from embedtrain.commands.plan.options import PlanOptions, compose_pipeline_plan
+from embedtrain.commands.plan.pipeline import plan_pipeline, print_pipeline_plan
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.digests import input_paths
@@ -15,8 +17,6 @@ from embedtrain.pipeline.expand import expand
 from embedtrain.pipeline.results import table_of
 from embedtrain.pipeline.state import StageRecord
 from embedtrain.pipeline.types import Selection
-from embedtrain.plan.options import PlanOptions, compose_pipeline_plan
-from embedtrain.plan.pipeline import plan_pipeline, print_pipeline_plan
 from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.tracking.pages import Page
 from tests.conftest import ROOT

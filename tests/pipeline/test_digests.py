@@ -7,13 +7,13 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from embedtrain.commands.merge.options import PartWeights
 from embedtrain.config.code import UserOptions
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.reranker import RerankerConfig
-from embedtrain.merge.options import PartWeights
 from embedtrain.pipeline.digests import (
     ADAPTER_OPTIONS,
     INPUT_OPTIONS,

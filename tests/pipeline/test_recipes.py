@@ -10,12 +10,12 @@ import pytest
 import yaml
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.commands.plan.options import compose_pipeline_plan
+from embedtrain.commands.plan.pipeline import plan_pipeline
 from embedtrain.config.overrides import to_overrides
 from embedtrain.distributed.world import World
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.run import run_pipeline
-from embedtrain.plan.options import compose_pipeline_plan
-from embedtrain.plan.pipeline import plan_pipeline
 from tests.conftest import ROOT
 from tests.mine.models import save_cross_encoder
 from tests.small import save_guide, save_small, small_model, text, write_beir

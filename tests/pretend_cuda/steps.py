@@ -13,7 +13,7 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import Attention, ModelConfig, Precision, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import row_spec_of
 from embedtrain.losses.types import Loss
 from embedtrain.training.backward import Backward

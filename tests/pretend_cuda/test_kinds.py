@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from embedtrain.commands.filter.__main__ import main as filter_rows
+from embedtrain.commands.filter.options import compose_filter
+from embedtrain.commands.mine.__main__ import main as mine
+from embedtrain.commands.mine.options import compose_mine
+from embedtrain.commands.search.__main__ import main as search
+from embedtrain.commands.search.options import compose_search
 from embedtrain.config.recipe import ModelKind
 from embedtrain.distributed.world import World
-from embedtrain.filter.__main__ import main as filter_rows
-from embedtrain.filter.options import compose_filter
-from embedtrain.mine.__main__ import main as mine
-from embedtrain.mine.options import compose_mine
-from embedtrain.search.__main__ import main as search
-from embedtrain.search.options import compose_search
 from embedtrain.training import loop
 from embedtrain.training.step import StepReport
 from tests.marks import slow_but

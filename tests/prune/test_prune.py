@@ -7,10 +7,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import nn
 
+from embedtrain.commands.prune.__main__ import compose, main
+from embedtrain.commands.prune.layers import select_layers
+from embedtrain.commands.prune.options import LayerSelection, compose_prune
 from embedtrain.errors import ConfigError
-from embedtrain.prune.__main__ import compose, main
-from embedtrain.prune.layers import select_layers
-from embedtrain.prune.options import LayerSelection, compose_prune
 from tests.small import save_guide, small_model
 
 TEXTS = ["alpha", "beta gamma delta", "the quick brown fox " * 3]

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.export.options import compose_export
+from embedtrain.commands.inspect.options import compose_inspect
+from embedtrain.commands.mine.options import compose_mine
+from embedtrain.commands.search.options import compose_search
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
-from embedtrain.evaluate.options import compose_evaluate
-from embedtrain.export.options import compose_export
-from embedtrain.inspect.options import compose_inspect
-from embedtrain.mine.options import compose_mine
-from embedtrain.search.options import compose_search
 
 MARKER = "marker"
 
@@ -89,7 +89,7 @@ def _command(name: str) -> Callable[[list[str]], None]:
         "mine": compose_mine,
         "search": compose_search,
     }[name]
-    module = importlib.import_module(f"embedtrain.{name}.__main__")
+    module = importlib.import_module(f"embedtrain.commands.{name}.__main__")
     return lambda arguments: module.main(compose(arguments))
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from embedtrain.commands.export.options import ExportOptions
+from embedtrain.commands.merge.options import MergeOptions
 from embedtrain.config.code import code_option, code_options
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.losses import CombinedConfig, CustomConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.errors import ConfigError
-from embedtrain.export.options import ExportOptions
-from embedtrain.merge.options import MergeOptions
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.registry import KINDS
 from tests.conftest import ROOT
@@ -283,8 +283,8 @@ def test_no_option_that_makes_code_run_is_forgotten():
                     assert getattr(getattr(node.value, "func", None), "id", "") == "code_option", f"{file}: {name}"
     assert importing == {
         "load_code": {"losses/custom.py", "evaluation/function.py"},  # of loss.path, and of both options `function`
-        "import_module": {"config/code.py", "pipeline/registry.py", "submit/options.py", "completion.py"},
-        "run_module": {"commands.py"},
+        "import_module": {"config/code.py", "pipeline/registry.py", "commands/submit/options.py", "cli/completion.py"},
+        "run_module": {"commands/table.py"},
     }
     assert {name.rpartition(".")[2] for kind in KINDS.values() for name, _ in marked(kind.option_class()())} == {
         "trust_remote_code",

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from embedtrain.commands.mine.stats import MiningStats
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.shared_build import COMPLETE, is_complete
@@ -24,7 +25,6 @@ from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.retrieval import read_corpus
 from embedtrain.evaluation.sets import read_set
-from embedtrain.mine.stats import MiningStats
 from tests.safety.payloads import MARKER, Bomb, attempt, code, deep, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.export.replacement import (
-    export_lock,
-    replace_export,
-    require_replaceable,
-)
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import delete_checkpoint, list_steps, recover_replaced, step_path
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.formats.replacement import (
+    export_lock,
+    replace_export,
+    require_replaceable,
+)
 from embedtrain.models.export_record import write_record
-from embedtrain.tracking.report.page import write_report
+from embedtrain.report.page import write_report
 from tests.runs import options, run
 
 STEPS = ("checkpoint.every=2", "checkpoint.keep=1", "tracking.report=true")

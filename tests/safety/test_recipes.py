@@ -8,15 +8,15 @@ import pytest
 import torch
 import yaml
 
-from embedtrain.checksums import write_checksums
+from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.mine.options import compose_mine
+from embedtrain.commands.submit.options import compose_submit
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.options import compose_evaluate
-from embedtrain.mine.options import compose_mine
-from embedtrain.submit.options import compose_submit
+from embedtrain.utils.checksums import write_checksums
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 

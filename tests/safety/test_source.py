@@ -26,15 +26,15 @@ TRUSTS = ("trust_remote_code", "allow_all_kernels")
 # What whoever starts a run names (see tests/losses/test_custom.py for who may not), and commands from a fixed table.
 ALLOWED = {
     "config/code.py": ["importlib.import_module(module)"],
-    "commands.py": ["runpy.run_module(command.module, run_name='__main__', alter_sys=True)"],
+    "commands/table.py": ["runpy.run_module(command.module, run_name='__main__', alter_sys=True)"],
     "pipeline/registry.py": [
         "importlib.import_module(f'{self.module}.options')",
         *["importlib.import_module(f'{self.module}.__main__')"] * 2,
     ],
-    "completion.py": ["importlib.import_module(f'{module}.options')"],
-    "submit/options.py": [
-        "importlib.import_module(f'embedtrain.{command}.options')",
-        "importlib.import_module(f'embedtrain.{submission.command}.__main__')",
+    "cli/completion.py": ["importlib.import_module(f'{module}.options')"],
+    "commands/submit/options.py": [
+        "importlib.import_module(f'embedtrain.commands.{command}.options')",
+        "importlib.import_module(f'embedtrain.commands.{submission.command}.__main__')",
     ],
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands import COMMANDS
+from embedtrain.commands.table import COMMANDS
 from tests.commands import ENVIRONMENT, TORCHRUN
 from tests.conftest import ROOT
 from tests.small import write_rows
@@ -70,8 +70,8 @@ def test_python_m_imports_no_library_from_the_working_directory(folder):
     for name in OF_PYTHON:
         (folder / f"{name}.py").rename(folder / f"{name}.away")
     try:
-        assert imported(folder, *PYTHON, "embedtrain.inspect", "data=rows.jsonl", "cache_dir=cache") == set()
-        assert imported(folder, *TORCHRUN, "2", "-m", "embedtrain.doctor", "quick=true", "hub=false") == set()
+        assert imported(folder, *PYTHON, "embedtrain.commands.inspect", "data=rows.jsonl", "cache_dir=cache") == set()
+        assert imported(folder, *TORCHRUN, "2", "-m", "embedtrain", "doctor", "quick=true", "hub=false") == set()
     finally:
         for name in OF_PYTHON:
             (folder / f"{name}.away").rename(folder / f"{name}.py")
@@ -103,7 +103,7 @@ def test_processes_of_libraries_do_not_look_there_either(tmp_path):
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import planted'], check=False)"
     (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'planted.mark')!r}, 'w')\n")
     (tmp_path / "inside.py").write_text(
-        "from embedtrain.cli import run_command\n"
+        "from embedtrain.cli.entry import run_command\n"
         "def main(_):\n    import os\n    assert os.environ['PYTHONSAFEPATH'] == '1'\n"
         f"    {code}\n"
         "run_command(lambda arguments: arguments, main)\n"

@@ -1,4 +1,4 @@
-"""Jobs submitted as a user does, with `python -m embedtrain.submit` on the login node."""
+"""Jobs submitted as a user does, with `python -m embedtrain submit` on the login node."""
 
 import os
 import re
@@ -48,9 +48,9 @@ class Jobs:
         self.environment = own_environment() | {"SLURM_CONF": str(cluster.conf), "SLOW_WHILE": str(self.slow)}
 
     def run_submit(self, *arguments: str, code: int = 0, **more: str) -> str:
-        """The output of `python -m embedtrain.submit`."""
+        """The output of `python -m embedtrain submit`."""
         done = subprocess.run(
-            [sys.executable, "-m", "embedtrain.submit", *arguments],
+            [sys.executable, "-m", "embedtrain", "submit", *arguments],
             cwd=self.folder, env=self.environment | more, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`python -m embedtrain.split`: nothing of the held-out set is in the training rows, and both sides can be read."""
+"""`python -m embedtrain split`: nothing of the held-out set is in the training rows, and both sides can be read."""
 
 import gzip
 import json
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from embedtrain.commands.split.groups import RowKeys, choose_held_out
+from embedtrain.commands.split.options import DevCorpus
+from embedtrain.commands.split.rows import file_names, open_sources
+from embedtrain.commands.split.writing import write_split
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import RetrievalSet
-from embedtrain.split.groups import RowKeys, choose_held_out
-from embedtrain.split.options import DevCorpus
-from embedtrain.split.rows import file_names, open_sources
-from embedtrain.split.writing import write_split
 from tests.commands import call
 from tests.data.files import read, write
 
@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Path) -> None:
     table = tmp_path / "faq.csv"
     table.write_text("id,answer,question\n" + "".join(f"{i},answer {i},question {i}\n" for i in range(50)))
     options = (
-        "embedtrain.split",
+        "embedtrain.commands.split",
         f"data=[{{path: {table}, query_prompt: 'Q: '}}]",
         "dev=10",
         f"output_dir={tmp_path}/out",
@@ -152,12 +152,12 @@ def test_the_command(tmp_path: Path) -> None:
     before = (tmp_path / "out" / "train.jsonl").read_bytes()
     assert f"{tmp_path}/out/train.jsonl exists" in call(*options, code=1)
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == before
-    assert "data=[]" in call("embedtrain.split", f"output_dir={tmp_path}/x", code=1)
+    assert "data=[]" in call("embedtrain.commands.split", f"output_dir={tmp_path}/x", code=1)
 
 
 def test_a_group_of_half_of_the_queries_is_said_to_stay_in_training(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"query": f"q{i}", "pos": ["p" if i < 8 else f"p{i}"]} for i in range(12)))
-    output = call("embedtrain.split", f"data=[{path}]", "dev=2", f"output_dir={tmp_path}/out")
+    output = call("embedtrain.commands.split", f"data=[{path}]", "dev=2", f"output_dir={tmp_path}/out")
     assert "8 of 12 queries are linked by equal texts: all of them stay in training" in output
     assert "the held-out queries come from the other 4" in output
 

@@ -15,18 +15,18 @@ from sklearn.decomposition import PCA
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from embedtrain.checkpoint.export.verify import PROBES
+from embedtrain.commands.static.__main__ import main
+from embedtrain.commands.static.options import compose_static
+from embedtrain.commands.static.table import occurring_tokens, sif_weights
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.formats.verify import PROBES
+from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
-from embedtrain.static.__main__ import main
-from embedtrain.static.options import compose_static
-from embedtrain.static.table import occurring_tokens, sif_weights
 from tests.runs import evaluation_metrics, losses, rewind_run, run
 from tests.small import save_guide, small_model, small_tokenizer, write_beir, write_rows
 

@@ -1,4 +1,4 @@
-"""`python -m embedtrain.submit` without a cluster: what it prints, rejects and passes to sbatch."""
+"""`python -m embedtrain submit` without a cluster: what it prints, rejects and passes to sbatch."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.submit.options import compose_submit
+from embedtrain.commands.submit.sbatch import models_to_download
 from embedtrain.errors import ConfigError
-from embedtrain.submit.options import compose_submit
-from embedtrain.submit.sbatch import models_to_download
 from tests.conftest import ROOT
 
 OPTIONS = ["name=t", "model.path=some/model", "data.train=[train.jsonl]", "train.steps=3"]
@@ -36,7 +36,7 @@ def submit(folder: Path, *arguments: str, code: int = 0, **more: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "HF_"))}
     environment |= {"PATH": f"{folder / 'bin'}:/bin", "PYTHONPATH": f"{folder}:{ROOT}", "PWD": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-m", "embedtrain.submit", *OPTIONS, *arguments],
+        [sys.executable, "-m", "embedtrain", "submit", *OPTIONS, *arguments],
         cwd=folder, env=environment | more, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

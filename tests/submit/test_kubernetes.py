@@ -5,9 +5,9 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
+from embedtrain.commands.submit.__main__ import main
+from embedtrain.commands.submit.options import compose_submit
 from embedtrain.errors import ConfigError
-from embedtrain.submit.__main__ import main
-from embedtrain.submit.options import compose_submit
 
 RECIPE = ["name=My run_1", "model.path=model", "data.train=[train.jsonl]", "train.steps=3", "output_dir=runs/t"]
 JOB = [

@@ -2,11 +2,11 @@
 
 import pytest
 
+from embedtrain.commands.submit.__main__ import compose
+from embedtrain.commands.submit.options import Submission, compose_submit
+from embedtrain.commands.submit.script import render_script
+from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.submit.__main__ import compose
-from embedtrain.submit.options import Submission, compose_submit
-from embedtrain.submit.script import render_script
-from embedtrain.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.submit.options import Submission, SubmitOptions, compose_submit
+from embedtrain.commands.submit.script import render_script
+from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 from embedtrain.config.recipe import Recipe
-from embedtrain.submit.options import Submission, SubmitOptions, compose_submit
-from embedtrain.submit.script import render_script
-from embedtrain.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 # A word with all characters that a shell, sbatch or Hydra would interpret.
@@ -34,7 +34,7 @@ def script(*arguments: str, output_dirs=("runs/t",), workdir="/work dir", python
         recipe=recipe(),
         job=SubmitOptions(slurm=check_slurm(SlurmConfig(**slurm))),
     )
-    command_line = ["python", "-m", "embedtrain.submit", *arguments]
+    command_line = ["python", "-m", "embedtrain", "submit", *arguments]
     return render_script(
         submission, command_line=command_line, workdir=str(workdir), log="t-%j.log", python=str(python)
     )
@@ -104,7 +104,7 @@ def test_the_doctor_checks_the_nodes_first(tmp_path, launcher):
     text = script(workdir=tmp_path, python=tmp_path / "recorder", doctor=True, launcher=launcher)
     words = run(tmp_path, text)
     first, second = (index for index, word in enumerate(words) if word == "-m" and "embedtrain" in words[index + 1])
-    assert (words[first + 1], words[second + 1]) == ("embedtrain.doctor", "embedtrain")
+    assert (words[first + 1], words[second + 1]) == ("embedtrain.commands.doctor", "embedtrain")
     (tmp_path / "words").unlink()
     assert words[first + 2] == "output_dir='runs/t'", "the doctor checks the disk of the run"
     words = run(tmp_path, text.replace("output_dir='$run_dir'", "FAIL"), fails=True)

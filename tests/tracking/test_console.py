@@ -12,10 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.live import Live
 
-from embedtrain.streams import SafeStream
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.step_line import ProgressLine, StepTimer, rate, step_metrics
+from embedtrain.utils.streams import SafeStream
 
 ROW = {
     "step": 100,

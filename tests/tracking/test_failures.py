@@ -233,7 +233,7 @@ from pathlib import Path
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.tracking import TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
-from embedtrain.cli import run_command
+from embedtrain.cli.entry import run_command
 from embedtrain.tracking import loggers
 from embedtrain.tracking.tracker import Tracker
 

@@ -16,7 +16,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict

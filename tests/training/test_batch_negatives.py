@@ -20,7 +20,7 @@ from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.score import PairScore
 from embedtrain.models.cross_encoder import classifier_name

@@ -12,7 +12,7 @@ from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Rec
 from embedtrain.distributed.device import has_bf16
 from embedtrain.distributed.sharding import resolve_precision
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.tracking.console import Console
 from embedtrain.training.backward import Backward
 from embedtrain.training.precision import choose_precision

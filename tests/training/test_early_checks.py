@@ -9,9 +9,9 @@ from embedtrain.config.recipe import ModelKind, TrainSource
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import EmbedtrainError
-from embedtrain.hub import is_local_path
 from embedtrain.models.source import open_model_source
 from embedtrain.training.early_checks import check_dimensions, check_local_inputs, instruction_warnings
+from embedtrain.utils.hub import is_local_path
 from tests.small import small_model
 
 # The model is on the Hub, which must not be asked: these tests have no network, and would fail with its name.

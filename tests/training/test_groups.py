@@ -16,7 +16,7 @@ from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.planning.meta_encoder import build_meta_encoder
 from embedtrain.training.backward import Backward

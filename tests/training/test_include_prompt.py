@@ -21,9 +21,9 @@ from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts
+from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.model_identity import model_identity
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source

@@ -19,8 +19,8 @@ from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
-from embedtrain.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.maxsim import MaxSim
 from embedtrain.models.build import assemble_encoder, full_state_dict

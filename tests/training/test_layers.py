@@ -20,7 +20,7 @@ from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict
 from embedtrain.models.early_exits import EarlyExits, exit_path

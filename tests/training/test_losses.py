@@ -48,7 +48,7 @@ from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.blocks import find_blocks

@@ -8,7 +8,7 @@ from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward

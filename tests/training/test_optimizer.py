@@ -12,7 +12,7 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelConfig, Precision, Strategy
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm

@@ -16,7 +16,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.tracking.report.sample import PairRelation, Role, read_texts, write_texts
+from embedtrain.report.sample import PairRelation, Role, read_texts, write_texts
 from embedtrain.training.report_sample import TEXT_LENGTH, choose_sample
 
 

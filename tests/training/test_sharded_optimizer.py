@@ -16,7 +16,7 @@ from embedtrain.config.optim import OptimConfig, OptimizerName, StateDtype
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.training.groups import LABEL, RULE, trained_parameters
 from embedtrain.training.muon import orthogonalize, update_scale
 from embedtrain.training.optimizer import build_optimizer, step_if

@@ -9,7 +9,7 @@ from embedtrain.config.similarity_losses import DistillEmbeddingsConfig
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss, build_losses, loss_notes
 from embedtrain.losses.combine import LossPerSource
 from embedtrain.losses.types import FROM_ROWS

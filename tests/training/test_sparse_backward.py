@@ -13,7 +13,7 @@ from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Str
 from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict

@@ -12,7 +12,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Strategy
 from embedtrain.config.sparse import SparseConfig, SparseQueries, SparsityConfig
 from embedtrain.distributed.world import World
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict

@@ -15,7 +15,7 @@ from embedtrain.config.recipe import Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer

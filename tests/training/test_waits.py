@@ -14,7 +14,7 @@ from embedtrain.config.losses import BatchTripletConfig, InfoNCEConfig, LossConf
 from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.loading.load import load_model
+from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 from embedtrain.training.backward import Backward

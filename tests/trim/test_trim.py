@@ -10,10 +10,10 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from embedtrain.commands.trim.__main__ import compose, main
+from embedtrain.commands.trim.options import compose_trim
+from embedtrain.commands.trim.tokenizer_json import merges_of, with_parts
 from embedtrain.errors import ConfigError
-from embedtrain.trim.__main__ import compose, main
-from embedtrain.trim.options import compose_trim
-from embedtrain.trim.tokenizer_json import merges_of, with_parts
 from tests.small import save_small, small_model
 
 SUBJECTS = {"editor": "images", "player": "music", "viewer": "video", "library": "text", "daemon": "fonts"}

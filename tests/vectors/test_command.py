@@ -14,6 +14,8 @@ import torch
 from filelock import FileLock
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.commands.vectors.__main__ import main
+from embedtrain.commands.vectors.options import compose_vectors
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.data.types import TextRole
@@ -24,8 +26,6 @@ from embedtrain.inference.stored_vectors import KEY_TYPE, StoredVectors
 from embedtrain.losses.build import build_loss
 from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides
-from embedtrain.vectors.__main__ import main
-from embedtrain.vectors.options import compose_vectors
 from tests.runs import losses, run_without_base
 from tests.safety.payloads import MARKER, edit, plant_module
 from tests.small import batch, save_adapter, save_guide, save_small, small_model, text

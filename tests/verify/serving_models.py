@@ -7,8 +7,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.test_export_tokenizers import Family, gemma, llama3, qwen
 from tests.small import POOLINGS, save_small, small_model

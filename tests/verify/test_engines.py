@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.verify.__main__ import main
+from embedtrain.commands.verify.options import compose_verify
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.verify.__main__ import main
-from embedtrain.verify.options import compose_verify
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.test_export_tokenizers import llama3, qwen
 from tests.conftest import ROOT

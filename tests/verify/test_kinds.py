@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embedtrain.commands.verify.__main__ import main
+from embedtrain.commands.verify.options import compose_verify
+from embedtrain.commands.verify.probes import Probe, compare
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
-from embedtrain.verify.__main__ import main
-from embedtrain.verify.options import compose_verify
-from embedtrain.verify.probes import Probe, compare
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.late_interaction_models import save_pylate
 from tests.models.test_m3 import save_m3

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.export.verify import PROBES
+from embedtrain.commands.verify import probes
 from embedtrain.config.recipe import ModelKind, Pooling
 from embedtrain.errors import CheckpointError
-from embedtrain.verify import probes
+from embedtrain.formats.verify import PROBES
 from tests.conftest import ROOT
 from tests.verify.serving_models import FAMILIES, exported_with_tokenizer
 from tests.verify.test_verify import verify

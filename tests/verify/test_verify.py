@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.verify.__main__ import main
+from embedtrain.commands.verify.engines import interpreters
+from embedtrain.commands.verify.options import compose_verify
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.verify.__main__ import main
-from embedtrain.verify.engines import interpreters
-from embedtrain.verify.options import compose_verify
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import POOLINGS, save_small, small_model
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.verification import Verification
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import expand_user, has_home, temporary_home
+from embedtrain.utils.files import expand_user, has_home, temporary_home
 
 # A part of every key: raised whenever the format of cached files changes.
 FORMAT = 6

@@ -10,7 +10,7 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.texts import Texts
 from embedtrain.errors import ConfigError
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
 

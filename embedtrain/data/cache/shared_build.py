@@ -25,11 +25,11 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from embedtrain.checksums import Checksums
 from embedtrain.data.cache.cache import write_error
 from embedtrain.data.cache.verification import COMPLETE, VERIFIED_BYTES
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.files import flush_to_disk, remove_tree
+from embedtrain.utils.checksums import Checksums
+from embedtrain.utils.files import flush_to_disk, remove_tree
 
 Task: TypeAlias = Callable[[Path], None]  # writes one file or folder at the path it is given
 

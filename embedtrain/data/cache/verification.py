@@ -5,8 +5,8 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from embedtrain.checksums import Block, Checksums
 from embedtrain.errors import DataError
+from embedtrain.utils.checksums import Block, Checksums
 
 COMPLETE = "complete.json"  # the checksums of all files of a folder, written when it is complete
 # Bytes of a folder that every process verifies before it opens the folder: at most half a second.

@@ -12,7 +12,7 @@ from embedtrain.data.sources.files import MAX_LINE_BYTES, read_lines
 from embedtrain.data.sources.text_rows import RawRow
 from embedtrain.data.sources.values import MAX_COLUMNS, BadRow, not_utf8, shorten
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_bytes, format_count
+from embedtrain.utils.formatting import format_bytes, format_count
 
 DETECTION_BYTES = 1 << 16  # of a file that decide about its delimiter and quotation marks
 _DELIMITERS = ",;\t|"

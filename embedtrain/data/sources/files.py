@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from embedtrain.data.sources.urls import is_url, open_url, unreachable_error, url_info
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_bytes
+from embedtrain.utils.formatting import format_bytes
 
 BLOCK_BYTES = 1 << 20
 MAX_FULL_DIGEST_BYTES = 64 * BLOCK_BYTES  # of larger files only samples are hashed

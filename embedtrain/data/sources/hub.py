@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from embedtrain.data.sources.parts import Part, PartKind, is_saved_dataset
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError, HubUnavailable
-from embedtrain.hub import hub_is_reachable
+from embedtrain.utils.hub import hub_is_reachable
 
 T = TypeVar("T")
 

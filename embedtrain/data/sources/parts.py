@@ -12,7 +12,7 @@ from embedtrain.data.sources.files import open_binary
 from embedtrain.data.sources.text_rows import is_json_list
 from embedtrain.data.sources.urls import file_system, is_url, unreachable_error
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.hub import is_local_path
+from embedtrain.utils.hub import is_local_path
 
 
 class PartKind(Enum):

@@ -20,7 +20,7 @@ from embedtrain.data.sources.resolve import find_parts
 from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 FORMAT_VERSION = 4  # of the rows that readers return; a new one invalidates every cache
 _NUM_INSPECTED_ROWS = 16

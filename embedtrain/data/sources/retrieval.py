@@ -15,7 +15,7 @@ from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.text_rows import RawRow
 from embedtrain.data.sources.values import BadRow, list_names, not_utf8
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 ReadRows: TypeAlias = Callable[[Part], Iterator[RawRow]]
 

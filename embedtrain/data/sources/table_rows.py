@@ -17,7 +17,7 @@ from embedtrain.data.sources.text_rows import RawRow
 from embedtrain.data.sources.urls import is_url, open_url, unreachable_error
 from embedtrain.data.sources.values import MAX_COLUMNS, BadRow, describe_error, list_names, not_utf8
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_bytes
+from embedtrain.utils.formatting import format_bytes
 
 ROWS_PER_BATCH = 1024
 _MAX_BATCH_BYTES = 1 << 30

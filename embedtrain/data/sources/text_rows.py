@@ -20,7 +20,7 @@ from embedtrain.data.sources.values import (
     shorten,
 )
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_bytes
+from embedtrain.utils.formatting import format_bytes
 
 RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
 

@@ -9,7 +9,7 @@ from fsspec.spec import AbstractFileSystem
 
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 
 def is_url(path: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TypeGuard, TypeVar
 
 import numpy as np
 
-from embedtrain.formatting import format_count
+from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from embedtrain.evaluation.readers.classes import CLUSTER_LABELS, CLUSTER_TEXTS,
 from embedtrain.evaluation.readers.reranking import read_questions, read_reranking
 from embedtrain.evaluation.readers.rows import Row, first_row, first_rows, read_rows, table_name
 from embedtrain.evaluation.types import Bitext, EvaluationData, LabelledPairs, ScoredPairs
-from embedtrain.files import expand_user
+from embedtrain.utils.files import expand_user
 
 # en, zh-CN, zho_Hans, cmn
 _LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,4})?")

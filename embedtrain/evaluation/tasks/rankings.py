@@ -15,8 +15,8 @@ import torch
 from embedtrain.evaluation.metrics import UNCUT_DEPTH, judged_documents, mean_metrics, metrics_per_query, required_depth
 from embedtrain.evaluation.tasks.context import EncoderContext, EvaluationContext, ScorerContext
 from embedtrain.evaluation.types import RUN_TAG, Corpus, RetrievalSet
-from embedtrain.files import atomic_write
 from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.utils.files import atomic_write
 
 RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
 # Rankings that are dictionaries at a time: they take ten times the memory of tensors.

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedtrain.checksums import Checksums
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache import read_sources as stored
@@ -30,6 +29,7 @@ from embedtrain.data.sources.parts import part_of_file
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError, UnreadableError
+from embedtrain.utils.checksums import Checksums
 from tests.data.files import write
 from tests.small import small_tokenizer, text
 

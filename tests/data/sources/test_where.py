@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.mine.options import compose_mine
 from embedtrain.config.conditions import Comparison, parse_condition
 from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import Cache
 from embedtrain.errors import ConfigError
-from embedtrain.mine.options import compose_mine
 from tests.data.cache.test_read_sources import store_of
 from tests.data.files import assert_error, read, write, write_table
 

@@ -12,7 +12,7 @@ import yaml
 
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Recipe
-from embedtrain.tracking.report.sample import (
+from embedtrain.report.sample import (
     AFTER,
     BEFORE,
     Pair,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.tracking.report.page import write_report
+from embedtrain.report.page import write_report
 from tests.browser import Browser, chromium
 from tests.tracking.report.runs import ANSWERS, QUERIES, make_run, make_sample
 from tests.tracking.report.test_page import EVIL

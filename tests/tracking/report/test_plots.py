@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from embedtrain.tracking.report.axes import (
+from embedtrain.report.axes import (
     NumberFormat,
     format_value,
     round_numbers,
@@ -14,14 +14,14 @@ from embedtrain.tracking.report.axes import (
     tick_labels,
     value_axis,
 )
-from embedtrain.tracking.report.bootstrap import RESAMPLES, interval
-from embedtrain.tracking.report.chart import evenly_spaced
-from embedtrain.tracking.report.page import options_of
-from embedtrain.tracking.report.runs import Series, read_runs
-from embedtrain.tracking.report.sample import PairRelation, Role, Vectors
-from embedtrain.tracking.report.sample_plots import project
-from embedtrain.tracking.report.sample_section import shorten
-from embedtrain.tracking.report.similarity import PairFamily, cosines, group_pairs, nearest_documents, select_queries
+from embedtrain.report.bootstrap import RESAMPLES, interval
+from embedtrain.report.chart import evenly_spaced
+from embedtrain.report.page import options_of
+from embedtrain.report.runs import Series, read_runs
+from embedtrain.report.sample import PairRelation, Role, Vectors
+from embedtrain.report.sample_plots import project
+from embedtrain.report.sample_section import shorten
+from embedtrain.report.similarity import PairFamily, cosines, group_pairs, nearest_documents, select_queries
 from tests.tracking.report.runs import make_run, make_sample
 
 

@@ -1,0 +1,1 @@
+"""Process entry, exit codes, completion."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain calibrate`: an affine head and ranges, from vectors of documents, for an existing model."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain doctor`: check whether a machine is ready for training."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain export`: write a checkpoint as a model directory."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain inspect`: what training data contains."""

@@ -1,0 +1,256 @@
+"""The texts of a source: lengths in tokens or characters, keys of equal texts, and rows as the model receives them.
+
+R: rows; T: texts of one role, of all rows, row by row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.commands.inspect.rows import RowKeys, batches_of
+from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.cache.token_store import TokenStore
+from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.text_format import Prompt, TextFormat, text_key
+from embedtrain.data.token_rows import TokenRowTokenizer
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Example, TextRole
+
+
+class UntruncatedTokenizer:
+    """A model's tokenizer with and without truncation."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.bound = tokenizer
+        self._untruncated = tokenizer.untruncated()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """As it was loaded."""
+        return self.bound.tokenizer
+
+    def limit(self, text_format: TextFormat, *, of_queries: bool) -> int:
+        """The maximal length of a source's queries, or of its documents."""
+        if of_queries:
+            return self.bound.limit(TextRole.query, text_format.query_max_length)
+        return self.bound.limit(TextRole.document, text_format.document_max_length)
+
+    def ids(self, texts: Sequence[str], role: TextRole = TextRole.document) -> list[list[int]]:
+        """The tokens of each text without truncation, including special tokens if texts of this role have them."""
+        return self._untruncated.ids(texts, role=role)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownText:
+    """A text as the model receives it."""
+
+    role: str  # query, positive or negative
+    number: int  # of the positive or negative in its row, from 1; 0 for a query
+    text: str  # with its prompt; with a tokenizer the decoded tokens, including special tokens
+    num_tokens: int | None = None  # after truncation; None without a tokenizer
+    num_untruncated: int | None = None
+    num_vectors: int | None = None  # of a late-interaction model, whose skip list leaves some tokens without one
+    score: float | None = None
+
+
+def shown_texts(
+    example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None, limit: int
+) -> list[ShownText]:
+    """The texts of a row as the model receives them: the query, and up to `limit` positives and negatives each."""
+    of_query, of_documents = _prompts(example, text_format, tokenizer)
+    texts = [ShownText("query", 0, of_query(example.query))]
+    for role, documents, scores in (
+        ("positive", example.positives, example.positive_scores),
+        ("negative", example.negatives, example.negative_scores),
+    ):
+        for i, document in enumerate(documents[:limit]):
+            texts.append(ShownText(role, i + 1, of_documents(document), score=scores[i] if scores else None))
+    return texts if tokenizer is None else [_as_tokens(text, texts[0], text_format, tokenizer) for text in texts]
+
+
+def _prompts(
+    example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None
+) -> tuple[Prompt, Prompt]:
+    """What surrounds the query and the documents of a row, with what a pair template puts around them."""
+    query, document = text_format.prompts(example)
+    if tokenizer is None:
+        return query, document
+    return tokenizer.bound.query_prompt(query), tokenizer.bound.document_prompt(document)
+
+
+def _as_tokens(
+    text: ShownText, query: ShownText, text_format: TextFormat, tokenizer: UntruncatedTokenizer
+) -> ShownText:
+    """The tokens of a text; of a document for a cross-encoder, those of its pair with the query."""
+    role = TextRole.query if text is query else TextRole.document
+    (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
+    num_untruncated = len(tokenizer.ids([text.text], role)[0])
+    if isinstance(tokenizer.bound, PairTokenizer) and text is not query:
+        pairs = tokenizer.bound
+        (of_query,) = pairs.ids([query.text], tokenizer.limit(text_format, of_queries=True))
+        ids = pairs.pair_format.join(of_query, ids, pairs.max_length)
+        num_untruncated += len(tokenizer.ids([query.text])[0]) + pairs.pair_format.num_special
+    num_vectors = tokenizer.bound.num_rows(ids) if isinstance(tokenizer.bound, TokenRowTokenizer) else None
+    ids = tokenizer.bound.unmarked(ids)
+    decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return replace(
+        text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated, num_vectors=num_vectors
+    )
+
+
+ROLES = ("queries", "positives", "negatives")
+PAIRS = "pairs"  # of the query and each document of a row
+MAX_SAMPLED_TEXTS = 10_000  # texts that are tokenised again without truncation
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of the texts of one role."""
+
+    values: NDArray[np.int32]  # [T]
+    limit: int | None  # maximal tokens; None for lengths in characters
+    num_truncated: int  # texts beyond the limit
+    num_texts: int  # T
+    is_exact: bool = True  # False if some of `values` are estimated from other texts
+
+
+@dataclass(frozen=True, slots=True)
+class TextStatistics:
+    """Statistics of the texts of a source."""
+
+    lengths: dict[str, Lengths]  # of each of ROLES; for a cross-encoder also of PAIRS
+    keys: RowKeys
+    unit: str  # "tokens" or "characters"
+    num_tokens: int = 0  # of all texts after truncation
+    num_unknown: int = 0  # unknown tokens among them
+
+
+def measure(
+    store: RowStore, tokens: TokenStore | None, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None
+) -> TextStatistics:
+    """Measure all texts of a source: in tokens if there is a tokenizer, else in characters.
+
+    The token store has the lengths after truncation. Of the texts that reach the limit at most MAX_SAMPLED_TEXTS are
+    tokenised again without truncation.
+    """
+    if tokens is None or tokenizer is None:
+        return _by_characters(store)
+    lengths, keys = {}, {}
+    queries, counts = tokens.row_starts[:-1], (store.num_positives, store.num_negatives)
+    starts = (queries, queries + 1, queries + 1 + counts[0])
+    for i, role in enumerate(ROLES):
+        texts = _spans(starts[i], np.ones_like(queries) if not i else counts[i - 1])
+        keys[role] = tokens.keys[texts]
+        values = tokens.lengths(texts).astype(np.int32)
+        limit = tokenizer.limit(text_format, of_queries=role == "queries")
+        reach = np.flatnonzero(values >= limit)
+        sample = reach[_spread(len(reach), MAX_SAMPLED_TEXTS)]
+        of_texts = TextRole.query if role == "queries" else TextRole.document
+        full = _untruncated_lengths(store, tokens.row_starts, texts[sample], text_format, tokenizer, of_texts)
+        values[reach] = full[np.arange(len(reach)) * len(full) // max(1, len(reach))]  # of the nearest sampled text
+        num_truncated = int(np.count_nonzero(values[reach] > limit))
+        lengths[role] = Lengths(values, limit, num_truncated, len(values), is_exact=len(sample) == len(reach))
+    if isinstance(tokenizer.bound, PairTokenizer):
+        lengths[PAIRS] = _pair_lengths(lengths, counts, tokenizer.bound)
+    of_rows = RowKeys(**keys, num_positives=counts[0], num_negatives=counts[1])
+    return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
+
+
+def _pair_lengths(
+    lengths: dict[str, Lengths], counts: Sequence[NDArray[np.integer]], tokenizer: PairTokenizer
+) -> Lengths:
+    """Lengths of all pairs before truncation: first those with positives, then those with negatives."""
+    of_queries = lengths["queries"].values
+    parts = [
+        np.repeat(of_queries, count) + lengths[role].values + tokenizer.pair_format.num_special
+        for role, count in zip(ROLES[1:], counts, strict=True)
+    ]
+    values = np.concatenate(parts).astype(np.int32)
+    is_exact = all(lengths[role].is_exact for role in ROLES)
+    num_truncated = int(np.count_nonzero(values > tokenizer.max_length))
+    return Lengths(values, tokenizer.max_length, num_truncated, len(values), is_exact=is_exact)
+
+
+def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:
+    """The statistics of several sources together, with a limit if all have the same."""
+    lengths = {}
+    for role in parts[0].lengths:
+        of_role = [part.lengths[role] for part in parts]
+        limits = {part.limit for part in of_role}
+        lengths[role] = Lengths(
+            np.concatenate([part.values for part in of_role]),
+            limits.pop() if len(limits) == 1 else None,
+            num_truncated=sum(part.num_truncated for part in of_role),
+            num_texts=sum(part.num_texts for part in of_role),
+            is_exact=all(part.is_exact for part in of_role),
+        )
+    tokens, unknown = (sum(getattr(part, name) for part in parts) for name in ("num_tokens", "num_unknown"))
+    return TextStatistics(lengths, RowKeys.join([part.keys for part in parts]), parts[0].unit, tokens, unknown)
+
+
+def _unknown(tokens: TokenStore, tokenizer: UntruncatedTokenizer) -> int:
+    """Number of unknown tokens."""
+    loaded = tokenizer.tokenizer
+    # Byte-level vocabularies have no unknown token; some declare another special token as such.
+    if loaded.unk_token_id is None or loaded.unk_token_id in (loaded.eos_token_id, loaded.bos_token_id):
+        return 0
+    blocks = (tokens.values[start : start + _BLOCK] for start in range(0, len(tokens.values), _BLOCK))
+    return sum(int(np.count_nonzero(block == loaded.unk_token_id)) for block in blocks)
+
+
+def _by_characters(store: RowStore) -> TextStatistics:
+    lengths: dict[str, list[NDArray[np.int32]]] = {role: [] for role in ROLES}
+    keys: dict[str, list[NDArray[np.int64]]] = {role: [] for role in ROLES}
+    for batch in batches_of(store):
+        queries, positives, negatives = batch.columns[:3]
+        for role, texts in zip(ROLES, (queries, positives.flatten(), negatives.flatten()), strict=True):
+            lengths[role].append(pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int32))
+            keys[role].append(np.fromiter(map(text_key, texts.to_pylist()), dtype=np.int64, count=len(texts)))
+    joined_lengths = {role: np.concatenate(parts) for role, parts in lengths.items()}
+    return TextStatistics(
+        {role: Lengths(values, None, 0, len(values)) for role, values in joined_lengths.items()},
+        RowKeys(
+            **{role: np.concatenate(parts) for role, parts in keys.items()},
+            num_positives=store.num_positives,
+            num_negatives=store.num_negatives,
+        ),
+        "characters",
+    )
+
+
+def _untruncated_lengths(
+    store: RowStore,
+    first: NDArray[np.int64],
+    texts: NDArray[np.int64],
+    text_format: TextFormat,
+    tokenizer: UntruncatedTokenizer,
+    role: TextRole,
+) -> NDArray[np.int32]:
+    """Lengths of texts of one role without truncation, by their indices in the token store."""
+    rows = np.searchsorted(first, texts, side="right") - 1
+    lengths = np.empty(len(texts), dtype=np.int32)
+    for start in range(0, len(texts), 256):  # in small blocks, because the texts are long
+        prompted = []
+        for text, row in zip(texts[start : start + 256].tolist(), rows[start : start + 256].tolist(), strict=True):
+            example, index = store[row], text - int(first[row])
+            prompts = _prompts(example, text_format, tokenizer)
+            plain = (example.query, *example.positives, *example.negatives)[index]
+            prompted.append(prompts[min(index, 1)](plain))
+        lengths[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted, role)]
+    return lengths
+
+
+def _spans(starts: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The concatenated ranges of these starts and lengths."""
+    before = np.cumsum(counts, dtype=np.int64) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(np.sum(counts)))
+
+
+def _spread(count: int, limit: int) -> NDArray[np.int64]:
+    """At most `limit` of `count` indices, evenly spread."""
+    return np.arange(count) if count <= limit else np.arange(limit) * count // limit

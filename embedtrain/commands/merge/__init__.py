@@ -1,0 +1,1 @@
+"""`python -m embedtrain merge`: one model of the weights of several."""

@@ -1,0 +1,317 @@
+"""Opens the models to merge: their settings, and where their weights are stored."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checkpoint.snapshot import ENCODER, WEIGHTS
+from embedtrain.checkpoint.step_directory import (
+    MANIFEST,
+    Checkpoint,
+    find_checkpoint,
+    list_steps,
+    open_checkpoint,
+    step_path,
+)
+from embedtrain.checkpoint.tensor_files import require_fit
+from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_steps
+from embedtrain.commands.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
+from embedtrain.config.checkpoint import WeightsOf
+from embedtrain.config.compose import load_recipe
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.validation import written
+from embedtrain.distributed.world import World
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.formats.adapters import AdapterCheckpoint, merged_adapter, require_same_base
+from embedtrain.formats.model_directory import WeightStream
+from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
+from embedtrain.models.adapter_files import open_adapter
+from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
+from embedtrain.models.configuration import read_config
+from embedtrain.models.export_record import verify_weights
+from embedtrain.models.hub import resolve_directory, split_revision
+from embedtrain.models.late_interaction_files import late_interaction_format
+from embedtrain.models.module_settings import stored_kind
+from embedtrain.models.score_head import is_reranker
+from embedtrain.models.security import require_no_links
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.types import ModelSource
+from embedtrain.tracking.metrics import metrics_at
+from embedtrain.utils.files import expand_user
+
+_OPTION_NAMES = ("kind", "pooling", "trust_remote_code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A model that is merged.
+
+    Attributes:
+        name: for messages and merge.json: as the user wrote it, and the step.
+        source: its settings and tokenizer.
+        specs: types and shapes of its weights, by the encoder's names.
+        tensors: where they are stored. Empty until `store_streams`, if they can only be read in order.
+        stream: reads such weights; None for the others.
+        dtype: in which most of its weights are stored.
+        architecture: of a run: a directory as `write_architecture` writes it; None for other models.
+        truncate_dim: dimensions of its vectors that are used.
+        rope_theta: base of its rotary positions if it is not that of `architecture`.
+        checkpoint: whose checksums are verified.
+        kind: of the tensors of the checkpoint.
+        adapters: with `lora=factors`, of the checkpoint; specs and tensors are those of the trained weights alone.
+    """
+
+    name: str
+    source: ModelSource
+    specs: Mapping[str, TensorSpec]
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    stream: Callable[[], WeightStream] | None = None
+    dtype: torch.dtype
+    architecture: Path | None = None
+    truncate_dim: int | None = None
+    rope_theta: float | None = None
+    checkpoint: Checkpoint | None = None
+    kind: str = WEIGHTS
+    adapters: AdapterCheckpoint | None = None
+
+
+def open_members(options: MergeOptions) -> list[Member]:
+    """The models in `models`, or the steps of `run`, in this order.
+
+    Raises ConfigError, ModelError or CheckpointError for a model that cannot be opened.
+    """
+    if options.run:
+        members = [_open_checkpoint(Path(options.run), path, options) for path in _paths_of_steps(options)]
+    else:
+        members = [open_member(path, f"models[{index}]", options) for index, path in enumerate(options.models)]
+    if options.weights_of is WeightsOf.ema and all(member.checkpoint is None for member in members):
+        raise ConfigError("weights_of=ema: no model is a run or a checkpoint; leave it out")
+    if options.lora is LoraMerge.factors:
+        other = next((m for m in members if m.adapters is None or m.architecture != members[0].architecture), None)
+        if other is not None:
+            raise ConfigError(
+                f"lora=factors: {other.name} and {members[0].name} are not checkpoints of one run with model.lora, and "
+                "factors of other runs have other coordinates; write lora=product"
+            )
+    return members
+
+
+def open_member(path: str, option: str, options: MergeOptions) -> Member:
+    """The model at a path, which `option` names in messages."""
+    local = expand_user(path)
+    if (local / MANIFEST).is_file():
+        return _open_checkpoint(local.resolve().parent.parent, local, options)
+    if (local / "recipe.yaml").is_file() and not (local / "config.json").exists():
+        exported, default = RunDirectory(local).model, MergeOptions()
+        reads_export = (options.weights_of, options.lora) == (default.weights_of, default.lora)
+        if not exported.is_dir() or not reads_export:
+            return _open_checkpoint(local, find_checkpoint(RunDirectory(local).checkpoints, "latest").path, options)
+        local, path = exported, str(exported)
+    with _option_names(option, path):
+        if (local / ADAPTER_CONFIG).is_file() and not (local / "config.json").exists():
+            return _open_adapter(path, options)
+        return _open_directory(path, options)
+
+
+def _open_directory(path: str, options: MergeOptions) -> Member:
+    source = open_model_source(_model_config(path, options))
+    specs = encoder_specs(source)
+    shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
+    locations = locate_weights(source, shapes)
+    common: dict[str, Any] = {
+        "name": path, "source": source, "dtype": stored_dtype(source), "truncate_dim": source.truncate_dim
+    }  # fmt: skip
+    if source.has_new_head:
+        raise ConfigError(f"{path} has no head of a model of the kind {source.kind.value}: it would be random")
+    if locations is None:  # a pickle, or names of an old version of transformers
+        return Member(specs=specs, stream=lambda: _stream_of(source, specs), **common)
+    files = {file: tensors_of_file(file) for file in {location.path for location in locations.values()}}
+    tensors = {name: files[location.path][location.key] for name, location in locations.items()}
+    heads = {name: StoredTensor(TensorSpec.of(value), value=value) for name, value in head_weights(source).items()}
+    tensors |= heads
+    return Member(specs={name: tensors[name].spec for name in specs}, tensors=tensors, **common)
+
+
+def _stream_of(source: ModelSource, specs: Mapping[str, TensorSpec]) -> WeightStream:
+    weights = full_state_dict(source, 0)
+    return WeightStream(specs, ((name, 0, weights[name]) for name in specs))
+
+
+def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
+    run_dir = RunDirectory(run)
+    if not run_dir.recipe.is_file():
+        raise CheckpointError(f"{path} is in no run: {run_dir.recipe} is missing")
+    recipe = load_recipe(run_dir.recipe)
+    _require_trust(run_dir, recipe, options)
+    require_no_links(run_dir.architecture)
+    run_dir.require_intact()
+    model = ModelConfig(
+        path=str(run_dir.architecture),
+        kind=recipe.model.kind,
+        rope_theta=recipe.export.rope_theta,
+        trust_remote_code=options.trust_remote_code,
+    )
+    source = open_model_source(model)
+    checkpoint = open_checkpoint(path)
+    common: dict[str, Any] = {
+        "name": str(path), "source": source, "dtype": stored_dtype(source), "architecture": run_dir.architecture,
+        "truncate_dim": recipe.export.truncate_dim, "rope_theta": recipe.export.rope_theta, "checkpoint": checkpoint,
+    }  # fmt: skip
+    common["kind"] = checkpoint.weights_kind(options.weights_of)
+    reader = checkpoint.tensors(common["kind"])
+    if recipe.model.lora.on:
+        own = replace(recipe.model, trust_remote_code=False)  # the recipe does not make its base model's code trusted
+        adapters = AdapterCheckpoint.open(run_dir.adapter, own, recipe.seed, source, reader)
+        require_same_base(checkpoint, adapters.base)
+        if options.lora is LoraMerge.factors:
+            factors = tensors_of_checkpoint(reader, ENCODER)
+            specs = {name: tensor.spec for name, tensor in factors.items()}
+            return Member(specs=specs, tensors=factors, adapters=adapters, **common)
+        return Member(specs=adapters.merged().specs, stream=adapters.merged, **common)
+    tensors = tensors_of_checkpoint(reader, ENCODER)
+    state = build_encoder(source).state_dict()
+    specs = {name: tensor.spec for name, tensor in tensors.items()}
+    require_fit(path, state, specs)
+    return Member(specs={name: specs[name] for name in state}, tensors=tensors, **common)
+
+
+def _open_adapter(path: str, options: MergeOptions) -> Member:
+    """An adapter in PEFT's format, merged with the base model that it names, or with `base`."""
+    lora = LoraConfig(path=path)
+    files = open_adapter(lora)
+    assert files is not None
+    base = options.base or files.base_model
+    if not base:
+        raise ModelError(f"{files.directory / ADAPTER_CONFIG} does not name the base model: set base")
+    # The adapter's file names a base model, but does not make its code trusted.
+    config = _model_config(base, options if base == options.base else replace(options, trust_remote_code=False))
+    source = open_model_source(replace(config, lora=lora))
+    verify_weights(files.directory)
+    return Member(
+        name=path,
+        source=source,
+        specs=merged_adapter(source, lora, files).specs,
+        stream=lambda: merged_adapter(source, lora, files),
+        dtype=stored_dtype(source),
+        truncate_dim=source.truncate_dim,
+    )
+
+
+def _model_config(path: str, options: MergeOptions) -> ModelConfig:
+    name, revision = split_revision(path)
+    directory = resolve_directory(name, revision, "model.path", "model.revision")
+    return ModelConfig(
+        path=name,
+        revision=revision,
+        kind=options.kind or _kind_of(directory, options),
+        pooling=options.pooling,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _kind_of(directory: Path, options: MergeOptions) -> ModelKind:
+    if late_interaction_format(directory):
+        return ModelKind.late_interaction
+    kind = stored_kind(directory)
+    has_modules = (directory / "modules.json").is_file()
+    if kind is ModelKind.dense and not has_modules and options.pooling is None:
+        config = read_config(directory, trust_remote_code=options.trust_remote_code)
+        return ModelKind.cross_encoder if is_reranker(config) else kind
+    return kind
+
+
+def encoder_specs(source: ModelSource) -> dict[str, TensorSpec]:
+    """Types and shapes of the weights of a model, in float32, by the encoder's names."""
+    return {name: TensorSpec.of(tensor) for name, tensor in build_encoder(source).state_dict().items()}
+
+
+def _require_trust(run_dir: RunDirectory, recipe: Recipe, options: MergeOptions) -> None:
+    if recipe.model.trust_remote_code and not options.trust_remote_code:
+        raise ConfigError(
+            f"{run_dir.recipe} has model.trust_remote_code: true, but a file does not grant this permission: if you "
+            f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
+        )
+
+
+def _paths_of_steps(options: MergeOptions) -> list[Path]:
+    """The checkpoints that `steps` selects, oldest first, or in the order of the list."""
+    assert options.run is not None
+    run_dir = RunDirectory(Path(options.run))
+    saved = sorted(step for step, _ in list_steps(run_dir.checkpoints))
+    available = f"{run_dir.checkpoints} has the steps {', '.join(map(str, saved)) or '(none)'}"
+    selection = selected_steps(options.steps)
+    if isinstance(selection, list):
+        steps = selection
+        for step in steps:
+            if step not in saved:
+                raise CheckpointError(f"steps={written(options.steps)}: {step} is missing; {available}")
+        return [step_path(run_dir.checkpoints, step) for step in steps]
+    kind, number = selection
+    if number > len(saved):
+        raise CheckpointError(f"steps={options.steps}: there are only {len(saved)}; {available}")
+    if kind == "last":
+        return [step_path(run_dir.checkpoints, step) for step in saved[-number:]]
+    metric = options.best_metric or load_recipe(run_dir.recipe).checkpoint.best_metric
+    if metric is None:
+        raise ConfigError(
+            f"steps={options.steps}: the run has no checkpoint.best_metric; write best_metric=SET/METRIC, or "
+            "steps=last-N"
+        )
+    name, _, key = metric.partition("/")
+    values = {step: metrics_at(run_dir.path, step).get(name, {}).get(key) for step in saved}
+    measured = {step: value for step, value in values.items() if value is not None}
+    if len(measured) < number:
+        raise ConfigError(
+            f"steps={options.steps}: {len(measured)} of the saved steps were measured by {metric}; {available}"
+        )
+    best = sorted(measured, key=lambda step: (-measured[step], step))[:number]
+    return [step_path(run_dir.checkpoints, step) for step in sorted(best)]
+
+
+@contextmanager
+def _option_names(option: str, path: str) -> Iterator[None]:
+    """Replace names of options of `model` in errors by those of this command."""
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        message = str(error).replace(f"model.path={path}", f"{option}={path}").replace("model.lora.path", option)
+        message = re.sub(rf"\bmodel\.({'|'.join(_OPTION_NAMES)})", r"\1", message).replace("model.path", option)
+        raise type(error)(message) from error.__cause__
+
+
+def verify_member(member: Member, world: World) -> None:
+    """Compare this rank's part of a member's files with their checksums, if there are any."""
+    if member.checkpoint is not None:
+        member.checkpoint.tensors(member.kind).verify_checksums(world.rank, world.size)
+    elif member.source.directory is not None:
+        verify_weights(member.source.directory, world.local_rank, world.local_size)
+
+
+def store_streams(members: list[Member], folder: Path, world: World) -> list[Member]:
+    """Write weights that can only be read in order into files below `folder`, on rank 0. A collective.
+
+    At most one model is in memory.
+    """
+    names = {index: folder / f"{index}.safetensors" for index, member in enumerate(members) if member.stream}
+    with world.fail_together("writing the weights of models with adapters, or in old formats"):
+        if world.is_main and names:
+            folder.mkdir()
+            for index, path in names.items():
+                stream = members[index].stream
+                assert stream is not None
+                write_stream(path, stream())
+    stored = list(members)
+    with world.fail_together("opening the models"):
+        for index, path in names.items():
+            tensors = tensors_of_file(path)
+            specs = {name: tensors[name].spec for name in members[index].specs}
+            stored[index] = replace(members[index], tensors=tensors, specs=specs)
+    return stored

@@ -1,0 +1,1 @@
+"""`python -m embedtrain mine`: hard negatives for training rows."""

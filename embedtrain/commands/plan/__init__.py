@@ -1,0 +1,1 @@
+"""`python -m embedtrain plan`: memory, strategy and time of a training run before it starts."""

@@ -1,0 +1,309 @@
+"""The plan of a training: the chosen layout and its costs, the largest chunk, and how to make it fit."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from embedtrain.commands.plan.options import PlanOptions
+from embedtrain.config.recipe import Attention, OnError, ParallelConfig, Precision, Recipe, Strategy, TrainSource
+from embedtrain.config.source_losses import source_requirements
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.texts import Texts
+from embedtrain.data.train_data import resolve_sources
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.errors import EmbedtrainError
+from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.m3 import M3Encoder
+from embedtrain.models.packing import check_packing
+from embedtrain.models.sparse_encoder import SparseEncoder
+from embedtrain.models.sparse_head import words_per_block
+from embedtrain.planning.flops import token_flops
+from embedtrain.planning.memory import fit_activation_tokens, step_memory
+from embedtrain.planning.meta_encoder import build_meta_encoder
+from embedtrain.planning.model_costs import ModelSpec, model_spec
+from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_candidates
+from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
+from embedtrain.training.groups import describe_groups, trained_parameters
+from embedtrain.utils.files import expand_user
+
+_MAX_RANKS = 4096
+# Rows of a source that are read for their number of negatives, and the bytes of the piece in which they are.
+_SAMPLED_ROWS, _SAMPLED_BYTES = 256, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyHead:
+    """Costs of the vocabulary head of a sparse model on one rank."""
+
+    words: int  # of the vocabulary
+    block_words: int  # words whose logits of all tokens of a chunk exist at a time
+    logits: int  # bytes of these logits
+    weights: int  # bytes of the weights of words, and of the tokens that have them, of the texts with cached graphs
+    flops: float  # of a step
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of words."""
+        return -(-self.words // self.block_words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """A plan."""
+
+    name: str  # of the recipe
+    model: ModelSpec
+    cluster: ClusterSpec
+    work: StepWorkload
+    knows_rows: bool  # whether `work.texts_per_row` is that of the files or of the options; else the least
+    best: LayoutCandidate
+    next_best: LayoutCandidate | None
+    activation_tokens: int  # with cached graphs: the recipe's value, or what fits with `best`
+    vocabulary_head: VocabularyHead | None  # of a sparse model
+    largest_chunk: int | None  # largest `train.chunk_tokens` with which `best` fits; None: not even one text
+    changes: list[str]  # options to change if it does not fit
+    parameter_groups: dict[str, str]  # settings of each group, if the recipe has several
+
+    @property
+    def local(self) -> RankWorkload:
+        """One rank's part of a global batch."""
+        return replace(self.work, activation_tokens=self.activation_tokens).per_rank(self.cluster.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values; sizes in bytes, times in seconds.
+
+        `recipe`; `model`: elements of all, trained, block, root and embedding weights, bytes of frozen weights by type;
+        `cluster`; `work`, with one rank's part as `per_rank`; `chosen` and `next_best` (or null): layout, `reason`,
+        `fits`, `memory` by kind in the peak `phase`, `traffic`; `vocabulary_head` of a sparse model (or null);
+        `largest_chunk` (or null); `changes`: sentences.
+        """
+        model, weights = self.model, self.model.weights
+        return {
+            "recipe": self.name,
+            "model": {
+                "name": model.name,
+                "parameters": weights.parameters,
+                "trained": weights.trained,
+                "frozen_bytes": weights.frozen_by_dtype,
+                "blocks": len(weights.blocks),
+                "block_parameters": weights.largest_block.elements,
+                "root_parameters": weights.root.elements,
+                "embedding_parameters": weights.embedding.elements,
+                "hidden": model.hidden,
+                "dimension": model.dimension,
+                "vectors": {"query": model.vectors[0], "document": model.vectors[1]},
+                "precision": model.precision.value,
+                "parameter_groups": self.parameter_groups,
+            },
+            "cluster": {**asdict(self.cluster), "usable": self.cluster.usable},
+            "work": {
+                "rows": self.work.rows,
+                "texts_per_row": self.work.texts_per_row,
+                "tokens_per_text": self.work.tokens_per_text,
+                "chunk_tokens": self.work.chunk_tokens,
+                "activation_tokens": self.activation_tokens,
+                "per_rank": asdict(self.local),
+            },
+            "chosen": _candidate_json(self.best),
+            "next_best": None if self.next_best is None else _candidate_json(self.next_best),
+            "vocabulary_head": None if self.vocabulary_head is None else asdict(self.vocabulary_head),
+            "largest_chunk": self.largest_chunk,
+            "changes": self.changes,
+        }
+
+
+def _candidate_json(candidate: LayoutCandidate) -> dict[str, Any]:
+    memory, traffic = candidate.memory, candidate.traffic
+    return {
+        "name": candidate.name,
+        **asdict(candidate.layout),
+        "strategy": candidate.layout.strategy.value,
+        "reduce_per_step": candidate.reduce_per_step,
+        "fits": candidate.fits,
+        "memory": {**memory.by_kind, "total": memory.total, "phase": memory.phase},
+        "traffic": {**asdict(traffic), "bytes": traffic.bytes, "seconds": traffic.seconds},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """The model of a recipe and the hardware of a plan."""
+
+    encoder: Encoder  # on the meta device
+    model: ModelSpec
+    cluster: ClusterSpec
+    tokens_per_text: int
+
+
+def planned_model(recipe: Recipe, options: PlanOptions) -> PlannedModel:
+    """The costs of a recipe's model, without weights; raises ConfigError and ModelError as training does."""
+    precision = recipe.parallel.precision
+    if precision is Precision.auto:  # of GPUs that are not here
+        precision = Precision.bf16
+        recipe = replace(recipe, parallel=replace(recipe.parallel, precision=precision))
+    meta = build_meta_encoder(recipe)
+    encoder, token_vectors = meta.encoder, meta.token_vectors
+    length = options.tokens_per_text or meta.max_length
+    vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
+    if isinstance(encoder, M3Encoder):
+        vectors = length, length
+    packable = recipe.model.attention is not Attention.padded
+    packed = (
+        packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
+    )
+    model = model_spec(
+        encoder, meta.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed, vectors=vectors
+    )
+    cluster = ClusterSpec(
+        ranks=options.gpus,
+        per_node=min(options.gpus, options.gpus_per_node),
+        memory=int(options.gpu_memory * 2**30),
+        bandwidth_node=options.bandwidth_node * 1e9,
+        bandwidth_network=options.bandwidth_network * 1e9,
+        flops=options.tflops * 1e12,
+    )
+    return PlannedModel(encoder, model, cluster, length)
+
+
+def plan(recipe: Recipe, options: PlanOptions, *, mined: Mapping[Path, int] | None = None) -> TrainingPlan:
+    """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does.
+
+    `mined` are folders that a pipeline will write, with the number of negatives of their rows.
+    """
+    planned = planned_model(recipe, options)
+    model, cluster, length, parallel = planned.model, planned.cluster, planned.tokens_per_text, recipe.parallel
+    if parallel.precision is Precision.auto:
+        parallel = replace(parallel, precision=model.precision)
+    texts_per_row = options.texts_per_row or first_rows(recipe, mined or {})
+    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=texts_per_row)
+    choice = choose_layout(parallel, cluster, model, work, always_measure=True)
+    assert choice.best is not None
+    layout, reduce_per_step = choice.best.layout, choice.best.reduce_per_step
+    activation_tokens = fit_activation_tokens(
+        model, layout, cluster, work, reduce_per_step=reduce_per_step, free=cluster.memory
+    )
+    local = replace(work, activation_tokens=activation_tokens).per_rank(cluster.ranks)
+    return TrainingPlan(
+        name=recipe.name,
+        model=model,
+        cluster=cluster,
+        work=work,
+        knows_rows=texts_per_row is not None,
+        best=choice.best,
+        next_best=choice.next_best,
+        activation_tokens=activation_tokens,
+        vocabulary_head=_vocabulary_head(model, local, length) if isinstance(planned.encoder, SparseEncoder) else None,
+        largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
+        changes=changes(parallel, cluster, model, work, choice.best),
+        parameter_groups=describe_groups(trained_parameters(planned.encoder, recipe.optim), recipe.optim),
+    )
+
+
+def first_rows(recipe: Recipe, mined: Mapping[Path, int]) -> int | None:
+    """Query and documents of the first rows of each source, as training draws them; the most of all sources.
+
+    None unless every source is a local file or folder that can be read, or is below a folder of `mined`: planning needs
+    no data and downloads none.
+    """
+    counts = list[int]()
+    try:
+        for source in recipe.data.train:
+            path = expand_user(source.path)
+            of_stage = [count for folder, count in mined.items() if path.absolute().is_relative_to(folder.absolute())]
+            if of_stage:
+                counts.append(2 + _drawn(source, of_stage[0]))
+                continue
+            if not path.exists():
+                return None
+            one_recipe = replace(recipe, data=replace(recipe.data, train=[source]))
+            for one, loss in zip(*resolve_sources(one_recipe), strict=True):
+                reader = SourceReader(one, one.path, source_requirements(one, loss, recipe))
+                layout = reader.detect_layout(OnError.skip)
+                if reader.document_parts:  # rows name documents by id
+                    return None
+                rows = islice(reader.rows(reader.pieces(_SAMPLED_BYTES)[0], layout), _SAMPLED_ROWS)
+                texts = [texts for _, texts in rows if isinstance(texts, Texts)]
+                negatives = max(len(row.negatives) for row in texts)
+                counts.append(2 + _drawn(one, negatives) if any(row.positives for row in texts) else 1)
+    except (EmbedtrainError, ValueError):  # training reports it
+        return None
+    return max(counts, default=None)
+
+
+def _drawn(source: TrainSource, negatives: int) -> int:
+    return negatives if source.negatives is None else min(negatives, source.negatives)
+
+
+def _vocabulary_head(model: ModelSpec, local: RankWorkload, tokens_per_text: int) -> VocabularyHead:
+    words, tokens = model.dimension, min(local.tokens, local.texts * tokens_per_text)
+    block_words = words_per_block(tokens, words, "cuda")
+    elements = words * model.hidden
+    cached = min(local.texts, local.num_cached_graphs * tokens // tokens_per_text)
+    return VocabularyHead(
+        words=words,
+        block_words=block_words,
+        logits=tokens * block_words * model.compute_bytes,
+        weights=cached * words * (4 + 4),  # float32 and int32
+        flops=local.texts * tokens_per_text * sum(token_flops(elements, elements, 0.0)),
+    )
+
+
+def largest_chunk(
+    model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload, *, reduce_per_step: bool
+) -> int | None:
+    """The largest `train.chunk_tokens`, in whole texts, with which the layout fits; None: not even one text.
+
+    It is at most the number of tokens that a rank encodes in a step.
+    """
+
+    def fits(texts: int) -> bool:
+        resized = replace(work, chunk_tokens=texts * work.tokens_per_text)
+        return step_memory(model, layout, cluster, resized, reduce_per_step=reduce_per_step).total <= cluster.usable
+
+    if not fits(1):
+        return None
+    low, high = 1, max(1, work.per_rank(cluster.ranks).texts)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * work.tokens_per_text
+
+
+def changes(
+    parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload, best: LayoutCandidate
+) -> list[str]:
+    """Changes with which the training would fit, each with the option to write; empty if it fits."""
+    if best.fits:
+        return []
+    sentences = []
+    chunk = largest_chunk(model, best.layout, cluster, work, reduce_per_step=best.reduce_per_step)
+    if chunk is not None:
+        sentences.append(f"train.chunk_tokens={chunk}: the largest with which {best.name} fits")
+    automatic = replace(
+        parallel,
+        strategy=Strategy.auto,
+        shard_size=None,
+        reshard_after_forward=None,
+        activation_checkpointing=None,
+        cpu_offload=None,
+    )
+    if automatic != parallel:
+        fitting = [c for c in layout_candidates(automatic, cluster, model, work) if c.fits]
+        if fitting:
+            fastest = min(fitting, key=lambda candidate: candidate.traffic.seconds)
+            sentences.append(f"leave parallel.* unset: {fastest.name} fits")
+    ranks = cluster.ranks * 2
+    while ranks <= _MAX_RANKS:
+        larger = replace(cluster, ranks=ranks)
+        if any(c.fits for c in layout_candidates(replace(parallel, shard_size=None), larger, model, work)):
+            sentences.append(f"gpus={ranks}: fits on this number of ranks")
+            break
+        ranks *= 2
+    if model.weights.trained > 0.5 * model.weights.parameters:
+        sentences.append("model.lora.rank=16: only adapters need gradients and Adam's moments")
+    if work.tokens_per_text > 128:
+        sentences.append("model.max_length=...: if your texts are shorter")
+    return sentences

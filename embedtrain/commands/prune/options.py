@@ -1,0 +1,71 @@
+"""Options of `python -m embedtrain prune`."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from embedtrain.config.code import code_option
+from embedtrain.config.compose import compose_command
+from embedtrain.config.recipe import ExportDtype, ModelKind, Pooling
+from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
+
+HELP = """embedtrain prune: a smaller model from some of a model's layers
+
+  embedtrain prune model=DIR keep=6 output_dir=DIR [option=value ...]
+
+The result is a model directory to train further, usually by distillation from
+the whole model:
+  embedtrain train recipe=NAME model.path=DIR loss=distill_embeddings ...
+
+{options: model! output_dir! keep select layers dtype}"""
+
+
+class LayerSelection(str, Enum):
+    """Which layers `keep` keeps: evenly spaced ones with the first and the last, the first ones, or the last ones."""
+
+    even = "even"
+    first = "first"
+    last = "last"
+
+
+@dataclass(kw_only=True)
+class PruneOptions:
+    """Options of `python -m embedtrain prune`."""
+
+    model: str = ""  # model directory or Hub id
+    output_dir: str = ""  # for the smaller model
+    keep: int | None = None  # number of layers to keep
+    select: LayerSelection = LayerSelection.even
+    layers: Any = None  # the layers to keep instead, counted from 0, such as [0,2,4,11]
+
+    kind: ModelKind | None = None  # default: that of the directory
+    pooling: Pooling | None = None  # default: the model's
+    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
+    dtype: ExportDtype = ExportDtype.source  # in which the weights are written
+    check: bool = True  # reopen the directory and compare its outputs with those of the kept layers
+
+
+def compose_prune(arguments: list[str]) -> PruneOptions:
+    """The options, checked."""
+    options = compose_command("prune", PruneOptions, arguments, HELP)
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
+    check.at_least(1, "keep", "leave it out with layers")
+    if (options.keep is None) == (options.layers is None):
+        raise ConfigError(
+            f"keep={options.keep} and layers={options.layers}: write one of them, keep=6 or layers=[0,2,4]"
+        )
+    if options.layers is not None:
+        layers = options.layers
+        is_list = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
+        check.require(
+            is_list and bool(layers) and layers == sorted(set(layers)),
+            "layers",
+            "must be ascending numbers of layers from 0, such as [0,2,4]",
+        )
+        check.require(options.select is LayerSelection.even, "select", "has no effect with layers; leave it out")
+    return options

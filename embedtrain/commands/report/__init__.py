@@ -1,0 +1,1 @@
+"""`python -m embedtrain report`: compare runs on an HTML page."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain search`: search a corpus with a model."""

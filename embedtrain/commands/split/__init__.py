@@ -1,0 +1,1 @@
+"""`python -m embedtrain split`: hold out queries of training rows as an evaluation set."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain submit`: run a training as a SLURM job."""

@@ -1,0 +1,1 @@
+"""`python -m embedtrain trim`: a smaller vocabulary for a model, without the tokens that a corpus does not use."""

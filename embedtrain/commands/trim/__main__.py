@@ -1,0 +1,29 @@
+"""`python -m embedtrain trim model=DIR data=[PATH,...] top=64000 output_dir=DIR`: a smaller vocabulary for a model."""
+
+from pathlib import Path
+
+from embedtrain.cli.entry import run_command
+from embedtrain.commands.trim.options import TrimOptions, compose_trim
+from embedtrain.config.paths import require_models, require_sources
+
+
+def compose(arguments: list[str]) -> TrimOptions:
+    """The options, checked, with paths that exist."""
+    options = compose_trim(arguments)
+    require_models(model=options.model)
+    require_sources(options.data or [], options.corpus)
+    return options
+
+
+def main(options: TrimOptions) -> Path:
+    """Count the tokens of the texts, write the model with the tokens to keep, reopen and verify it."""
+    from embedtrain.commands.trim.vocabulary import trim_model
+    from embedtrain.inference.loading.load import quiet_libraries
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    return trim_model(options, Path(options.output_dir), Console()).directory
+
+
+if __name__ == "__main__":
+    run_command(compose, main)

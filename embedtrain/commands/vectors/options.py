@@ -1,0 +1,96 @@
+"""Options of `python -m embedtrain vectors`."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from embedtrain.config.checks import check_train_sources
+from embedtrain.config.code import code_option
+from embedtrain.config.compose import compose_command
+from embedtrain.config.evaluation import Unshard
+from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.parsing import parse_sources
+from embedtrain.config.recipe import OnError, Pooling, Precision
+from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
+from embedtrain.utils.files import expand_user
+
+HELP = f"""embedtrain vectors: a teacher's vectors of all texts of training data
+
+  embedtrain vectors model=DIR data=[PATH,...] output_dir=DIR [option=value ...]
+  torchrun --nproc-per-node 8 -m embedtrain vectors model=DIR data=[PATH] ...
+
+PATH: whatever training reads. Training takes the directory as teacher:
+loss=distill_embeddings loss.teacher=DIR. The same command resumes, on any
+number of ranks.
+
+{{options: model! data! output_dir! dims dtype query_prompt document_prompt max_length precision}}
+
+{LAUNCH_HELP}"""
+
+
+class VectorType(str, Enum):
+    """The numbers that are stored; int8 has a scale for each vector."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+@dataclass(kw_only=True)
+class VectorsOptions:
+    """Options of `python -m embedtrain vectors`."""
+
+    model: str = ""  # model directory or Hub id of the teacher
+    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
+    data: Any = None  # list of TrainSource, or of paths; or one path
+    output_dir: str = ""  # for the vectors; complete when vectors.json is there
+    dims: int | None = None  # keep the first so many dimensions, of Matryoshka models; default: all
+    dtype: VectorType = VectorType.bf16
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
+    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
+    similarity: VectorSimilarity | None = None
+    max_length: int | None = None  # tokens; default: the model's
+    query_prompt: str | None = None  # default: the model's
+    document_prompt: str | None = None  # default: the model's
+    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
+    # Execute Python code of the model: only for authors you trust
+    trust_remote_code: bool = code_option(False, "model", "revision")
+    precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
+    chunk_tokens: int = 16384  # per forward pass, including padding
+    unshard: Unshard = Unshard.layer
+    # Texts that are encoded and written together; an interrupted run resumes after them.
+    rows_per_part: int = 16384
+    on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
+    cache_dir: str | None = None  # as data.cache_dir
+    timeout: float = 1800.0  # seconds that a rank waits for the others
+
+
+def compose_vectors(arguments: list[str]) -> VectorsOptions:
+    """The options, checked."""
+    options = compose_command("vectors", VectorsOptions, arguments, HELP)
+    options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(bool(options.data), "data", "is missing; write data=[PATH,...], whatever training reads")
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the vectors")
+    check.at_least(1, "dims")
+    check.length("max_length")
+    check.at_least(1, "chunk_tokens")
+    check.within(1, 1 << 20, "rows_per_part")
+    check.positive("timeout")
+    check_train_sources(options.data, "data")
+    output_dir = expand_user(options.output_dir).resolve()
+    for source in options.data:
+        directory = expand_user(source.path)
+        if directory.is_dir() and output_dir.is_relative_to(directory.resolve()):
+            raise ConfigError(
+                f"output_dir={options.output_dir} is in {source.path}, whose files are all read as rows: write a "
+                "directory outside"
+            )
+    return options

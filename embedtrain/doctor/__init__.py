@@ -1,1 +1,0 @@
-"""`python -m embedtrain.doctor`: check whether a machine is ready for training."""

@@ -1,1 +1,0 @@
-"""`python -m embedtrain.export`: write a checkpoint as a model directory."""

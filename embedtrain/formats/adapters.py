@@ -1,0 +1,294 @@
+"""Adapters and their base model: merged weights, of a live encoder or from files, and the adapter on its own.
+
+A checkpoint of a run with adapters does not hold the base model, which is read from `model.path` again.
+"""
+
+import itertools
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
+from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.tensor_files import TensorReader, require_fit
+from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.config.recipe import LoraConfig, ModelConfig
+from embedtrain.errors import CheckpointError, ModelError
+from embedtrain.formats.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream
+from embedtrain.models.adapter_files import CONFIG, AdapterFiles, read_settings
+from embedtrain.models.adapters import (
+    AdapterInfo,
+    Delta,
+    adapter_deltas,
+    adapter_scales,
+    adapter_settings,
+    add_adapters,
+    base_name,
+    initial_adapters,
+    is_lora_a,
+    lora_b_name,
+)
+from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
+from embedtrain.models.cross_encoder import HEAD
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.four_bit import four_bit_layers, quantization_round_trip
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import TensorLocation, weights_digest
+from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import remove_tree
+
+# Key of the digest of the base weights in a run's identity; its value is null without adapters.
+BASE_WEIGHTS = "weights of model.path"
+
+
+def require_same_base(checkpoint: Checkpoint, base: ModelSource) -> None:
+    """Raise CheckpointError if the base model's weights are not those that the adapters were trained on."""
+    digest = checkpoint.manifest.identity.get(BASE_WEIGHTS)
+    if digest is not None and digest != weights_digest(base):
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters for other weights than {base.directory or 'model.config'} has now: "
+            "restore its original files"
+        )
+
+
+def live_merged_weights(encoder: Encoder) -> WeightStream:
+    """Merged weights of a sharded encoder with adapters. A collective: every rank needs all of each matrix A."""
+    state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
+    quantized = dict(four_bit_layers(encoder))
+    # Quantized layers are not sharded: one rank merges them, with all of B.
+    quantized_b = {lora_b_name(name) for name in quantized}
+    unsharded = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in state.items()
+        if is_lora_a(name) or name in quantized_b
+    }
+    position, shards = shard_position(state), local_shards(state)
+    deltas = adapter_deltas(
+        {name: unsharded.get(name, shard.rows) for name, shard in shards.items()},
+        adapter_scales(encoder),
+        {name: shard.first_row for name, shard in shards.items() if name not in unsharded},
+    )
+    dequantized = (
+        (name, 0, layer.dequantized())
+        for name, layer in quantized.items()
+        if position.is_writer and position.shard == 0
+    )
+    specs = {name: shard.spec for name, shard in shards.items()}
+    specs |= {n: TensorSpec(torch.float32, (layer.out_features, layer.in_features)) for n, layer in quantized.items()}
+    rows = itertools.chain(rows_to_write(shards, position), dequantized)
+    return _merge(specs, rows, deltas, _adapter_weights(encoder))
+
+
+def _merge(
+    specs: Mapping[str, TensorSpec],
+    weights: Iterable[WeightRows],
+    deltas: Mapping[str, Delta],
+    adapter_weights: Collection[str],
+) -> WeightStream:
+    def rows() -> Iterator[WeightRows]:
+        for name, first, values in weights:
+            base = base_name(name)
+            if base is not None:
+                yield base, first, deltas[base].merged_rows(values, first) if base in deltas else values
+            if name in adapter_weights:
+                yield ADAPTER_PREFIX + name, first, values
+
+    base_specs = {base: spec for name, spec in specs.items() if (base := base_name(name)) is not None}
+    return WeightStream(base_specs, rows(), {name: specs[name] for name in sorted(adapter_weights)})
+
+
+def _read(location: TensorLocation) -> Tensor:
+    with safe_open(location.path, framework="pt") as file:
+        return file.get_tensor(location.key)  # type: ignore[no-any-return]
+
+
+def _adapter_weights(encoder: nn.Module) -> set[str]:
+    parts = ("backbone.", HEAD)
+    return {name for name, p in encoder.named_parameters() if p.requires_grad and name.startswith(parts)}
+
+
+def write_adapter_config(directory: Path, adapted: AdapterInfo, model: ModelConfig, source: ModelSource) -> None:
+    """Write adapter_config.json of a run; with a checkpoint and the base model, it is all that an export needs."""
+    remove_tree(directory)
+    _write_adapter_config(directory, adapted.config, model.path, source.commit)
+
+
+def copy_adapter_config(directory: Path, target: Path) -> None:
+    """Write the settings of an adapter_config.json that we read to another directory.
+
+    The file itself is not copied, because PEFT interprets more of it and its author may not be trusted. Raises
+    ModelError if it is damaged, or describes an adapter that is not supported.
+    """
+    files = read_settings(directory)
+    files.config.modules_to_save = list(files.modules_to_save) or None
+    _write_adapter_config(target, files.config, files.base_model or None, files.revision)
+
+
+def _write_adapter_config(directory: Path, config: PeftLoraConfig, base: str | None, revision: str | None) -> None:
+    directory.mkdir(parents=True)
+    settings = adapter_settings(config) | {
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "inference_mode": True,
+        "peft_version": version("peft"),
+    }
+    (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def encoder_rows(
+    reader: TensorReader, state: Mapping[str, Tensor], ignored: Collection[str] = ()
+) -> Iterator[WeightRows]:
+    """Rows of the encoder's tensors in a checkpoint, which may also hold the tensors `ignored`.
+
+    Raises CheckpointError if names or shapes are not those of `state`.
+    """
+    specs = {n.removeprefix(ENCODER): spec for n, spec in reader.specs.items() if n.startswith(ENCODER)}
+    specs = {name: spec for name, spec in specs.items() if name not in ignored}
+    require_fit(reader.folder, state, specs)
+    for name in specs:
+        for first, rows in reader.all_rows(ENCODER + name):
+            yield name, first, rows
+
+
+def load_rows(weights: Iterable[WeightRows], state: Mapping[str, Tensor]) -> None:
+    """Copy rows into the tensors of a state dict."""
+    for name, first, rows in weights:
+        (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)
+
+
+def _stored_weights(source: ModelSource, specs: Mapping[str, TensorSpec], seed: int) -> Iterable[tuple[str, Tensor]]:
+    """The weights of a model, one tensor at a time if its files allow it."""
+    locations = locate_weights(source, {name: torch.Size(spec.shape) for name, spec in specs.items()})
+    if locations is None:
+        return full_state_dict(source, seed).items()
+    stored = ((name, _read(location)) for name, location in locations.items())
+    return itertools.chain(stored, head_weights(source).items())
+
+
+def _merge_trained(
+    encoder: Encoder,
+    specs: Mapping[str, TensorSpec],
+    base_weights: Iterable[tuple[str, Tensor]],
+    trained: Mapping[str, Tensor],
+) -> WeightStream:
+    """The weights of a base model, with the trained ones merged or in their place; `encoder` has the adapters."""
+    deltas = adapter_deltas(trained, adapter_scales(encoder))
+    base = ((name, 0, tensor) for name, tensor in base_weights if name not in trained)
+    all_specs = dict(specs) | {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
+    weights = itertools.chain(base, ((name, 0, tensor) for name, tensor in trained.items()))
+    return _merge(all_specs, weights, deltas, _adapter_weights(encoder))
+
+
+def merged_adapter(base: ModelSource, lora: LoraConfig, files: AdapterFiles) -> WeightStream:
+    """All weights of a model with the adapter in `files` merged, in float32, one tensor at a time.
+
+    Raises ModelError if the adapter is of another model.
+    """
+    encoder = build_encoder(base)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
+    trained = initial_adapters(encoder, add_adapters(encoder, lora, files, torch.float32), seed=0)
+    return _merge_trained(encoder, specs, _stored_weights(base, specs, 0), trained)
+
+
+@dataclass(frozen=True)
+class AdapterCheckpoint:
+    """A checkpoint of adapters, and their base model."""
+
+    base: ModelSource
+    seed: int  # initialises a base model without weights
+    files: AdapterFiles
+    reader: TensorReader
+    load_in_4bit: bool = False  # of the run: adapters are merged with the quantized weights
+
+    @classmethod
+    def open(
+        cls, adapter: Path, model: ModelConfig, seed: int, run: ModelSource, reader: TensorReader
+    ) -> "AdapterCheckpoint":
+        """Open the base model that the recipe names; `run` is the architecture in the run directory.
+
+        Raises ConfigError or ModelError if the base model no longer exists, or the settings are damaged.
+        """
+        try:
+            base = replace(open_model_source(model), config=run.config)
+        except ModelError as error:
+            if "auto_map" not in str(error):
+                raise
+            raise ModelError(
+                f"{error}, and name this base model, which only recipe.yaml names, as base={model.path} of export"
+            ) from None
+        return cls(base, seed, read_settings(adapter), reader, model.lora.load_in_4bit)
+
+    def base_encoder(self) -> Encoder:
+        """The base model in this process's memory."""
+        encoder = assemble_encoder(self.base)
+        specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
+        encoder.load_state_dict(dict(self._base_weights(specs)))
+        return encoder
+
+    def encoder(self) -> Encoder:
+        """The encoder in this process's memory, with unmerged adapters as in training."""
+        encoder = self.base_encoder()
+        self._attach(encoder)
+        load_rows(self._trained_rows(encoder), encoder.state_dict())
+        return encoder
+
+    def merged(self, trained: Mapping[str, Tensor] | None = None) -> WeightStream:
+        """All weights of the merged model, one tensor at a time; `trained` are other values of the trained weights."""
+        encoder = build_encoder(self.base)
+        specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
+        self._attach(encoder)
+        trained = self._trained(encoder) if trained is None else trained
+        return _merge_trained(encoder, specs, self._base_weights(specs), trained)
+
+    def base_weights(self) -> WeightStream:
+        """All weights of the base model, one tensor at a time."""
+        specs = {name: TensorSpec.of(tensor) for name, tensor in build_encoder(self.base).state_dict().items()}
+        return WeightStream(specs, ((name, 0, tensor) for name, tensor in self._base_weights(specs)))
+
+    def trained(self) -> dict[str, Tensor]:
+        """The trained weights, by the encoder's names: adapters, and modules that were trained in full."""
+        encoder = build_encoder(self.base)
+        self._attach(encoder)
+        return self._trained(encoder)
+
+    def _trained(self, encoder: Encoder) -> dict[str, Tensor]:
+        # Adapters and a few whole modules: small compared with the model.
+        parts: dict[str, list[Tensor]] = {}
+        for name, _, rows in self._trained_rows(encoder):
+            parts.setdefault(name, []).append(rows)
+        return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
+
+    def _attach(self, encoder: Encoder, *, load_in_4bit: bool = False) -> None:
+        heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.reader.specs) else []
+        add_adapters(encoder, LoraConfig(modules_to_save=heads, load_in_4bit=load_in_4bit), self.files, torch.float32)
+
+    def _trained_rows(self, encoder: Encoder) -> Iterator[WeightRows]:
+        """The checkpoint's rows, compared with an encoder that has the adapters."""
+        trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+        buffers = {name for name, _ in encoder.named_buffers()}
+        state = {name: tensor for name, tensor in encoder.state_dict().items() if name in trained}
+        return encoder_rows(self.reader, state, ignored=buffers)
+
+    def _base_weights(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        weights = _stored_weights(self.base, specs, self.seed)
+        quantized = self._quantized_weights()
+        for name, tensor in weights:
+            yield name, quantization_round_trip(tensor) if name in quantized else tensor
+
+    def _quantized_weights(self) -> set[str]:
+        """Names of the weights that the run held in 4 bits."""
+        if not self.load_in_4bit:
+            return set()
+        encoder = build_encoder(self.base)
+        self._attach(encoder, load_in_4bit=True)
+        return {str(base_name(name)) for name, _ in four_bit_layers(encoder)}

@@ -1,0 +1,229 @@
+"""The model card: description, usage, evaluation results and recipe of a model, with metadata for the Hub."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embedtrain import __version__
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.config.checks import is_repository_name
+from embedtrain.config.evaluation import TRAINED
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
+from embedtrain.data.sources.parts import may_be_hub_id
+from embedtrain.formats.usage import (
+    LOGIT_SCORE_USAGE,
+    TAGS,
+    describe_model,
+    graph_usage,
+    pipeline_tag,
+    usage,
+)
+from embedtrain.report.bootstrap import CONFIDENCE
+from embedtrain.report.changes import Change
+from embedtrain.report.outcome import changes_since_start
+from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
+from embedtrain.tracking.vector_table import vector_lines, without_forms
+from embedtrain.utils.files import expand_user
+
+Metrics = Mapping[str, Mapping[str, float]]
+
+# Task types of the Hub by kind of evaluation set, those that sentence-transformers uses in its cards.
+_TASKS = {
+    "retrieval": "information-retrieval",
+    "reranking": "reranking",
+    "sts": "semantic-similarity",
+    "pair_classification": "binary-classification",
+    "bitext": "translation",
+    "classification": "classification",
+    "clustering": "clustering",
+}
+# Groups of a recipe that describe where it ran, not what it trained.
+_LEFT_OUT = ("output_dir", "tracking")
+# Groups of a recipe that describe an export and its evaluation, not the training of the weights.
+OF_EXPORT = ("evaluation", "export")
+_IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
+_HOMES = ("home", "Users")  # folders of home directories
+
+
+def model_card(
+    recipe: Mapping[str, Any],
+    run_dir: Path,
+    *,
+    step: int,
+    dimension: int,
+    max_length: int,
+    prompts: Mapping[str, str],
+    formats: Sequence[str] = (),
+    name: str | None = None,
+) -> str:
+    """README.md of a model directory.
+
+    The evaluation results are those of `step` in `run_dir`; `prompts` are those of queries and documents; `name` is
+    the id of the Hub repository to which the model is uploaded.
+    """
+    path, kind = recipe["model"].get("path"), _kind(recipe)
+    base, shown = hub_id(path), name or "path/of/this/directory"
+    # Of the exported weights only.
+    metrics = {name: row for name, row in metrics_at(run_dir, step).items() if not name.endswith(TRAINED)}
+    datasets = datasets_at(run_dir, step)
+    before = metrics_at(run_dir, 0) if step else {}
+    main_metrics = {set_name: next(iter(row)) for set_name, row in metrics.items() if set_name in before and row}
+    changes = changes_since_start(run_dir, step, main_metrics) if main_metrics else {}
+    return "\n".join(
+        [
+            "---",
+            _metadata(recipe, base, metrics, datasets, onnx=ONNX in formats),
+            "---",
+            f"# {recipe['name']}",
+            "",
+            f"{describe_model(kind, dimension=dimension, max_length=max_length)}, "
+            f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
+            "",
+            *usage(kind, shown, prompts, RunDirectory(run_dir).architecture),
+            *graph_usage(kind) * (ONNX in formats),
+            *LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
+            *_evaluation(without_forms(metrics, datasets), datasets, before, changes),
+            *vector_lines(metrics, datasets),
+            "## Recipe",
+            "",
+            "Options that are not set, and the folders of local files, are left out.",
+            "",
+            "```yaml",
+            yaml.safe_dump(_published(recipe), sort_keys=False, allow_unicode=True).strip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def recipe_of_weights(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe for the card of a checkpoint's weights: `saved` in it, with the export and its evaluation of `now`."""
+    return {**now, **{group: options for group, options in saved.items() if group not in OF_EXPORT}}
+
+
+def _origin(path: str | None, base: str | None) -> str:
+    """What was trained; of a local model the last two parts of its path, because the last is often `model`."""
+    if path is None:
+        return "trained from random weights"
+    if base is not None:
+        return f"fine-tuned from `{base}`"
+    local = Path(path)
+    names = [part for part in local.parts if part not in (local.anchor, "..", "~")][-2:]
+    if local.parent == expand_user("~") or local.parent.parent.name in _HOMES:
+        names = names[-1:]  # the other is the name of a user
+    return f"fine-tuned from a local model, `{'/'.join(names)}`," if names else "fine-tuned from a local model"
+
+
+def _metadata(
+    recipe: Mapping[str, Any], base: str | None, metrics: Metrics, datasets: Mapping[str, DatasetInfo], *, onnx: bool
+) -> str:
+    """The YAML header, whose keys the Hub defines."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    sources = [hub_id(source["path"]) for source in recipe["data"]["train"]]
+    hub_sets = {item.get("name") or Path(item["path"]).name: item["path"] for item in recipe["evaluation"]["sets"]}
+    results = [
+        EvalResult(
+            task_type=_TASKS[datasets[set_name].kind],
+            dataset_type=hub_id(hub_sets.get(set_name)) or set_name,
+            dataset_name=f"{set_name} (subset)" if datasets[set_name].subset else set_name,
+            metric_type=metric,
+            metric_value=round(value, 6),
+        )
+        for set_name, values in metrics.items()
+        if set_name in datasets and datasets[set_name].kind in _TASKS
+        for metric, value in values.items()
+    ]
+    kind = _kind(recipe)
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="finetune" if base else None,
+        datasets=[source for source in dict.fromkeys(sources) if source] or None,
+        language=recipe["export"].get("language") or None,
+        license=recipe["export"].get("license"),
+        library_name="sentence-transformers",
+        pipeline_tag=pipeline_tag(kind),
+        tags=["sentence-transformers", *TAGS[kind], "embedtrain"] + [ONNX] * onnx,
+        model_name=recipe["name"] if results else None,
+        eval_results=results or None,
+    )
+    return str(data.to_yaml())
+
+
+def _kind(recipe: Mapping[str, Any]) -> ModelKind:
+    return ModelKind(recipe["model"].get("kind") or ModelKind.dense.value)
+
+
+def _evaluation(
+    metrics: Metrics, datasets: Mapping[str, DatasetInfo], before: Metrics, changes: Mapping[str, Change]
+) -> list[str]:
+    """A table of the sets by kind; of the main metric, which is the first, also the value before training."""
+    if not metrics:
+        return []
+    names = list(dict.fromkeys(metric for row in metrics.values() for metric in row))
+    heads = ["set", "kind", "size", *names, *(["main metric before training", "change"] if before else [])]
+    lines = ["## Evaluation", "", f"| {' | '.join(heads)} |", "| --- | --- | --- |" + " ---: |" * (len(heads) - 3)]
+    shown: list[Change] = []
+    for name, row in metrics.items():
+        info = datasets.get(name)
+        cells = [name, info.label if info else "", info.size if info else ""]
+        cells += [f"{row[metric]:.4f}" if metric in row else "" for metric in names]
+        if before:
+            main = next(iter(row), "")
+            first = before.get(name, {}).get(main)
+            if first is None:
+                cells += ["", ""]
+            else:
+                shown.append(changes.get(name) or Change.of(first, row[main], None))
+                cells += [f"{first:.4f} ({main})", _change(shown[-1])]
+        lines.append(f"| {' | '.join(cells)} |")
+    if any(info.subset for info in datasets.values()):
+        lines += ["", "Metrics of a subset are not comparable with those of the whole set."]
+    computed = list(dict.fromkeys(info.precision for info in datasets.values() if info.precision))
+    if computed:
+        lines += ["", f"The model computed in {' and '.join(computed)}; in another precision values differ slightly."]
+    if any(change.interval for change in shown):
+        lines += [
+            "",
+            f"In parentheses is the {CONFIDENCE:.0%} confidence interval of the change, by a paired bootstrap over "
+            "queries. There is no clear change if it contains 0: other queries could show the opposite.",
+        ]
+    if any(not change.direction for change in shown):
+        lines += ["", "A change without an interval may be noise."]
+    return [*lines, ""]
+
+
+def _change(change: Change) -> str:
+    interval = f" ({change.interval})" if change.interval else ""
+    return f"{change.text}{interval}" + (", no clear change" if interval and change.direction == "noise" else "")
+
+
+def hub_id(path: str | None) -> str | None:
+    """The path if it is the id of a repository; the Hub rejects cards with other values."""
+    is_id = path is not None and may_be_hub_id(path) and is_repository_name(path) and not Path(path).exists()
+    return path if is_id else None
+
+
+def _published(recipe: Mapping[str, Any]) -> Any:
+    """The recipe without nulls, empty groups and local paths, of which the last part stays."""
+
+    def publish(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: item for key, item in ((k, publish(v)) for k, v in value.items()) if item not in (None, {})}
+        if isinstance(value, list):
+            return [publish(item) for item in value]
+        if isinstance(value, str) and "/" in value and (_IS_PATH.match(value) or _exists(value)):
+            return Path(value).name
+        return value
+
+    return publish({key: value for key, value in recipe.items() if key not in _LEFT_OUT})
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # a text that is too long for a path
+        return False

@@ -1,0 +1,275 @@
+"""Export: write a model directory, reopen it with every library it is meant for, and compare its embeddings.
+
+A directory that another library opens with other embeddings than the encoder's is worse than none. So an export that
+does not match fails, and leaves nothing under the requested name.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
+from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ExportDtype
+from embedtrain.errors import CheckpointError, EmbedtrainError
+from embedtrain.formats.adapters import copy_adapter_config, encoder_rows, live_merged_weights, load_rows
+from embedtrain.formats.logit_score import LogitScoreExport, write_logit_score
+from embedtrain.formats.m3 import convert_layers
+from embedtrain.formats.model_directory import (
+    ADAPTER_FOLDER,
+    DTYPES,
+    WeightPlan,
+    WeightRows,
+    WeightStream,
+    create_model_directory,
+    plan_weights,
+    pooler_rows,
+    remove_code,
+    write_weights,
+)
+from embedtrain.formats.onnx import check_graph, write_graph
+from embedtrain.formats.onnx_variants import GraphMeasure, variant_table, write_variants
+from embedtrain.formats.reopen import require_shapes
+from embedtrain.formats.replacement import replace_export, require_only_export
+from embedtrain.formats.serving import ServedModel
+from embedtrain.formats.serving_card import changed_outputs, serving_section
+from embedtrain.formats.sparse import write_query_weights
+from embedtrain.formats.task_adapters import TaskAdapter, check_task_adapters, write_task_adapters
+from embedtrain.formats.verify import (
+    AdapterBase,
+    ExportReference,
+    check_adapter,
+    check_logit_score,
+    check_sentence_transformers,
+    check_transformers,
+)
+from embedtrain.models.adapters import has_adapters
+from embedtrain.models.build import build_encoder
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.export_record import write_record
+from embedtrain.models.static_embedding import is_static
+from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.types import ModelSource
+
+_UNNAMED = "path/of/this/directory"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """A finished export."""
+
+    directory: Path
+    # The largest relative difference of the reopened model's outputs from the encoder's, and the largest that passes;
+    # None if not checked. Adapters and graphs are compared as well, each within a limit of its own.
+    difference: float | None
+    tolerance: float | None
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()  # what engines would compute otherwise, for the console
+
+    def describe(self) -> str:
+        """Type and check, for a message."""
+        check = "not checked"
+        if self.difference is not None:
+            check = f"outputs differ from the encoder's by {self.difference:.1e}, {self.tolerance:.0e} are allowed"
+        return f"{str(self.dtype).removeprefix('torch.')}, {check}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelExport:
+    """An export in progress: begun by one process, written by all, finished by one."""
+
+    output_dir: Path  # replaced once the new directory has passed all checks
+    unfinished: Path  # the scratch folder in which it is written, from `export_lock`
+    architecture: Path  # written by `write_architecture`
+    plan: WeightPlan  # the same in every process
+    dtype: torch.dtype
+    formats: tuple[str, ...] = ()
+    adapter: AdapterBase | None = None
+    truncate_dim: int | None = None
+    rope_theta: float | None = None
+    matryoshka_dims: frozenset[int] = frozenset()  # the first dimensions on which the model was trained as well
+    name: str = _UNNAMED  # in the model card
+    logit_score: LogitScoreExport | None = None
+    tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
+    onnx_min_agreement: float = 0.0
+
+    def begin(self) -> None:
+        """Create the directory without weights; in one process."""
+        create_model_directory(
+            self.unfinished,
+            self.architecture,
+            self.plan,
+            self.dtype,
+            truncate_dim=self.truncate_dim,
+            rope_theta=self.rope_theta,
+            matryoshka_dims=self.matryoshka_dims,
+        )
+        if self.adapter is not None:
+            copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
+        if self.tasks:
+            write_task_adapters(self.unfinished, self.tasks)
+
+    def write(self, weights: Iterable[WeightRows], *, main: bool) -> None:
+        """Write this process's rows of weights, after `begin`; `main` is the process that begins and finishes.
+
+        Raises CheckpointError if a weight exceeds the range of the type in which it is stored.
+        """
+        pooler = pooler_rows(self.architecture) if main else ()
+        planned = (item for item in itertools.chain(weights, pooler) if item[0] in self.plan.locations)
+        write_weights(self.unfinished, self.plan, planned, writes_header=main)
+
+    def finish(
+        self,
+        card: str,
+        reference: ExportReference | None,
+        *,
+        trust_remote_code: bool = False,
+        phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+        measure: GraphMeasure | None = None,
+    ) -> ExportResult:
+        """Reopen the directory, compare, and rename it; in one process, after all have written.
+
+        Without a reference all checks that load the model are skipped, except for tracing a requested ONNX graph.
+        `phase` displays progress while a block runs; `measure` is called with each graph, see `write_variants`.
+
+        Raises CheckpointError if a library cannot open the directory or computes other embeddings; the directory then
+        keeps its unfinished name.
+        """
+        directory = self.unfinished
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        differences = [0.0]
+        try:
+            convert_layers(directory)
+            if not trust_remote_code:  # the architecture may be that of somebody else's run
+                remove_code(directory)
+            source = require_shapes(directory, trust_remote_code=trust_remote_code)
+            write_query_weights(directory, source)
+            if reference is not None:
+                if not is_static(source.config):  # no model of transformers
+                    with phase("reopening it with transformers"):
+                        differences.append(check_transformers(directory, source, reference))
+                with phase("reopening it with sentence-transformers"):
+                    differences.append(check_sentence_transformers(directory, source, reference))
+                if self.adapter is not None:
+                    with phase("reopening the adapter with PEFT"):
+                        check_adapter(directory / ADAPTER_FOLDER, self.adapter, source, reference)
+                if self.tasks:
+                    with phase("loading the adapters with PEFT and sentence-transformers"):
+                        check_task_adapters(directory, self.tasks, source)
+            if ONNX in self.formats:
+                with phase("writing an ONNX graph"):
+                    traced = write_graph(directory, source)
+                if reference is not None:
+                    with phase("reopening it with onnxruntime"):
+                        check_graph(directory, source, traced)
+                with phase("writing other graphs"):
+                    variants = write_variants(directory, source, self.formats, self.onnx_min_agreement, measure)
+                with (directory / "README.md").open("a", encoding="utf-8") as file:
+                    file.write(variant_table(variants, source))
+            if self.logit_score is not None:
+                with phase("writing the causal language model"):
+                    folder = write_logit_score(directory, self.logit_score)
+                if reference is not None:
+                    with phase("reopening it with sentence-transformers"):
+                        differences.append(check_logit_score(folder, source, reference))
+            notes = self._describe_serving(source)
+            write_record(directory)
+            require_only_export(self.output_dir)  # files may have been added during the training
+        except EmbedtrainError as error:
+            raise CheckpointError(
+                f"export to {self.output_dir} failed, and is kept as {directory} for inspection: {error}"
+            ) from error
+        replace_export(self.output_dir, directory)
+        difference, tolerance = (None, None) if reference is None else (max(differences), reference.tolerance)
+        return ExportResult(self.output_dir, difference, tolerance, self.dtype, notes)
+
+    def _describe_serving(self, source: ModelSource) -> tuple[str, ...]:
+        """Add to the model card which engines serve the directory; lines for the console about what they change."""
+        served = ServedModel.open(self.unfinished, source)
+        with (self.unfinished / "README.md").open("a", encoding="utf-8") as file:
+            file.write(f"\n{serving_section(served, self.name)}")
+        return tuple(changed_outputs(served))
+
+
+def plan_export(
+    output_dir: Path,
+    unfinished: Path,
+    architecture: Path,
+    weights: WeightStream,
+    dtype: torch.dtype,
+    config: ExportConfig,
+    *,
+    adapter: AdapterBase | None = None,
+    base: ModelSource | None = None,
+) -> ModelExport:
+    """An export of the weights, with the adapter on its own if `export.formats` requests it.
+
+    `base` is the model that was trained, whose vocabulary head the format `logit_score` needs.
+
+    `unfinished` is the scratch folder that `export_lock` yields, the same in every process.
+    """
+    formats = tuple(config.formats)
+    adapter_specs = weights.adapter if ADAPTER in formats else {}
+    plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
+    adapter = adapter if adapter_specs else None
+    logit_score = None
+    if LOGIT_SCORE in formats:
+        assert base is not None
+        logit_score = LogitScoreExport(base, config.max_file_size)
+    return ModelExport(
+        output_dir,
+        unfinished,
+        architecture,
+        plan,
+        dtype,
+        formats,
+        adapter,
+        onnx_min_agreement=config.onnx_min_agreement,
+        truncate_dim=config.truncate_dim,
+        rope_theta=config.rope_theta,
+        name=config.push_to_hub or _UNNAMED,
+        logit_score=logit_score,
+    )
+
+
+def live_weights(encoder: Encoder) -> WeightStream:
+    """Types and shapes of all weights of a sharded encoder, and the rows that this rank writes.
+
+    A collective if there are adapters, because they are merged.
+    """
+    if has_adapters(encoder):
+        return live_merged_weights(encoder)
+    state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
+    shards = local_shards(state)
+    specs = {name: shard.spec for name, shard in shards.items()}
+    return WeightStream(specs, rows_to_write(shards, shard_position(state)))
+
+
+def checkpoint_weights(reader: TensorReader) -> WeightStream:
+    """All encoder weights of a checkpoint, one stored shard at a time."""
+    names = [name for name in reader.specs if name.startswith(ENCODER)]
+    rows = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in reader.all_rows(name))
+    return WeightStream({name.removeprefix(ENCODER): reader.specs[name] for name in names}, rows)
+
+
+def load_checkpoint_encoder(source: ModelSource, reader: TensorReader) -> Encoder:
+    """An encoder in this process's memory; raises CheckpointError if the checkpoint does not fit it."""
+    encoder = build_encoder(source)
+    rows = encoder_rows(reader, encoder.state_dict())
+    encoder._apply(  # type: ignore[no-untyped-call]
+        lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t
+    )
+    load_rows(rows, encoder.state_dict())
+    return encoder
+
+
+def export_dtype(option: ExportDtype, source: ModelSource) -> torch.dtype:
+    """The torch type for `export.dtype`."""
+    return stored_dtype(source) if option is ExportDtype.source else DTYPES[option]

@@ -1,0 +1,178 @@
+"""Configuration and tokenizer files that other readers than transformers 5 understand as well.
+
+Transformers 4, text-embeddings-inference, vLLM, infinity, fastembed and llama.cpp read fields that transformers 5 no
+longer writes, or writes under names and in forms that they do not know.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
+
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import ConfigError
+from embedtrain.models.file_references import read_json
+from embedtrain.models.rope import with_rope_theta
+from embedtrain.models.static_embedding import is_static
+from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import write_json
+
+_CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"  # fastembed requires it
+# Transformers 4 knows a tokenizer without a class of its own by the second name, transformers 5 by both.
+_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+# How and where the tokenizer was last used; fastembed cuts texts at `max_length`.
+_STATE = (
+    "backend",
+    "is_local",
+    "local_files_only",
+    "max_length",
+    "stride",
+    "truncation_strategy",
+    "pad_to_multiple_of",
+)
+# A list of tokens: transformers 4 fails on it under the first name, which is a dict there.
+_EXTRA_TOKENS, _ADDITIONAL_TOKENS = "extra_special_tokens", "additional_special_tokens"
+# Decoders for which text-embeddings-inference reads the direction of attention under this name.
+_BIDIRECTIONAL, _BIDIRECTIONAL_TYPES = "use_bidirectional_attention", ("llama", "mistral", "qwen3")
+# Encoders whose implementation in vLLM requires `position_embedding_type`, which transformers 4 wrote.
+_ABSOLUTE_POSITIONS = ("roberta", "xlm-roberta")
+# Rotary parameters of kinds of layers, and their names in configurations of transformers 4.
+_THETAS = {
+    "modernbert": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
+    "gemma3_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
+}
+
+
+def write_config(directory: Path, config: PretrainedConfig) -> None:
+    """Write config.json with the class of transformers that the weights of an encoder without head belong to.
+
+    text-embeddings-inference and infinity reject a model without `architectures`, and vLLM takes a backbone whose file
+    names a language model for that. Rotary positions and kinds of layers are written in the form of transformers 4,
+    too, which would otherwise use its defaults.
+    """
+    config.save_pretrained(directory)
+    stored = read_json(directory / _CONFIG)
+    _write(directory, stored | _architectures(stored, config))
+
+
+def complete_older_files(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
+    """Write what the directory lacks if it comes from a run of a version that wrote fewer settings.
+
+    Those wrote `architectures` for classifiers and language models only.
+    """
+    if is_static(source.config) or "architectures" in (stored := read_json(directory / _CONFIG)):
+        return
+    _write(directory, stored | _architectures(stored, source.config))
+    write_tokenizer(directory, tokenizer.tokenizer, tokenizer.max_length)
+
+
+def _architectures(stored: Mapping[str, Any], config: PretrainedConfig) -> dict[str, list[str]]:
+    """The class of transformers that the weights belong to; empty if it has none for them."""
+    model_class = MODEL_MAPPING.get(type(config), None)
+    own_class = stored.get("auto_map", {}).get("AutoModel", "").rpartition(".")[2]  # of trusted Python code
+    name = own_class if model_class is None else model_class.__name__
+    return {"architectures": [name]} if name else {}
+
+
+def _write(directory: Path, stored: Mapping[str, Any]) -> None:
+    """Write config.json with the settings that other readers look for under other names."""
+    settings = {**stored, **_rotary_settings(stored), **_layer_settings(stored)}
+    if stored["model_type"] == "gemma3_text":
+        # text-embeddings-inference requires one base in them; all readers know the names of transformers 4.
+        settings.pop("rope_parameters", None)
+    write_json(directory / _CONFIG, settings)
+
+
+def write_rope_theta(directory: Path, theta: float) -> None:
+    """Change the base of the rotary positions in config.json, in the forms of transformers 4 and 5.
+
+    Raises ConfigError if the model has none.
+    """
+    stored = read_json(directory / _CONFIG)
+    before = _rotary_parameters(stored)
+    parameters = with_rope_theta(before, theta)
+    if not before or parameters is None:
+        raise ConfigError(f"export.rope_theta={theta:g}: {stored['model_type']} has no rotary positions; leave it out")
+    _write(directory, {**stored, "rope_parameters": parameters})
+
+
+def _rotary_parameters(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a configuration that `_write` wrote; empty if the model has no rotary positions."""
+    if stored["model_type"] != "gemma3_text" or "rope_parameters" in stored:
+        return dict(stored.get("rope_parameters") or {})
+    full = {"rope_type": "default", **(stored.get("rope_scaling") or {}), "rope_theta": stored["rope_theta"]}
+    sliding = {"rope_type": "default", "rope_theta": stored["rope_local_base_freq"]}
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def _rotary_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 4 and engines with code of their own read them."""
+    parameters = stored.get("rope_parameters") or {}
+    if names := _THETAS.get(stored["model_type"]):
+        thetas = {name: parameters[kind]["rope_theta"] for kind, name in names.items() if kind in parameters}
+        scaling = {key: value for key, value in parameters.get("full_attention", {}).items() if key != "rope_theta"}
+        scaled = scaling.get("rope_type", "default") != "default"
+        return thetas | ({"rope_scaling": scaling} if scaled and stored["model_type"] == "gemma3_text" else {})
+    if "rope_theta" not in parameters:
+        return {}
+    settings = {"rope_theta": parameters["rope_theta"]}
+    if "partial_rotary_factor" in parameters:
+        settings["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if parameters.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = {key: value for key, value in parameters.items() if key not in settings}
+    return settings
+
+
+def _layer_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The direction of attention, the layers with full attention and others, as other readers look for them."""
+    if stored["model_type"] in _ABSOLUTE_POSITIONS:
+        return {"position_embedding_type": "absolute"}
+    if stored["model_type"] in _BIDIRECTIONAL_TYPES and stored.get("is_causal") is False:
+        return {_BIDIRECTIONAL: True}
+    if stored["model_type"] == "modernbert":
+        layers = stored.get("layer_types") or ()
+        is_full = [layer == "full_attention" for layer in layers]
+        distances = range(1, len(layers) + 1)
+        regular = [n for n in distances if is_full == [index % n == 0 for index in range(len(layers))]]
+        # llama.cpp reads the constant of layer norms under the name that BERT has for it.
+        constant = {"layer_norm_eps": stored["norm_eps"]}
+        return constant | ({"global_attn_every_n_layers": regular[0]} if regular else {})
+    return {}
+
+
+def _drops_spaces(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer of the Unigram model removes the whitespace around words, as XLM-R's does."""
+    splitter = tokenizer.get("pre_tokenizer") or {}
+    names = {part["type"] for part in splitter.get("pretokenizers", [splitter]) if part}
+    return bool(tokenizer["model"]["type"] == "Unigram" and "WhitespaceSplit" in names)
+
+
+def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Write the files of a tokenizer of texts of at most `max_length` tokens.
+
+    The library tokenizers cuts where tokenizer.json says, fastembed where tokenizer_config.json says, and both contain
+    what the tokenizer was last used for: all say `max_length`.
+    """
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(directory)
+    settings = {name: value for name, value in read_json(directory / _TOKENIZER_CONFIG).items() if name not in _STATE}
+    settings["tokenizer_class"] = _CLASSES.get(settings["tokenizer_class"], settings["tokenizer_class"])
+    # Transformers 4 has other defaults: without token_type_ids a pair has other scores, with them ModernBERT fails.
+    settings["model_input_names"] = tokenizer.model_input_names
+    if isinstance(tokens := settings.get(_EXTRA_TOKENS), list):
+        del settings[_EXTRA_TOKENS]
+        settings |= {_ADDITIONAL_TOKENS: tokens} if tokens else {}
+    if (directory / _TOKENIZER).is_file():  # tokenizers in Python have other files
+        content = read_json(directory / _TOKENIZER)
+        if _drops_spaces(content):
+            # llama.cpp keeps spaces otherwise: the name of the setting is that of decoding in transformers.
+            settings["clean_up_tokenization_spaces"] = True
+        truncation = {
+            "direction": tokenizer.truncation_side.capitalize(), "max_length": max_length,
+            "strategy": "LongestFirst", "stride": 0,
+        }  # fmt: skip
+        write_json(directory / _TOKENIZER, content | {"truncation": truncation, "padding": None})
+    write_json(directory / _TOKENIZER_CONFIG, settings)
+    write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)

@@ -1,0 +1,330 @@
+"""Loads a model: from its options to a sharded encoder with weights and tokenizer, packed or padded."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Strategy
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.distributed.device import free_memory, total_memory
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import reshard, resolve_precision, shard_, warm_up
+from embedtrain.distributed.weights import (
+    UnshardedWeight,
+    broadcast_weights,
+    copy_local_rows,
+    read_shards,
+    require_finite_weights,
+)
+from embedtrain.distributed.world import World
+from embedtrain.errors import ModelError
+from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.describe import describe_model, describe_reduction_per_chunk
+from embedtrain.inference.loading.verify import packing_notes, prepare_packing, verify_outputs, verify_packed_vectors
+from embedtrain.models.adapter_files import open_adapter
+from embedtrain.models.adapters import (
+    AdapterInfo,
+    add_adapters,
+    base_name,
+    frozen_dtype,
+    initial_adapters,
+)
+from embedtrain.models.attention_direction import attends_to_later_tokens
+from embedtrain.models.attention_kernels import compute_capability
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.export_record import verify_weights
+from embedtrain.models.four_bit import four_bit_layers
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import TensorLocation, stored_dtype
+from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.types import ModelSource
+from embedtrain.planning.memory import fit_activation_tokens
+from embedtrain.planning.model_costs import ModelSpec, model_spec
+from embedtrain.planning.strategy import LayoutChoice, choose_encoding_layout, choose_layout
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
+
+QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
+
+# The variable that accelerate and transformers read the layer class from.
+BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
+# The workload of a recipe with default options.
+DEFAULT_WORKLOAD = StepWorkload()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for training or encoding."""
+
+    encoder: Encoder  # sharded in place
+    source: ModelSource
+    tokenizer: TextTokenizer  # with the maximal length
+    layout: ParallelLayout
+    notes: tuple[str, ...]  # lines for the user about what was detected and decided
+    precision: str  # in which it computes: bf16 or fp32; of a graph, the name of its backend
+    reduce_per_step: bool  # gradients are reduced once per step, which keeps full gradients on every rank
+    activation_tokens: int = 0  # tokens of a step whose activations a rank keeps
+    adapted: AdapterInfo | None = None  # the trained adapters; None if the model itself is trained
+    planned_memory: float = 0.0  # bytes of a rank in a training step in which each chunk is encoded twice
+
+
+def _limits_of_every_rank(world: World) -> tuple[int, int, tuple[int, int]]:
+    """Total and free bytes, and the compute capability, of the ranks that have the least of each. A collective."""
+    sizes = total_memory(world.device, world.local_size), free_memory(world.device, world.local_size)
+    total, free, capability = zip(*world.gather((*sizes, compute_capability(world.device))), strict=True)
+    return min(total), min(free), min(capability)
+
+
+def load_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    seed: int,
+    source: ModelSource | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    read_weights: bool = True,
+    work: StepWorkload | None = DEFAULT_WORKLOAD,
+) -> LoadedModel:
+    """Build on the meta device, shard, then read each rank's rows of the weights. Every rank must call.
+
+    Errors are raised on every rank, if possible before any weight is read.
+
+    Args:
+        seed: random weights are a function of it.
+        source: the result of `open_model_source(model)`, if the model is already open.
+        tokenizer: trained on the data, for a model without one; its ids go into the configuration.
+        read_weights: false if a checkpoint's weights follow: then only frozen weights are read.
+        work: of a training step; None for a model that only encodes, which needs less memory.
+    """
+    quiet_libraries()
+    parallel = replace(parallel, precision=resolve_precision(parallel.precision, world))
+    memory, free, capability = _limits_of_every_rank(world)
+    with world.fail_together("opening the model"):
+        source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
+        bound = _bound_tokenizer(source, tokenizer, model)
+        encoder = build_encoder(source)
+        blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
+        locations = locate_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
+        packing = prepare_packing(encoder, model.attention, parallel, capability)
+        packed = packing.padding_reason is None
+        adapted = _add_adapters(encoder, model.lora, parallel, source)
+        costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed)
+        work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
+        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=world.device.type == "cuda")
+        choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)
+        layout = choice.layout
+        if layout.strategy is not Strategy.ddp and not blocks:
+            _blocks(encoder, parallel, required=True)
+    notes += describe_model(encoder, source, bound, costs, layout, blocks, adapted)
+    shard_(encoder, blocks, layout, parallel, world.device)
+    if read_weights or adapted is not None:
+        notes.append(_read_weights(encoder, source, locations, world, seed))
+    if read_weights and adapted is not None:
+        notes += _initialize_adapters(encoder, adapted, model, world, seed)
+    warm_up(encoder, world.device)
+    if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
+        _check_weights(encoder, model, source, world)
+    if work is not None and not choice.reduce_per_step:
+        notes.append(describe_reduction_per_chunk(costs))
+    notes += packing_notes(packing, model.attention, world, trains=work is not None)
+    loaded = LoadedModel(
+        encoder=encoder,
+        source=replace(source, tokenization=replace(source.tokenization, max_length=bound.max_length)),
+        tokenizer=bound.with_packing(packed),
+        layout=layout,
+        notes=tuple(notes),
+        precision=parallel.precision.value,
+        reduce_per_step=choice.reduce_per_step,
+        activation_tokens=activation_tokens,
+        adapted=adapted,
+        planned_memory=0.0 if choice.best is None else choice.best.memory.total,
+    )
+    return verify_packing(loaded, model, parallel, world) if read_weights else loaded
+
+
+def verify_packing(
+    loaded: LoadedModel,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    progress: Callable[[str], None] = lambda note: None,
+) -> LoadedModel:
+    """Compare packed with padded vectors; the returned model pads texts if they differ. A collective.
+
+    `progress` receives the note about padding, which is added to the model's notes as well. A ModelError if vectors
+    differ and `model.attention=packed`.
+    """
+    tokenizer = loaded.tokenizer
+    reason = verify_packed_vectors(loaded.encoder, model.attention, parallel, world) if tokenizer.packed else None
+    if reason is None:
+        return loaded
+    note = f"texts are padded: {reason}"
+    progress(note)
+    return replace(loaded, tokenizer=tokenizer.with_packing(False), notes=(*loaded.notes, note))
+
+
+def fit_config_to_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the vocabulary size and the special ids of the configuration to those of a tokenizer trained on the data."""
+    config = source.config.get_text_config()
+    config.vocab_size = len(tokenizer)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            setattr(config, name, getattr(tokenizer, name))
+
+
+def quiet_libraries() -> None:
+    """Switch off progress bars and warnings of the libraries; errors are still shown."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _bound_tokenizer(source: ModelSource, trained: PreTrainedTokenizerBase | None, model: ModelConfig) -> TextTokenizer:
+    """The model's tokenizer, or the one that was trained on the data."""
+    if trained is None:
+        return bound_tokenizer(source, load_tokenizer(source, model.tokenizer, model.tokenizer_revision))
+    fit_config_to_tokenizer(source, trained)
+    return bound_tokenizer(source, trained)
+
+
+def _add_adapters(
+    encoder: Encoder, lora: LoraConfig, parallel: ParallelConfig, source: ModelSource
+) -> AdapterInfo | None:
+    """Add the adapters that the recipe trains; None if it trains the model itself."""
+    files = open_adapter(lora)
+    if not lora.on:
+        return None
+    frozen = frozen_dtype(lora.base_dtype, parallel.precision, stored_dtype(source))
+    return add_adapters(encoder, lora, files, frozen)
+
+
+def _choose_layout(
+    parallel: ParallelConfig, machines: ClusterSpec, costs: ModelSpec, work: StepWorkload | None, free: int
+) -> tuple[LayoutChoice, int]:
+    """The layout of the model, and the tokens of a step whose activations a rank keeps in `free` bytes."""
+    if work is None:
+        return choose_encoding_layout(parallel, machines, costs), 0
+    choice = choose_layout(parallel, machines, costs, work)
+    tokens = fit_activation_tokens(
+        costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
+    )
+    return choice, tokens
+
+
+def _model_spec(
+    encoder: Encoder,
+    blocks: list[nn.Module],
+    parallel: ParallelConfig,
+    tokenizer: TextTokenizer,
+    world: World,
+    *,
+    packed: bool,
+) -> ModelSpec:
+    return model_spec(
+        encoder,
+        blocks,
+        precision=parallel.precision,
+        tokens_per_text=tokenizer.longest_text,
+        gpu=world.device.type == "cuda",
+        packed=packed,
+        vectors=tokenizer.vectors_per_text,
+    )
+
+
+def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tuple[list[nn.Module], list[str]]:
+    """The blocks to shard, and a note if the environment names their class."""
+    required &= encoder.has_layers
+    from_environment = os.environ.get(BLOCK_CLASS_VARIABLE, "").strip(" ,")
+    if parallel.block_class is None and from_environment:
+        blocks = find_blocks(encoder, from_environment, option=f"{BLOCK_CLASS_VARIABLE} (in the environment)")
+        return blocks, [f"layer class {from_environment}: read from {BLOCK_CLASS_VARIABLE} in the environment"]
+    return find_blocks(encoder, parallel.block_class, required=required), []
+
+
+def _open_verified(model: ModelConfig, source: ModelSource | None, world: World, *, read_weights: bool) -> ModelSource:
+    """Compare the weights with their checksums, if they are read and an export has written them."""
+    source = open_model_source(model) if source is None else source
+    if read_weights and source.directory is not None:
+        # The ranks of each host share the files, because hosts may have disks of their own.
+        verify_weights(source.directory, world.local_rank, world.local_size)
+    return source
+
+
+def _read_weights(
+    encoder: Encoder, source: ModelSource, locations: dict[str, TensorLocation] | None, world: World, seed: int
+) -> str:
+    """Read all weights except those of adapters; a note about how."""
+    tensors = {base: t for name, t in encoder.state_dict().items() if (base := base_name(name)) is not None}
+    quantizers = {
+        str(base_name(name)): UnshardedWeight(
+            torch.Size((layer.out_features, layer.in_features)), layer.quantize_weight
+        )
+        for name, layer in four_bit_layers(encoder)
+    }
+    if locations is not None:
+        with world.fail_together("reading the model's weights"):
+            heads = head_weights(source)
+            stored = {name: tensor for name, tensor in tensors.items() if name not in heads}
+            read_shards(stored, locations, quantizers, world.device)
+            for name, weight in heads.items():
+                copy_local_rows(tensors[name], weight)
+        return f"weights: every rank read its own slices of {source.directory}"
+    broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
+    if source.directory is None:
+        return f"weights: random from seed {seed}, created on rank 0 and distributed"
+    parts = {ModelKind.m3: "layers", ModelKind.late_interaction: "projection", ModelKind.dense: "heads"}
+    part = parts.get(source.kind, "score head")
+    new = f", the new {part} from seed {seed}"
+    return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
+
+
+def _check_weights(encoder: Encoder, model: ModelConfig, source: ModelSource, world: World) -> None:
+    """Reject weights that are not finite; measure the direction of attention, which some configurations do not set."""
+    require_finite_weights(encoder, f"model.path={model.path}", world)
+    verify_outputs(encoder, source, world)
+    bidirectional = model.bidirectional
+    if bidirectional is None:
+        return
+    training = encoder.training
+    measured = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
+    encoder.train(training)
+    reshard(encoder)
+    if measured is not bidirectional:
+        behaviours = {
+            True: "attend to later tokens",
+            False: "do not attend to later tokens",
+            None: "attend to later tokens either only with padding or only without",
+        }
+        raise ModelError(
+            f"model.bidirectional={str(bidirectional).lower()}, but the tokens of {type(encoder.backbone).__name__} "
+            f"{behaviours[measured]}: leave it out, or choose another model"
+        )
+
+
+def _initialize_adapters(
+    encoder: Encoder, adapted: AdapterInfo, model: ModelConfig, world: World, seed: int
+) -> list[str]:
+    """Set the initial weights of adapters: every rank draws or reads all of them and keeps its rows."""
+    with world.fail_together("reading the adapter"):
+        weights = initial_adapters(encoder, adapted, seed)
+        state = encoder.state_dict()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                copy_local_rows(state[name], weight)
+    if adapted.files is None:
+        return []
+    base = model.path if model.path is not None else "model.config"
+    base_model = adapted.files.base_model
+    mismatch = f", trained on {base_model} and added to {base}" if base_model not in ("", base) else ""
+    return [f"adapter: read from {adapted.files.directory}{mismatch}"]

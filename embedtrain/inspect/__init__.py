@@ -1,1 +1,0 @@
-"""`python -m embedtrain.inspect`: what training data contains."""

@@ -1,1 +1,0 @@
-"""`python -m embedtrain.merge`: one model of the weights of several."""

@@ -1,1 +1,0 @@
-"""`python -m embedtrain.mine`: hard negatives for training rows."""

@@ -1,0 +1,149 @@
+"""The main metric of a run, and the sections of the page about evaluation sets: plots and tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedtrain.report.axes import format_value
+from embedtrain.report.changes import Change, Comparisons, Evaluated, value_at
+from embedtrain.report.chart import Chart, Labels, Line, is_flat, line_chart
+from embedtrain.report.runs import MEAN, Run, Series, common_steps_per_epoch
+from embedtrain.tracking.vector_table import is_form
+
+_POINTS = 60  # of a line in a plot
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A metric in one run, formatted; `change` is since step 0, or, for several runs, from the first run."""
+
+    first: str
+    best: str
+    last: str | None  # None: not evaluated after step 0
+    change: Change | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSection:
+    """One evaluation set: plots of the main metric and of the others, and for each metric a cell per run."""
+
+    name: str
+    dataset: str  # kind and size; empty if unknown
+    subset: bool
+    main: Chart | None  # None: it has one value
+    others: tuple[Chart, ...]
+    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MainMetric:
+    """The main metric of a run: its name, and its value before training (at step 0, if evaluated) and after it."""
+
+    name: str
+    before: str | None
+    after: str | None  # None: not evaluated after step 0
+    change: Change | None
+    dataset: str
+    subset: bool
+
+
+def evaluation_sections(runs: Sequence[Run], comparisons: Comparisons) -> list[EvaluationSection]:
+    """All evaluation sets of all runs, the mean first; forms of vectors have a section of their own."""
+    names = list(dict.fromkeys(name for run in runs for name in run.evaluations if not is_form(name, run.datasets)))
+    names.sort(key=lambda name: name != MEAN)
+    sections = []
+    for name in names:
+        metrics = list(dict.fromkeys(metric for run in runs for metric in run.evaluations.get(name, {})))
+        if not metrics:
+            continue
+        charts = [_chart(name, metric, runs) for metric in metrics]
+        rows = tuple((metric, tuple(_cell(run, name, metric, runs, comparisons) for run in runs)) for metric in metrics)
+        datasets = [run.datasets[name] for run in runs if name in run.datasets]
+        sections.append(
+            EvaluationSection(
+                name,
+                _describe(datasets[-1].kind, datasets[-1].size) if datasets else "",
+                any(dataset.subset for dataset in datasets),
+                charts[0],
+                tuple(chart for chart in charts[1:] if chart is not None),
+                rows,
+            )
+        )
+    return sections
+
+
+def main_metric(run: Run, comparisons: Comparisons) -> MainMetric | None:
+    """The metric that selects the best step, else the main metric of the mean or of the first set."""
+    best = run.option("checkpoint", "best_metric")
+    name, _, metric = best.rpartition("/") if isinstance(best, str) else ("", "", "")
+    if metric not in run.evaluations.get(name, {}):
+        name = MEAN if MEAN in run.evaluations else next(iter(run.evaluations), "")
+        metric = next(iter(run.evaluations.get(name, {})), "")
+    series = run.evaluations.get(name, {}).get(metric)
+    if series is None or not len(series.finite):
+        return None
+    step, before = _final_step(run, series), value_at(series, 0)
+    change = None
+    if before is not None and step is not None and len(series.finite) > 1:
+        change = comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step))
+    dataset = run.datasets.get(name)
+    return MainMetric(
+        f"{name} {metric}",
+        None if before is None or (step is not None and len(series.finite) == 1) else format_value(before),
+        None if step is None else format_value(value_at(series, step)),
+        change,
+        "" if dataset is None else _describe(dataset.kind, dataset.size),
+        dataset is not None and dataset.subset,
+    )
+
+
+def _describe(kind: str, size: str) -> str:
+    return " · ".join(part for part in (kind.replace("_", " "), size) if part)
+
+
+def _chart(name: str, metric: str, runs: Sequence[Run]) -> Chart | None:
+    """None if there is nothing to see but one value."""
+    lines = [
+        Line(run.label, number, run.evaluations[name][metric])
+        for number, run in enumerate(runs)
+        if metric in run.evaluations.get(name, {}) and len(run.evaluations[name][metric].steps)
+    ]
+    if is_flat(lines):
+        return None
+    labels = Labels(f"{name} · {metric}", unit=metric)
+    return line_chart(labels, lines, max_points=_POINTS, steps_per_epoch=common_steps_per_epoch(runs))
+
+
+def _cell(run: Run, name: str, metric: str, runs: Sequence[Run], comparisons: Comparisons) -> Cell | None:
+    series = run.evaluations.get(name, {}).get(metric)
+    if series is None or not len(series.finite):
+        return None
+    finite = np.isfinite(series.values)
+    steps, values = series.steps[finite], series.values[finite]
+    best, step, change = int(values.argmax()), _final_step(run, series), None
+    reference = runs[0].evaluations.get(name, {}).get(metric)
+    if step is not None and len(runs) == 1 and len(values) > 1:
+        change = comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step))
+    elif step is not None and run is not runs[0] and reference is not None and len(reference.finite):
+        of_reference = _final_step(runs[0], reference)
+        if of_reference is not None:
+            change = comparisons.change(name, metric, Evaluated(runs[0], of_reference), Evaluated(run, step))
+    return Cell(
+        _at_step(float(values[0]), int(steps[0])),
+        _at_step(float(values[best]), int(steps[best])),
+        None if step is None else _at_step(value_at(series, step), step),
+        change,
+    )
+
+
+def _at_step(value: float | None, step: int) -> str:
+    return f"{format_value(value)} @ {step:,}"
+
+
+def _final_step(run: Run, series: Series) -> int | None:
+    """The exported step if it was evaluated, else the last one with a finite value; None if that is step 0."""
+    exported = run.history.exported_step
+    if exported is not None and value_at(series, exported) is not None:
+        return exported
+    return int(series.steps[np.isfinite(series.values)][-1]) or None

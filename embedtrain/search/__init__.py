@@ -1,1 +1,0 @@
-"""`python -m embedtrain.search`: search a corpus with a model."""

@@ -1,1 +1,0 @@
-"""`python -m embedtrain.split`: hold out queries of training rows as an evaluation set."""

@@ -1,1 +1,0 @@
-"""`python -m embedtrain.submit`: run a training as a SLURM job."""

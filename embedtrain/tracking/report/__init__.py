@@ -1,1 +1,0 @@
-"""Render runs as one self-contained HTML page."""

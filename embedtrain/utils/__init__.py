@@ -1,0 +1,1 @@
+"""What every package uses: files, limits, records, text, checksums, the Hub."""

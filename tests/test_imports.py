@@ -19,6 +19,7 @@ ORDER = (
     "pipeline",
     "training",
     ("evaluation", "mining"),
+    "kinds",  # of which lower packages get what they need by `config.kinds`
     "inference",
     "formats",
     "checkpoint",
@@ -63,9 +64,14 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports anywhere, also inside functions."""
+    """Dotted names that a file imports anywhere when it runs, also inside functions; not what only types need."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -283,8 +283,14 @@ def test_no_option_that_makes_code_run_is_forgotten():
                     assert getattr(getattr(node.value, "func", None), "id", "") == "code_option", f"{file}: {name}"
     assert importing == {
         "load_code": {"losses/custom.py", "evaluation/function.py"},  # of loss.path, and of both options `function`
-        "import_module": {"config/code.py", "pipeline/registry.py", "commands/submit/options.py", "cli/completion.py"},
-        "run_module": {"commands/table.py"},
+        "import_module": {
+            "config/code.py",
+            "config/kinds.py",
+            "pipeline/registry.py",
+            "commands/submit/options.py",
+            "cli/completion.py",
+        },
+        "run_module": {"commands/table.py", "__main__.py"},
     }
     assert {name.rpartition(".")[2] for kind in KINDS.values() for name, _ in marked(kind.option_class()())} == {
         "trust_remote_code",

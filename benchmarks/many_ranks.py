@@ -15,10 +15,17 @@ from transformers import AutoTokenizer
 from benchmarks.data_memory import write_rows
 from benchmarks.inputs import MINILM
 from benchmarks.measure import markdown
-from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, LocalShard, ShardPosition
+from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS
 from embedtrain.checkpoint.step_directory import FORMAT, commit_checkpoint, open_checkpoint
-from embedtrain.checkpoint.tensor_files import TensorFiles, describe_tensors, tensor_files, write_local_shards
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import (
+    LocalShard,
+    ShardPosition,
+    TensorFiles,
+    TensorSpec,
+    describe_tensors,
+    tensor_files,
+    write_local_shards,
+)
 from embedtrain.commands.plan.compute import plan
 from embedtrain.commands.plan.options import compose_plan
 from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout

@@ -26,7 +26,7 @@ from benchmarks.scale_mining import mining_table, once
 from benchmarks.workloads import descriptions
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
 from embedtrain.config.recipe import ModelConfig, Precision, Strategy
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding

@@ -26,7 +26,7 @@ from embedtrain.report.sample import (
     read_texts,
     read_vectors,
 )
-from embedtrain.tracking.query_metrics import query_metrics_path, read_query_metrics
+from embedtrain.tracking.metrics import query_metrics_path, read_query_metrics
 from embedtrain.tracking.sessions import read_sessions
 from embedtrain.training.train import train
 from tests.runs import BASE, losses, metric_rows, options

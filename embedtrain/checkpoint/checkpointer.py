@@ -23,7 +23,6 @@ from embedtrain.checkpoint.snapshot import (
     AVERAGE,
     OPTIMIZER,
     WEIGHTS,
-    ShardPosition,
     Snapshot,
     Staging,
     checkpointed_weights,
@@ -49,7 +48,13 @@ from embedtrain.checkpoint.step_directory import (
     unfinished_path,
     verify_checksums,
 )
-from embedtrain.checkpoint.tensor_files import describe_tensors, require_fit, tensor_files, write_local_shards
+from embedtrain.checkpoint.tensor_files import (
+    ShardPosition,
+    describe_tensors,
+    require_fit,
+    tensor_files,
+    write_local_shards,
+)
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.device import thread_initializer
 from embedtrain.distributed.signals import Notice

@@ -22,8 +22,8 @@ from embedtrain.config.recipe import Resume
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, TrainingError
 from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
+from embedtrain.tracking.metrics import DIRECTORY as QUERY_METRICS
 from embedtrain.tracking.metrics import METRICS_FILE
-from embedtrain.tracking.query_metrics import DIRECTORY as QUERY_METRICS
 from embedtrain.tracking.sessions import SESSIONS_FILE
 from embedtrain.utils.checksums import CHECKSUMS, damaged_files
 from embedtrain.utils.files import atomic_write, require_own_file

@@ -13,36 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import LocalShard, ShardPosition, TensorSpec
 from embedtrain.distributed.weights import row_range
 from embedtrain.models.adapters import has_adapters
 
 WEIGHTS, OPTIMIZER, AVERAGE = "weights", "optimizer", "ema"
 ENCODER = "encoder."  # prefix of the encoder's weights; the loss's own have the prefix `loss.`
-
-
-@dataclass(frozen=True, slots=True)
-class LocalShard:
-    """This rank's rows of one tensor."""
-
-    spec: TensorSpec  # of the unsharded tensor
-    rows: Tensor  # on any device; the whole tensor if it is not sharded
-    first_row: int  # index of the first of `rows` in the unsharded tensor
-    sharded: bool  # whether ranks hold different rows
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPosition:
-    """Position of this rank in the mesh: shard `shard` of `num_shards`, in replica `replica`."""
-
-    replica: int
-    shard: int
-    num_shards: int
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank writes: one replica does."""
-        return self.replica == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from embedtrain.config.launch import Launch
 from embedtrain.distributed.signals import StopSignals, exit_code
-from embedtrain.distributed.sockets import listen
 from embedtrain.distributed.srun import interface_for
+from embedtrain.distributed.world import listen
 from embedtrain.errors import ConfigError, LaunchError
 from embedtrain.utils.formatting import format_count
 

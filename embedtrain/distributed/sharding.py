@@ -10,10 +10,12 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,14 +24,37 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from embedtrain.config.recipe import ParallelConfig, Precision
+from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
 from embedtrain.distributed.device import has_bf16
-from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError, TrainingError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How weights are distributed over the ranks, and which memory savings apply."""
+
+    strategy: Strategy
+    replicate: int  # number of copies
+    shard: int  # number of shards of each copy
+    reason: str  # why this layout was chosen, for the user
+    # Whether a block frees its unsharded weights after the forward pass; no effect with one shard.
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool = False  # whether a block's activations are recomputed in the backward pass
+    # Whether weights, gradients and optimizer state are kept in host memory and copied on demand.
+    cpu_offload: bool = False
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The device mesh with dimensions (replicate, shard). A collective."""
+        # DTensor caches sharding decisions by mesh, and treats the mesh of a destroyed process group (of an earlier job
+        # of a multirun, or test) as equal to this one: "Could not resolve the process group".
+        _clear_sharding_prop_cache()
+        return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+
 
 # Number of elements from which a token embedding is an FSDP group: as part of the root it would stay unsharded for the
 # whole step, as would its gradient (XLM-R: 192 million elements).

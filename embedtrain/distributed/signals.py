@@ -7,12 +7,33 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from enum import IntFlag
 from types import FrameType
 from typing import Any
 
-from embedtrain.distributed.monitor import start_monitor
+
+def start_monitor(name: str, watch: Callable[[], None]) -> threading.Thread:
+    """Start `watch` in a daemon thread, which ends the process with exit code 1 if `watch` raises.
+
+    A rank without its watchdog would be declared lost by the others, with nothing in its own output; one that no longer
+    listens to signals could not be stopped.
+    """
+
+    def run() -> None:
+        try:
+            watch()
+        except BaseException:
+            traceback.print_exc()
+            rank = os.environ.get("RANK", "0")
+            print(f"error: rank {rank} ends because its thread {name!r} failed, see above", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
 
 # Sent by schedulers before they reclaim a machine, by Ctrl-C, and when a terminal or an SSH connection is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

@@ -1,11 +1,14 @@
 """This process among all ranks: joining the process group, exchanging small objects, failing together."""
 
 import contextlib
+import ipaddress
+import math
 import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,16 +17,66 @@ from typing import TypeVar
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.device import explain_out_of_memory
 from embedtrain.distributed.messages import broadcast_value, gather_values
-from embedtrain.distributed.sockets import open_store, stay_on_host
+from embedtrain.distributed.srun import interface_for
 from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 from embedtrain.utils.limits import explain_limits
+
+
+def stay_on_host(environment: MutableMapping[str, str]) -> None:
+    """Have gloo and NCCL listen on the loopback interface, unless the environment names others."""
+    loopback = interface_for("127.0.0.1")
+    if loopback is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environment.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def open_store(rank: int, size: int, timeout: float, *, is_one_host: bool) -> Store:
+    """Connect to the store of MASTER_ADDR and MASTER_PORT; rank 0 hosts it unless torchrun does, on that address only.
+
+    torch listens on all interfaces. So does this function if MASTER_ADDR is not an address of this host, as behind an
+    address translation, or is a loopback address by which other hosts cannot reach it.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and port.isdecimal():
+        listener = listen(address, int(port), is_one_host=is_one_host)
+        if listener is not None:
+            return TCPStore(
+                address,
+                int(port),
+                size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout),
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+    return store  # type: ignore[no-any-return]
+
+
+def listen(address: str, port: int, *, is_one_host: bool) -> socket.socket | None:
+    """A socket that listens on an address of this host; None if that is impossible, or not of use to other hosts."""
+    with contextlib.ExitStack() as stack:
+        try:
+            family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            if not is_one_host and ipaddress.ip_address(target[0]).is_loopback:
+                return None
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(socket.SOMAXCONN)
+        except (OSError, ValueError):  # torch's own attempt names the reason
+            return None
+        stack.pop_all()
+        return listener
+
 
 T = TypeVar("T")
 
@@ -421,3 +474,60 @@ def rank_device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     torch.cuda.set_device(local_rank)
     # gloo in addition to NCCL, for tensors on the CPU: checkpoints and Python objects.
     return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+
+
+# The first step is only a rough measure of later ones: work is queued on a GPU ahead of time, and NCCL starts its clock
+# when a collective is queued.
+_FIRST_STEP_FACTOR = 3.0
+
+
+class Timeouts:
+    """The time-outs of a training run on this rank.
+
+    Args:
+        timeout: seconds that ranks wait for each other before the first step and between steps.
+        step_timeout: seconds that ranks wait within a step, after the first one; at most `timeout`, at least three
+            times the duration of the first step.
+    """
+
+    def __init__(self, world: World, timeout: float, step_timeout: float) -> None:
+        self.world, self.timeout, self.step_timeout = world, timeout, step_timeout
+        self._first_step_seconds: float | None = None
+        self._in_sync = False
+
+    def leave_steps(self) -> None:
+        """Announce work between steps, which rank 0 may do alone: the next step starts when all ranks have arrived."""
+        self._in_sync = False
+
+    @contextlib.contextmanager
+    def within_step(self) -> Iterator[None]:
+        """Apply the step time-out while the block takes a step. Every rank must enter it."""
+        if self._first_step_seconds is None:
+            started = time.monotonic()
+            yield
+            self._first_step_seconds = time.monotonic() - started
+            return
+        if not self._in_sync:
+            # All ranks must have arrived before any of them applies the shorter time-out.
+            (seconds,) = max_over_ranks([math.ceil(self._first_step_seconds)], self.world.device)
+            self.step_timeout = min(self.timeout, max(self.step_timeout, _FIRST_STEP_FACTOR * seconds))
+            self._in_sync = True
+            if self.world.watchdog is not None:
+                self.world.watchdog.max_silence = self.step_timeout
+        _set_timeout(self.world, self.step_timeout)
+        yield
+        # Not after an error: a lost rank is not waited for any longer.
+        _set_timeout(self.world, self.timeout)
+
+
+def _set_timeout(world: World, seconds: float) -> None:
+    """Change the time-out of all process groups.
+
+    gloo and NCCL read a group's time-out when a collective is called.
+    """
+    if world.watchdog is not None:
+        world.watchdog.timeout = seconds
+    extra = NCCL_EXTRA_SECONDS if world.watchdog is not None and world.device.type == "cuda" else 0.0
+    for group in process_groups():
+        if group.group_desc != BACKGROUND_GROUP:
+            group.set_timeout(timedelta(seconds=seconds + extra))

@@ -1,48 +1,106 @@
 """Evaluates a live model on its sets, on all ranks."""
 
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from embedtrain.config.code import load_code
+from embedtrain.distributed.world import World, explain_lost_contact
+from embedtrain.errors import ConfigError
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.tracking.metrics import DATASET
+
+if TYPE_CHECKING:
+    from embedtrain.evaluation.sentence_transformers import TextEncoder
 import contextlib
 import functools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import EvaluationInterrupted
-from embedtrain.evaluation.compressed import CompressedVectors, Row, has_row, vector_size
-from embedtrain.evaluation.function import EvaluationFunction, call_function, function_name
+from embedtrain.evaluation.context import EncodedSet, EncoderContext, EvaluationContext, ScorerContext
 from embedtrain.evaluation.metrics import MEAN
-from embedtrain.evaluation.set_kinds import dataset_info, metric_names_of_set, name_at, shared_metrics
-from embedtrain.evaluation.tasks.context import EncodedSet, EncoderContext, EvaluationContext, ScorerContext
-from embedtrain.evaluation.tasks.pairs import (
+from embedtrain.evaluation.tasks import (
     measure_bitext,
-    measure_pair_classification,
-    measure_sts,
-)
-from embedtrain.evaluation.tasks.rankings import (
     measure_first_stage,
+    measure_pair_classification,
     measure_reranking,
     measure_retrieval,
+    measure_sts,
 )
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
     ClusteringSet,
+    CompressedVectors,
     LabelledPairs,
     LoadedSet,
     RetrievalSet,
+    Row,
     ScoredPairs,
+    dataset_info,
+    has_row,
+    metric_names_of_set,
+    name_at,
+    shared_metrics,
+    vector_size,
 )
-from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.tracking.metrics import DatasetInfo, VectorSize
-from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.tracking.metrics import DatasetInfo, QueryMetrics, VectorSize
 from embedtrain.utils.formatting import format_duration
+
+# Called with the encoder on every rank, which encodes the same texts; returns metrics by name.
+EvaluationFunction = Callable[["TextEncoder"], Mapping[str, float]]
+
+
+def load_function(path: str, option: str) -> EvaluationFunction:
+    """Import `module:function`. Raises ConfigError if that fails, or if it cannot be called."""
+    function: EvaluationFunction = load_code(path, option)
+    if not callable(function):
+        raise ConfigError(f"{option}={path}: must be a function of an encoder, not {function!r}")
+    return function
+
+
+def function_name(function: EvaluationFunction) -> str:
+    """The name of its metrics among those of the evaluation sets."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def check_function_name(function: EvaluationFunction, names: Collection[str], option: str) -> None:
+    """Raise ConfigError if an evaluation set has the name of the function."""
+    if function_name(function) in names:
+        raise ConfigError(f"{option}={function_name(function)}: a set to evaluate has its name")
+
+
+def call_function(function: EvaluationFunction, encoder: SentenceEncoder, world: World) -> dict[str, float]:
+    """The metrics that rank 0 gets. A collective. Raises ConfigError if they are no numbers by name."""
+    from embedtrain.evaluation.sentence_transformers import TextEncoder  # takes seconds to import
+
+    name = function_name(function)
+    with explain_lost_contact(f"evaluating {name}"), TextEncoder(encoder, {}, close=lambda: None) as text_encoder:
+        metrics: Any = function(text_encoder)
+    with world.fail_together(f"evaluating {name}"):
+        if world.is_main and not (isinstance(metrics, Mapping) and all(map(_is_metric, metrics.items()))):
+            raise ConfigError(f"the evaluation function {name} must return numbers by name, not {metrics!r}")
+    return world.broadcast({key: float(value) for key, value in metrics.items()} if world.is_main else {})
+
+
+def _is_metric(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    return (
+        isinstance(name, str)
+        and name not in ("step", "set", DATASET)
+        and isinstance(value, Real)
+        and math.isfinite(value)
+    )
+
 
 # Called with the name of a set, its metrics, and what was measured.
 ResultCallback = Callable[[str, Mapping[str, float], DatasetInfo], None]
@@ -260,7 +318,7 @@ def _measure_vectors(context: EncoderContext) -> dict[str, float]:
             return measure_bitext(data, context)
         case ClassificationSet() | ClusteringSet() as data:
             # Imported here because scikit-learn takes a second, which the start of a training should not wait for.
-            from embedtrain.evaluation.tasks.labels import measure_classification, measure_clustering
+            from embedtrain.evaluation.labels import measure_classification, measure_clustering
 
             if isinstance(data, ClusteringSet):
                 return measure_clustering(data, context)

@@ -18,8 +18,7 @@ from embedtrain.data.cache.documents import select_texts
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS
-from embedtrain.evaluation.set_kinds import kind_of
-from embedtrain.evaluation.types import Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs
+from embedtrain.evaluation.types import Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs, kind_of
 from embedtrain.inference.index import trec_order
 
 BM25 = "bm25"

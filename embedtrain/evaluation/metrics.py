@@ -14,6 +14,13 @@ from embedtrain.config.m3 import HybridWeights
 from embedtrain.errors import ConfigError
 
 RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", "ndcg@3")
+RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
+STS_METRICS = ("spearman", "pearson")
+PAIR_CLASSIFICATION_METRICS = ("ap", "accuracy", "f1", "precision", "recall", "accuracy_threshold", "f1_threshold")
+BITEXT_METRICS = ("f1", "precision", "recall", "accuracy", "accuracy_back", "accuracy_mean")
+CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")
+BINARY_CLASSIFICATION_METRICS = (*CLASSIFICATION_METRICS, "ap")
+CLUSTERING_METRICS = ("v_measure", "v_measure_std", "ami")
 # trec_eval's names of the families, written as `ndcg@10` (of the first 10 documents) or `ndcg` (of the whole ranking).
 _CUTOFF_METRICS = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}
 _UNCUT_METRICS = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.step_directory import Checkpoint
-from embedtrain.checkpoint.tensor_files import TensorReader, require_fit
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import TensorReader, TensorSpec, require_fit
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.formats.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.formats.cross_encoder import compared_pairs

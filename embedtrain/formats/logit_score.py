@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from embedtrain.checkpoint.weight_files import DTYPES_BY_NAME, RowWriter, TensorSpec, file_layout
+from embedtrain.checkpoint.tensor_files import DTYPES_BY_NAME, RowWriter, TensorSpec, file_layout
 from embedtrain.config.recipe import LOGIT_SCORE as FORMAT
 from embedtrain.errors import ConfigError
 from embedtrain.formats.cross_encoder import (

@@ -21,11 +21,9 @@ from embedtrain.formats.usage import (
     pipeline_tag,
     usage,
 )
-from embedtrain.report.bootstrap import CONFIDENCE
-from embedtrain.report.changes import Change
-from embedtrain.report.outcome import changes_since_start
+from embedtrain.report.changes import CONFIDENCE, Change, changes_since_start
+from embedtrain.tracking.evaluation_table import vector_lines, without_forms
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
-from embedtrain.tracking.vector_table import vector_lines, without_forms
 from embedtrain.utils.files import expand_user
 
 Metrics = Mapping[str, Mapping[str, float]]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
+from embedtrain.checkpoint.tensor_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer

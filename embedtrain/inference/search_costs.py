@@ -9,7 +9,7 @@ N documents, n on a rank; Q queries; k results of each; D dimensions.
 from dataclasses import asdict, dataclass, fields
 
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.inference.encode import CHUNKS_PER_BLOCK
 from embedtrain.inference.encoding_plan import MAX_KEPT_TOKENS
 from embedtrain.inference.index import QUERIES_PER_SCAN

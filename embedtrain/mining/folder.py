@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from embedtrain.config.compose import to_plain
 from embedtrain.data.sources.part_reader import PartReader
 from embedtrain.data.sources.parts import Part
@@ -22,9 +25,20 @@ from embedtrain.data.sources.values import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mining.options import RowSearchOptions
-from embedtrain.mining.sources import MiningSource
+from embedtrain.mining.pool import MiningSource
 from embedtrain.utils.checksums import Checksums
 from embedtrain.utils.files import atomic_write, remove_tree, require_no_links
+
+QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
+
+
+def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
+    """The quantiles of QUANTILES; None without values."""
+    if not len(values):
+        return None
+    results = np.quantile(values.astype(np.float64), list(QUANTILES.values()))
+    return dict(zip(QUANTILES, results.tolist(), strict=True))
+
 
 SUMMARY = "summary.json"
 _UNFINISHED = ".part"

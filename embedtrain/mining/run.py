@@ -26,8 +26,7 @@ from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.mining.folder import MiningFolder, mining_identity, require_same_files
 from embedtrain.mining.inputs import MiningInputs, prepare_inputs
 from embedtrain.mining.options import RowSearchOptions
-from embedtrain.mining.pool import IntArray
-from embedtrain.mining.sources import DocumentFormat, MiningSource, corpus_parts, read_mining_sources
+from embedtrain.mining.pool import DocumentFormat, IntArray, MiningSource, corpus_parts, read_mining_sources
 from embedtrain.mining.teacher import Teacher, TeacherSpec, load_teacher, open_teacher
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.pages import Page

@@ -18,9 +18,9 @@ from embedtrain.inference.loading.encoder_model import open_encoder_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.mining.inputs import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.mining.pool import DocumentPool
-from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 

@@ -14,7 +14,7 @@ from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.losses.infonce import MAX_GATHERED_BYTES, MAX_PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
 from embedtrain.planning.model_costs import ModelSpec

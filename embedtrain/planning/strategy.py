@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from embedtrain.config.recipe import ParallelConfig, Strategy
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError
 from embedtrain.planning.memory import MemoryUse, encoding_memory, reduces_once_per_step, step_memory
 from embedtrain.planning.model_costs import ModelSpec

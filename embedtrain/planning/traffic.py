@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload

@@ -1,6 +1,10 @@
-"""Differences between two evaluations, with a confidence interval where both have the same queries."""
+"""Differences between two evaluations, with intervals by a paired bootstrap, and the outcome of a run in words.
 
-from collections.abc import Mapping
+Efron and Tibshirani, "An Introduction to the Bootstrap" (1993); for rankings Sakai, "Evaluating Evaluation Metrics
+Based on the Bootstrap" (SIGIR 2006). Queries are drawn with replacement; a resample has the same queries for both.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,9 +12,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.report.axes import NumberFormat, format_value
-from embedtrain.report.bootstrap import interval
-from embedtrain.report.runs import MEAN, Run, Series
-from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, read_query_metrics
+from embedtrain.report.runs import MEAN, Run, Series, read_runs
+from embedtrain.tracking.metrics import MainChange, QueryMetrics, main_changes, query_metrics_path, read_query_metrics
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+_MAX_CELLS = 1 << 22  # of the differences that are drawn at a time
+
+
+def _resampled_means(differences: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Differences of queries [Q] to their means in each resample: [RESAMPLES]. The same for the same arguments."""
+    generator, count = np.random.default_rng(seed), len(differences)
+    rows = max(1, _MAX_CELLS // count)
+    return np.concatenate(
+        [
+            differences[generator.integers(0, count, (min(rows, RESAMPLES - start), count))].mean(axis=1)
+            for start in range(0, RESAMPLES, rows)
+        ]
+    )
+
+
+def interval(differences: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
+    """The percentile interval of the mean over sets of the mean difference over the queries of each set.
+
+    One array per set, at least one query in each: the queries of a set are drawn from that set only.
+    """
+    means = np.mean([_resampled_means(of_set, number) for number, of_set in enumerate(differences)], axis=0)
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
 
 # A mean of values per query differs from the logged one by rounding only.
 _TOLERANCE = 1e-6
@@ -121,3 +151,56 @@ def _signed(value: float, form: NumberFormat) -> str:
     size = abs(value)
     digits = f"{size:.4f}" if form is NumberFormat.plain and size < _TINY else format_value(size, form)
     return digits if value == 0 else f"{'−' if value < 0 else '+'}{digits}"
+
+
+_MAX_QUERIES = 20_000  # of a set; the bootstrap over more takes seconds
+
+
+def describe_outcome(run_dir: Path, step: int, *, selects_best: bool, evaluates_between: bool) -> list[str]:
+    """One line per set, as of `main_changes`, which says whether `step` is worse than step 0 or not clearly different.
+
+    A hint follows unless the run `selects_best` by a metric.
+    """
+    lines: list[str] = []
+    worse_sets: list[MainChange] = []
+    mains = main_changes(run_dir, step)
+    comparable = {main.name: main.metric for main in mains if main.first_step == 0 and main.last_step == step}
+    changes = changes_since_start(run_dir, step, comparable) if comparable else {}
+    for main in mains:
+        change = changes.get(main.name)
+        interval = "" if change is None or not change.interval else change.interval.replace("−", "-")
+        if interval and change is not None and change.direction == "noise":
+            lines.append(f"{main}: no clear change ({CONFIDENCE:.0%} interval of the difference {interval})")
+        elif not main.is_worse or main.last_step != step:
+            lines.append(str(main))
+        else:
+            range_text = f" ({CONFIDENCE:.0%} interval of the difference {interval})" if interval else ""
+            which = "" if worse_sets else ": the exported model is below the one before training"
+            lines.append(f"{main}, which is worse{range_text}{which}")
+            worse_sets.append(main)
+    if worse_sets and not selects_best:
+        also = "" if evaluates_between else ", with evaluation.every=STEPS to have several to choose from"
+        first = worse_sets[0]
+        lines.append(f"checkpoint.best_metric={first.name}/{first.metric} exports the best evaluated step{also}")
+    return lines
+
+
+def changes_since_start(run_dir: Path, step: int, metrics: Mapping[str, str]) -> dict[str, Change]:
+    """The changes from step 0 to `step` with their intervals, as set -> change; `metrics` names the metric of each set.
+
+    A set is left out where a value is missing, or where its queries are too many to draw from.
+    """
+    try:
+        (run,) = read_runs([run_dir])
+    except Exception:  # an interval is not worth losing the run
+        return {}
+    comparisons = Comparisons()
+    changes = {}
+    for name, metric in metrics.items():
+        names = [other for other in run.evaluations if other != MEAN] if name == MEAN else [name]
+        if sum(run.datasets[other].counts.get("queries", 0) for other in names if other in run.datasets) > _MAX_QUERIES:
+            continue
+        change = comparisons.change(name, metric, Evaluated(run, 0), Evaluated(run, step))
+        if change is not None:
+            changes[name] = change
+    return changes

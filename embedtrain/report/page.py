@@ -20,14 +20,12 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.report.axes import NumberFormat, format_value
-from embedtrain.report.bootstrap import CONFIDENCE, RESAMPLES
-from embedtrain.report.changes import Comparisons
+from embedtrain.report.changes import CONFIDENCE, RESAMPLES, Comparisons
 from embedtrain.report.chart import Chart
-from embedtrain.report.evaluation_sections import MainMetric, evaluation_sections, main_metric
+from embedtrain.report.evaluation_sections import MainMetric, evaluation_sections, main_metric, vector_sections
 from embedtrain.report.metric_sections import metric_sections
 from embedtrain.report.runs import Run, Series, Status, common_steps_per_epoch, read_runs
 from embedtrain.report.sample_section import sample_section, shorten
-from embedtrain.report.vector_section import vector_sections
 from embedtrain.utils.files import atomic_write
 from embedtrain.utils.formatting import format_duration
 

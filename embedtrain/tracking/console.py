@@ -13,7 +13,7 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
-from embedtrain.tracking.evaluation_table import EvaluationTable, Results
+from embedtrain.tracking.evaluation_table import EvaluationTable, Results, VectorTable, vector_rows, without_forms
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import standard_output
 from embedtrain.tracking.step_line import (
@@ -26,7 +26,6 @@ from embedtrain.tracking.step_line import (
     step_metrics,
     styled_line,
 )
-from embedtrain.tracking.vector_table import VectorTable, vector_rows, without_forms
 from embedtrain.utils.formatting import format_count, format_duration, mask_passwords, printable
 from embedtrain.utils.streams import SafeStream
 

@@ -12,20 +12,28 @@ import torch
 
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
-from embedtrain.tracking.async_logger import AsyncLogger
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.evaluation_table import Results
 from embedtrain.tracking.loggers import (
     TENSORBOARD_FINISH_TIMEOUT,
     TENSORBOARD_START_TIMEOUT,
+    AsyncLogger,
     TensorBoardLogger,
     WandbLogger,
     abandon_wandb,
     wandb_finish_timeout,
     wandb_start_timeout,
 )
-from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, MetricsFile, evaluation_row, read_metrics
-from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
+from embedtrain.tracking.metrics import (
+    METRICS_FILE,
+    DatasetInfo,
+    MetricsFile,
+    QueryMetrics,
+    evaluation_row,
+    query_metrics_path,
+    read_metrics,
+    write_query_metrics,
+)
 
 
 class Tracker:

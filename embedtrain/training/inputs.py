@@ -15,14 +15,17 @@ from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.compressed import Row
-from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.evaluator import (
+    EvaluationFunction,
+    Evaluator,
+    check_function_name,
+    function_name,
+    load_function,
+)
 from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
-from embedtrain.evaluation.function import EvaluationFunction, check_function_name, function_name, load_function
 from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
-from embedtrain.evaluation.set_kinds import check_sets_of_kind, metric_names
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Row, check_sets_of_kind, metric_names
 from embedtrain.formats.hub import require_export_support
 from embedtrain.inference.comparisons import comparison_of
 from embedtrain.losses.custom import load_loss_class

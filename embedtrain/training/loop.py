@@ -23,9 +23,8 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.signals import Notice, StopSignals, exit_code
-from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.watchdog.activity import set_activity
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import Timeouts, World
 from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.losses.excluded import no_negatives_warning

@@ -14,17 +14,16 @@ from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import ModelKind, Recipe
 from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import StopSignals
-from embedtrain.distributed.timeouts import Timeouts
-from embedtrain.distributed.world import World, joined_world
-from embedtrain.evaluation.compressed import CompressedVectors
+from embedtrain.distributed.world import Timeouts, World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.types import CompressedVectors
 from embedtrain.formats.model_card import OF_EXPORT
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel, quiet_libraries, verify_packing
 from embedtrain.inference.score import PairScorer
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
-from embedtrain.report.outcome import describe_outcome
+from embedtrain.report.changes import describe_outcome
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import datasets_at, metrics_at
 from embedtrain.tracking.tracker import Tracker

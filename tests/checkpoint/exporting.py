@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.formats.model_directory import WeightStream, write_architecture
 from embedtrain.formats.model_export import ExportResult, plan_export

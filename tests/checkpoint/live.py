@@ -21,7 +21,7 @@ from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE

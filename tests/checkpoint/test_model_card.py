@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.compose import compose_recipes, to_plain
 from embedtrain.formats.model_card import model_card
-from embedtrain.tracking.query_metrics import QueryMetrics, query_metrics_path, write_query_metrics
+from embedtrain.tracking.metrics import QueryMetrics, query_metrics_path, write_query_metrics
 
 ROWS = [
     {"step": 0, "set": "dev", "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True},

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embedtrain.checkpoint.snapshot import LocalShard, ShardPosition, Snapshot, Staging
+from embedtrain.checkpoint.snapshot import Snapshot, Staging
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import LocalShard, ShardPosition, TensorSpec
 from embedtrain.distributed.world import World
 from tests.checkpoint.live import Live, open_checkpoints, state_of
 from tests.pretend_cuda.device import host_reads

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
+from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import (
     FORMAT,
     GB,
@@ -28,8 +28,14 @@ from embedtrain.checkpoint.step_directory import (
     unfinished_path,
     verify_checksums,
 )
-from embedtrain.checkpoint.tensor_files import describe_tensors, tensor_files, write_local_shards
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import (
+    LocalShard,
+    ShardPosition,
+    TensorSpec,
+    describe_tensors,
+    tensor_files,
+    write_local_shards,
+)
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError, UnreadableError
 

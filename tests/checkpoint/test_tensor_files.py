@@ -10,9 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embedtrain.checkpoint import tensor_files as tensor_files_module
-from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
-from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
-from embedtrain.checkpoint.weight_files import DTYPE_NAMES, TensorSpec
+from embedtrain.checkpoint.snapshot import WEIGHTS
+from embedtrain.checkpoint.tensor_files import (
+    DTYPE_NAMES,
+    LocalShard,
+    ShardPosition,
+    TensorReader,
+    TensorSpec,
+    describe_tensors,
+    tensor_files,
+    write_local_shards,
+)
 from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.errors import CheckpointError
 

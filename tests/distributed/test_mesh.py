@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from tests.small import parallel, save_small, small_model

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, Strategy
 from embedtrain.distributed import sharding
-from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.distributed.sharding import reshard, shard_, unsharded_weights
+from embedtrain.distributed.sharding import ParallelLayout, reshard, shard_, unsharded_weights
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from embedtrain.distributed.timeouts import Timeouts
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import Timeouts, World
 
 
 def wait_for_late_rank(world: World, seconds: float) -> list[float]:

@@ -17,7 +17,7 @@ from embedtrain.commands.evaluate.__main__ import compose, main
 from embedtrain.commands.evaluate.options import compose_evaluate
 from embedtrain.commands.evaluate.stages import describe_gains
 from embedtrain.errors import ModelError
-from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.tracking.metrics import QueryMetrics
 from tests.commands import call
 from tests.evaluation.tiny import save_tiny_cross_encoder
 from tests.models.test_cross_encoder import save_reranker

@@ -9,11 +9,9 @@ from sentence_transformers.util import quantize_embeddings
 
 from embedtrain.config.compressed import parse_vectors
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.compressed import CompressedVectors
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import parse_best_metric, set_of_metric
-from embedtrain.evaluation.set_kinds import metric_names
-from embedtrain.evaluation.types import LoadedSet
+from embedtrain.evaluation.types import CompressedVectors, LoadedSet, metric_names
 from embedtrain.inference.encoded_shard import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order

@@ -9,8 +9,7 @@ import torch
 from embedtrain.errors import EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, retrieval_metrics
-from embedtrain.evaluation.set_kinds import metric_names
-from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet, ScoredPairs
+from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet, ScoredPairs, metric_names
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
 

@@ -8,7 +8,7 @@ import pytrec_eval
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, parse_best_metric, retrieval_metrics, sts_metrics
 from embedtrain.evaluation.readers.reranking import read_run
-from embedtrain.evaluation.tasks.rankings import run_path, write_run
+from embedtrain.evaluation.tasks import run_path, write_run
 
 
 def test_a_judged_query_without_a_run_counts_as_zero():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorDtype, VectorPlacement
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed import collectives
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.inference import encoding_plan
 from embedtrain.inference.encode import SentenceEncoder

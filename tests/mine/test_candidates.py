@@ -8,9 +8,8 @@ import pytest
 from embedtrain.commands.mine.options import compose_mine
 from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
-from embedtrain.mining.inputs import join_pairs, prepare_inputs
-from embedtrain.mining.queries import UniqueQueries
-from embedtrain.mining.sources import read_mining_sources
+from embedtrain.mining.inputs import UniqueQueries, join_pairs, prepare_inputs
+from embedtrain.mining.pool import read_mining_sources
 from tests.mine.runs import positive, write_jsonl
 
 LABELS = ["alpha", "beta", " alpha"]

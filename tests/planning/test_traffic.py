@@ -10,8 +10,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.distributed.sharding import shard_
+from embedtrain.distributed.sharding import ParallelLayout, shard_
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.planning.memory import step_memory

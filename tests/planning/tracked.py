@@ -9,8 +9,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
-from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.distributed.sharding import shard_
+from embedtrain.distributed.sharding import ParallelLayout, shard_
 from embedtrain.planning.memory import step_memory
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from embedtrain.tracking import async_logger
-from embedtrain.tracking.async_logger import AsyncLogger
+from embedtrain.tracking import loggers
+from embedtrain.tracking.loggers import AsyncLogger
 
 
 class RecordingLogger:
@@ -103,7 +103,7 @@ def test_a_logger_that_hangs_at_its_start_is_abandoned(release):
 
 
 def test_no_step_waits_for_a_logger_that_hangs(release, monkeypatch):
-    monkeypatch.setattr(async_logger, "CALL_TIMEOUT", 0.2)
+    monkeypatch.setattr(loggers, "CALL_TIMEOUT", 0.2)
     abandoned = []
     logger, warnings = opened(lambda: RecordingLogger(step=release.wait), abandoned=abandoned)
     began = time.monotonic()
@@ -120,7 +120,7 @@ def test_no_step_waits_for_a_logger_that_hangs(release, monkeypatch):
 
 
 def test_the_queue_of_a_logger_that_hangs_is_bounded(release, monkeypatch):
-    monkeypatch.setattr(async_logger, "MAX_QUEUED_CALLS", 10)
+    monkeypatch.setattr(loggers, "MAX_QUEUED_CALLS", 10)
     logger, warnings = opened(lambda: RecordingLogger(step=release.wait))
     for step in range(100):
         logger.step({"step": step})

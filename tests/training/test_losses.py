@@ -45,8 +45,7 @@ from embedtrain.config.similarity_losses import (
 )
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
-from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.distributed.sharding import shard_
+from embedtrain.distributed.sharding import ParallelLayout, shard_
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_loss

@@ -132,7 +132,7 @@ def _require_outside(output_dir: Path, model: str) -> None:
 
 def _sampled_texts(options: CalibrateOptions, world: "World") -> list[str]:
     """The distinct documents that are encoded, in their order."""
-    from embedtrain.evaluation.readers.any_corpus import read_any_corpus
+    from embedtrain.evaluation.readers.retrieval import read_any_corpus
     from embedtrain.inference.quantised import sampled_rows
 
     texts: list[str] = []

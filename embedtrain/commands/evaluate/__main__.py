@@ -18,16 +18,15 @@ from embedtrain.utils.files import expand_user
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.commands.evaluate.inputs import Inputs
     from embedtrain.distributed.world import World
-    from embedtrain.evaluation.compressed import CompressedVectors
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
+    from embedtrain.evaluation.types import CompressedVectors
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.loading.load import LoadedModel
     from embedtrain.inference.score import PairScorer
     from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
-    from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
-    from embedtrain.tracking.query_metrics import QueryMetrics
+    from embedtrain.tracking.metrics import DatasetInfo, MetricsFile, QueryMetrics
 
 Metrics = dict[str, dict[str, float]]
 
@@ -167,7 +166,7 @@ def _open_encoder(
     options: EvaluateOptions, model: "LoadedModel", inputs: "Inputs", world: "World"
 ) -> "tuple[SentenceEncoder, dict[str, Any], VectorCache | None]":
     """What encodes texts with the model, the identity of its vectors, and their cache if the user wants one."""
-    from embedtrain.evaluation.set_kinds import check_sets_of_kind
+    from embedtrain.evaluation.types import check_sets_of_kind
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
 
@@ -180,7 +179,7 @@ def _open_encoder(
 
 def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":
     """The forms of vectors to measure, with the ranges in the model's directory if it has any."""
-    from embedtrain.evaluation.compressed import CompressedVectors
+    from embedtrain.evaluation.types import CompressedVectors
     from embedtrain.formats.quantisation_file import read_ranges
 
     ranges = read_ranges(model.source.directory) if model is not None and options.vectors else {}

@@ -11,8 +11,8 @@ from embedtrain.config.validation import written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from embedtrain.evaluation.evaluator import EvaluationFunction, check_function_name, function_name, load_function
 from embedtrain.evaluation.first_stage import check_scored_sets
-from embedtrain.evaluation.function import EvaluationFunction, check_function_name, function_name, load_function
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet

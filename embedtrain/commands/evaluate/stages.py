@@ -17,17 +17,15 @@ import numpy as np
 
 from embedtrain.commands.evaluate.options import BM25, MODEL, EvaluateOptions, first_stages
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.compressed import CompressedVectors
-from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.evaluator import EvaluationFunction, Evaluator
 from embedtrain.evaluation.first_stage import has_scores, limit_candidates, with_bm25_candidates, with_rankings
-from embedtrain.evaluation.function import EvaluationFunction
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, required_depth
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.evaluation.types import CompressedVectors, LoadedSet, RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.score import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.report.bootstrap import CONFIDENCE, interval
-from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.report.changes import CONFIDENCE, interval
+from embedtrain.tracking.metrics import QueryMetrics
 
 RERANKED = "+reranker"
 

@@ -11,9 +11,8 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import CheckpointError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.first_stage import with_bm25_candidates
-from embedtrain.evaluation.set_kinds import check_sets_of_kind
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet, check_sets_of_kind
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
 from embedtrain.inference.score import PairScorer

@@ -28,11 +28,9 @@ from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.index import ShardedIndex
-from embedtrain.mining.inputs import RowBlock, row_blocks
-from embedtrain.mining.pool import DocumentPool, IntArray
-from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, scores_of
+from embedtrain.mining.inputs import FloatArray, QueryDocumentPairs, RowBlock, UniqueQueries, row_blocks, scores_of
+from embedtrain.mining.pool import DocumentPool, IntArray, MiningSource
 from embedtrain.mining.run import RowSearch
-from embedtrain.mining.sources import MiningSource
 
 REJECTED = "rejected"  # the directory of rows with the positives that were not kept
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.commands.filter.options import FilterOptions
-from embedtrain.mining.statistics import quantiles
+from embedtrain.mining.folder import quantiles
 from embedtrain.tracking.pages import Page
 
 _RANKS = (1, 2, 5, 10, 20, 50, 100, 1000)

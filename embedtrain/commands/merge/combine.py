@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedtrain.checkpoint.weight_files import TensorSpec, bytes_of
+from embedtrain.checkpoint.tensor_files import TensorSpec, bytes_of
 from embedtrain.commands.merge.coefficients import Matrix, normalized, slerp_coefficients, with_base
 from embedtrain.commands.merge.compatibility import shown_name
 from embedtrain.commands.merge.members import Member

@@ -19,8 +19,7 @@ from embedtrain.checkpoint.step_directory import (
     open_checkpoint,
     step_path,
 )
-from embedtrain.checkpoint.tensor_files import require_fit
-from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.checkpoint.tensor_files import TensorSpec, require_fit
 from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_steps
 from embedtrain.commands.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.config.checkpoint import WeightsOf

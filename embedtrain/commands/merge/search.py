@@ -23,8 +23,8 @@ from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.set_kinds import check_sets_of_kind, metric_names_of_set
 from embedtrain.evaluation.sets import load_sets
+from embedtrain.evaluation.types import check_sets_of_kind, metric_names_of_set
 from embedtrain.formats.model_directory import WeightRows
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel, load_model, verify_packing

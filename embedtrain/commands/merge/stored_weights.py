@@ -10,8 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.checkpoint.weight_files import DTYPES_BY_NAME, RowWriter, TensorSpec, bytes_of, file_layout
+from embedtrain.checkpoint.tensor_files import (
+    DTYPES_BY_NAME,
+    RowWriter,
+    TensorReader,
+    TensorSpec,
+    bytes_of,
+    file_layout,
+)
 from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.formats.model_directory import WeightStream
 

@@ -11,8 +11,8 @@ import torch
 from embedtrain.commands.mine.options import MarginReference, MineOptions
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.losses.encoded import Part
+from embedtrain.mining.inputs import FloatArray, QueryDocumentPairs, UniqueQueries, group_by_depth
 from embedtrain.mining.pool import IntArray
-from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, group_by_depth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,16 @@ from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.mining.folder import MiningFolder
-from embedtrain.mining.inputs import MiningInputs, RowBlock, row_blocks
+from embedtrain.mining.inputs import (
+    FloatArray,
+    MiningInputs,
+    QueryDocumentPairs,
+    RowBlock,
+    UniqueQueries,
+    row_blocks,
+    scores_of,
+)
 from embedtrain.mining.pool import IntArray
-from embedtrain.mining.queries import FloatArray, QueryDocumentPairs, UniqueQueries, scores_of
 from embedtrain.mining.run import RowSearch
 from embedtrain.mining.teacher import Teacher
 

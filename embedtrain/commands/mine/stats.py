@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from embedtrain.commands.mine.options import MarginReference, MineOptions
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
-from embedtrain.mining.statistics import quantiles
+from embedtrain.mining.folder import quantiles
 from embedtrain.tracking.pages import Page
 
 MAX_SUSPECTS = 20  # of each kind

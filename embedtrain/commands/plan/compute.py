@@ -12,7 +12,7 @@ from embedtrain.config.source_losses import source_requirements
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.texts import Texts
 from embedtrain.data.train_data import resolve_sources
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import EmbedtrainError
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.encoder import Encoder

@@ -6,7 +6,7 @@ from typing import Any
 from embedtrain.commands.plan.compute import PlannedModel, planned_model
 from embedtrain.commands.plan.options import PlanOptions
 from embedtrain.config.recipe import ModelKind, Recipe
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError
 from embedtrain.inference.search_costs import SearchCosts, SearchWorkload, search_costs
 from embedtrain.planning.strategy import choose_encoding_layout

@@ -38,7 +38,7 @@ def main(options: SearchOptions) -> None:
     from embedtrain.config.m3 import M3Config
     from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
-    from embedtrain.evaluation.readers.any_corpus import read_any_corpus
+    from embedtrain.evaluation.readers.retrieval import read_any_corpus
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import ShardedIndex, trec_order
     from embedtrain.inference.loading.encoder_model import load_encoder_model
@@ -110,7 +110,7 @@ def _searching(
     options: SearchOptions, model: "LoadedModel", encoder: "SentenceEncoder", index: "ShardedIndex", console: "Console"
 ) -> "Callable[[Part, int], Ranking]":
     """What finds the best documents for encoded queries, in the form of `vectors` if there is one."""
-    from embedtrain.evaluation.compressed import CompressedVectors
+    from embedtrain.evaluation.types import CompressedVectors
     from embedtrain.formats.quantisation_file import read_ranges
     from embedtrain.inference.index import Ranking
     from embedtrain.utils.formatting import format_count

@@ -42,7 +42,7 @@ from embedtrain.formats.derived import DerivedModel, num_parameters, open_model,
 from embedtrain.formats.model_export import ExportResult
 from embedtrain.formats.replacement import require_replaceable
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.mining.sources import corpus_parts
+from embedtrain.mining.pool import corpus_parts
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource

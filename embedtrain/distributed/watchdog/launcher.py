@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from embedtrain.distributed.monitor import start_monitor
+from embedtrain.distributed.signals import start_monitor
 
 _GRACE = 15.0  # seconds that an agent without ranks has to end by itself
 _TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL

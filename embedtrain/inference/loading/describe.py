@@ -7,7 +7,7 @@ from torch import nn
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.models.adapters import AdapterInfo, describe_adapters
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.static_embedding import is_static

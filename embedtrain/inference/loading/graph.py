@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.recipe import ModelKind, Strategy
 from embedtrain.data.types import Packing, QueryWords
-from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.graph_outputs import (

@@ -13,8 +13,7 @@ from transformers.utils import logging as transformers_logging
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
-from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.distributed.sharding import reshard, resolve_precision, shard_, warm_up
+from embedtrain.distributed.sharding import ParallelLayout, reshard, resolve_precision, shard_, warm_up
 from embedtrain.distributed.weights import (
     UnshardedWeight,
     broadcast_weights,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.watchdog.heartbeats import Heartbeat, HeartbeatStore
+from embedtrain.distributed.watchdog.watchdog import Heartbeat, HeartbeatStore
 from embedtrain.distributed.world import World
 
 

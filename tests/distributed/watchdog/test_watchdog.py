@@ -119,7 +119,7 @@ def test_an_upload_may_take_longer_than_ranks_wait(ranks, store):
 
 def test_a_monitor_that_fails_ends_the_process():
     program = (
-        "import time; from embedtrain.distributed.monitor import start_monitor\n"
+        "import time; from embedtrain.distributed.signals import start_monitor\n"
         "start_monitor('watchdog', lambda: {}['wolves']); time.sleep(60); print('unnoticed')"
     )
     ended = subprocess.run(

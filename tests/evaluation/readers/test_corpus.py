@@ -15,8 +15,7 @@ from embedtrain.data.cache.documents import MappedTexts, select_texts
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.readers import retrieval
-from embedtrain.evaluation.readers.any_corpus import read_any_corpus
-from embedtrain.evaluation.readers.retrieval import read_corpus
+from embedtrain.evaluation.readers.retrieval import read_any_corpus, read_corpus
 from embedtrain.evaluation.sets import load_sets, read_set
 from embedtrain.inference.index import trec_order
 from tests.evaluation.files import beir, jsonl, parquet, repository

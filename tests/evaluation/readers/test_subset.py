@@ -6,8 +6,7 @@ import pytest
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.readers.subset import take_subset
-from embedtrain.evaluation.sets import load_sets, read_set
+from embedtrain.evaluation.sets import load_sets, read_set, take_subset
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,

@@ -3,7 +3,7 @@
 import pytest
 
 from embedtrain.config.evaluation import SetKind
-from embedtrain.evaluation.tasks.rankings import run_path, write_run
+from embedtrain.evaluation.tasks import run_path, write_run
 from tests.evaluation.files import beir, error_of, jsonl, read
 
 CORPUS = {"d1": "one", "d2": "two", "d 3": "three", "d4": "four"}

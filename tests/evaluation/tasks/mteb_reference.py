@@ -10,8 +10,7 @@ from mteb import TaskMetadata
 from mteb.abstasks import AbsTask
 
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.set_kinds import metric_names
-from embedtrain.evaluation.types import LoadedSet
+from embedtrain.evaluation.types import LoadedSet, metric_names
 from tests.evaluation.tiny import sentence_encoder
 
 

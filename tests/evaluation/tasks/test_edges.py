@@ -11,7 +11,6 @@ from embedtrain.config.evaluation import Classifier, EvaluationSet, SetKind
 from embedtrain.errors import ConfigError, EmbedtrainError, EvaluationInterrupted
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import parse_best_metric
-from embedtrain.evaluation.set_kinds import check_metrics, dataset_info, metric_names
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import (
     Bitext,
@@ -22,6 +21,9 @@ from embedtrain.evaluation.types import (
     LoadedSet,
     RetrievalSet,
     ScoredPairs,
+    check_metrics,
+    dataset_info,
+    metric_names,
 )
 from embedtrain.tracking.metrics import DatasetInfo
 from tests.evaluation.tasks.mteb_reference import on_any_ranks

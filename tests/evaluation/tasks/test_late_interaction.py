@@ -12,8 +12,14 @@ from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import sts_metrics
 from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
-from embedtrain.evaluation.set_kinds import check_sets_of_kind
-from embedtrain.evaluation.types import Bitext, ClassificationSet, ClusteringSet, LabelledPairs, LoadedSet
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    LabelledPairs,
+    LoadedSet,
+    check_sets_of_kind,
+)
 from tests.evaluation.tasks.test_bitext import bitext
 from tests.evaluation.tasks.test_reranking import plain_set
 from tests.evaluation.test_evaluator import pairs

@@ -7,7 +7,7 @@ from mteb._evaluators.retrieval_metrics import hole
 from mteb.abstasks import AbsTaskRetrieval
 
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.tasks.rankings import run_path
+from embedtrain.evaluation.tasks import run_path
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
 from tests.evaluation.tasks.mteb_reference import encoded, on_any_ranks, retrieval_data, scores_of_task, task_of
 from tests.evaluation.tiny import sentence_encoder

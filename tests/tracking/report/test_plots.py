@@ -14,13 +14,12 @@ from embedtrain.report.axes import (
     tick_labels,
     value_axis,
 )
-from embedtrain.report.bootstrap import RESAMPLES, interval
+from embedtrain.report.changes import RESAMPLES, interval
 from embedtrain.report.chart import evenly_spaced
 from embedtrain.report.page import options_of
 from embedtrain.report.runs import Series, read_runs
 from embedtrain.report.sample import PairRelation, Role, Vectors
-from embedtrain.report.sample_plots import project
-from embedtrain.report.sample_section import shorten
+from embedtrain.report.sample_section import project, shorten
 from embedtrain.report.similarity import PairFamily, cosines, group_pairs, nearest_documents, select_queries
 from tests.tracking.report.runs import make_run, make_sample
 

@@ -24,8 +24,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import DataError
-from embedtrain.evaluation.set_kinds import CLUSTERING_METRICS
-from embedtrain.evaluation.tasks.context import SEED, EncoderContext, reproducible_sklearn
+from embedtrain.evaluation.context import SEED, EncoderContext, reproducible_sklearn
+from embedtrain.evaluation.metrics import CLUSTERING_METRICS
 from embedtrain.evaluation.types import ClassificationSet, ClusteringSet
 
 _NUM_NEIGHBORS = 3

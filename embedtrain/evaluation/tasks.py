@@ -1,24 +1,48 @@
-"""Retrieval and reranking: rankings measured as trec_eval does, and their TREC run and qrels files.
+"""What is measured on rankings and on pairs of sentences; see `labels` for texts with labels.
 
-Shapes: Q queries, M candidates of the query with the most, D dimensions.
+Rankings are measured as trec_eval does, and written as TREC run and qrels files.
+
+Shapes: Q queries, M candidates of the query with the most, D dimensions; n pairs.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import torch
+from sklearn.metrics import (
+    average_precision_score,
+)
 
-from embedtrain.evaluation.metrics import UNCUT_DEPTH, judged_documents, mean_metrics, metrics_per_query, required_depth
-from embedtrain.evaluation.tasks.context import EncoderContext, EvaluationContext, ScorerContext
-from embedtrain.evaluation.types import RUN_TAG, Corpus, RetrievalSet
-from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.evaluation.context import (
+    EncoderContext,
+    EvaluationContext,
+    ScorerContext,
+    reproducible_sklearn,
+)
+from embedtrain.evaluation.metrics import (
+    PAIR_CLASSIFICATION_METRICS,
+    UNCUT_DEPTH,
+    judged_documents,
+    mean_metrics,
+    metrics_per_query,
+    required_depth,
+    sts_metrics,
+)
+from embedtrain.evaluation.types import (
+    RUN_TAG,
+    Bitext,
+    Corpus,
+    LabelledPairs,
+    RetrievalSet,
+    ScoredPairs,
+)
+from embedtrain.tracking.metrics import QueryMetrics
 from embedtrain.utils.files import atomic_write
 
-RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
 # Rankings that are dictionaries at a time: they take ten times the memory of tensors.
 QUERY_BATCH_SIZE = 512
 
@@ -172,3 +196,72 @@ def _file_name(name: str) -> str:
 def _escape(text: str) -> str:
     # A byte order mark at the start of a file is not part of what readers return.
     return re.sub(r"[%\s\x00-\x1f\x7f\ufeff]", lambda match: quote(match[0], safe=""), text)
+
+
+def measure_sts(data: ScoredPairs, context: EncoderContext | ScorerContext) -> dict[str, float]:
+    """Rank and linear correlation of similarities with gold scores, identical on every rank. A collective."""
+    similarities = context.similarities(data.first, data.second)
+    metrics: dict[str, float] = {}
+    with context.world.fail_together(f"computing the metrics of {data.name}"):
+        if context.world.is_main:
+            metrics = sts_metrics(similarities.tolist(), data.scores)
+    return context.world.broadcast(metrics)
+
+
+def measure_pair_classification(data: LabelledPairs, context: EncoderContext | ScorerContext) -> dict[str, float]:
+    """Metrics of the similarities of pairs, identical on every rank. A collective.
+
+    Average precision is scikit-learn's. Accuracy, and F1 with its precision and recall, are those at the best threshold
+    of each, as found by sentence-transformers' BinaryClassificationEvaluator.
+    """
+    similarities = context.similarities(data.first, data.second)
+    metrics: dict[str, float] = {}
+    with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
+        if context.world.is_main:
+            metrics = _pair_classification_metrics(similarities.numpy(), np.asarray(data.labels))
+    return context.world.broadcast(metrics)
+
+
+def _pair_classification_metrics(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    # Imported here because it takes seconds, which only processes with such a set should spend.
+    from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
+
+    accuracy, accuracy_threshold = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
+    f1 = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
+    values = (average_precision_score(labels, scores), accuracy, *f1[:3], accuracy_threshold, f1[3])
+    return {metric: float(value) for metric, value in zip(PAIR_CLASSIFICATION_METRICS, values, strict=True)}
+
+
+def measure_bitext(data: Bitext, context: EncoderContext) -> dict[str, float]:
+    """Metrics of nearest neighbours, identical on every rank. A collective.
+
+    From the first sentences to the second, a translation is found if the nearest neighbour is in the same row;
+    precision, recall and F1 are means with rows as classes, as in MTEB. `accuracy_back` (from the second to the first)
+    and `accuracy_mean` (of both directions) are those of sentence-transformers' TranslationEvaluator, which also
+    accepts an equal sentence of another row. Of equally near sentences, the first counts.
+    """
+    from sklearn.metrics import precision_recall_fscore_support  # takes a second
+
+    forward = context.nearest(data.first, data.second)
+    backward = context.nearest(data.first, data.second, swapped=True)
+    metrics: dict[str, float] = {}
+    with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
+        if context.world.is_main:
+            rows = range(len(data.first))
+            precision, recall, f1, _ = precision_recall_fscore_support(
+                rows, forward, average="weighted", zero_division=0.0
+            )
+            accuracy_back = _fraction_equal(data.first, backward)
+            metrics = {
+                "f1": float(f1),
+                "precision": float(precision),
+                "recall": float(recall),
+                "accuracy": sum(nearest == row for row, nearest in zip(rows, forward, strict=True)) / len(rows),
+                "accuracy_back": accuracy_back,
+                "accuracy_mean": (_fraction_equal(data.second, forward) + accuracy_back) / 2,
+            }
+    return context.world.broadcast(metrics)
+
+
+def _fraction_equal(texts: Sequence[str], nearest: Sequence[int]) -> float:
+    return sum(text == texts[row] for text, row in zip(texts, nearest, strict=True)) / len(texts)

@@ -14,8 +14,7 @@ from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.compressed import CompressedVectors, Row
-from embedtrain.evaluation.types import Corpus, LoadedSet
+from embedtrain.evaluation.types import CompressedVectors, Corpus, LoadedSet, Row
 from embedtrain.inference.comparison import Comparison
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoded_shard import EncodedShard
@@ -24,7 +23,7 @@ from embedtrain.inference.score import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.quantisation import Ranges
-from embedtrain.tracking.query_metrics import QueryMetrics
+from embedtrain.tracking.metrics import QueryMetrics
 
 # MTEB's seed for all draws.
 SEED = 42

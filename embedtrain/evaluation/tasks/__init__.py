@@ -1,1 +1,0 @@
-"""The kinds of evaluation, grouped by what a set consists of: rankings, pairs, labels."""

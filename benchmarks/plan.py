@@ -21,7 +21,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.tokens import pack_texts
-from embedtrain.data.types import GlobalBatch, Row, TextInputs, Tokens
+from embedtrain.data.types import Chunk, GlobalBatch, Row, TextInputs
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
@@ -172,18 +172,16 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.normal_(0.0, 0.02)
-    warm_up(encoder, world.device)
+    dummy = Chunk.of_one_token(world.device)
+    warm_up(encoder, dummy)
     optim, loss = OptimConfig(), InfoNCE(InfoNCEConfig())
     optimizer = build_optimizer(encoder, optim)
-    ones = torch.ones((1, 1), dtype=torch.int64)
     run = StepContext(
         world=world,
         module=EncoderWithLoss(encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
-        backward=Backward(
-            encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), reduce_per_step=choice.reduce_per_step
-        ),
+        backward=Backward(encoder, loss, world, seed=0, dummy=dummy, reduce_per_step=choice.reduce_per_step),
         optim=optim,
         state=TrainState(),
     )

@@ -1,7 +1,6 @@
 """Texts as the input of a model with three representations of each (BGE-M3)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, TextInputs, Tokens
+from embedtrain.data.types import BatchTokens, Chunk, TextInputs
 from embedtrain.errors import ConfigError
 
 # Ids are stored as float32 beside the vectors.
@@ -39,13 +38,12 @@ class M3Tokenizer(TextTokenizer):
         ids = [getattr(tokenizer, name, None) for name in names]
         self._unweighted = np.array([number for number in ids if number is not None], dtype=np.int64)
 
-    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
         """Texts as one chunk, all of whose tokens have a row."""
         chunk = super().make_chunk(flat, lengths, rows)
         pooled = ~np.isin(chunk.ids.numpy(), self._unweighted)
         token_rows = np.flatnonzero(chunk.mask.numpy().reshape(-1))
-        return replace(
-            chunk,
+        return chunk.replaced(
             pooled=torch.from_numpy(pooled.astype(np.int64)),
             token_rows=torch.from_numpy(token_rows),
             sizes=np.asarray(lengths, dtype=np.int64),

@@ -7,7 +7,6 @@ cached once.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.pair_format import PairFormat
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, TextRole, Tokens
+from embedtrain.data.types import BatchTokens, Chunk, TextRole
 from embedtrain.errors import ModelError
 
 _WINDOW_OVERLAP = 80  # tokens
@@ -133,7 +132,7 @@ class PairTokenizer(TextTokenizer):
         """The text around a document."""
         return self.pair_format.document.around(prompt)
 
-    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
         """Pairs as one chunk, from their concatenated marked ids."""
         marked = flat < 0
         chunk = super().make_chunk(np.where(marked, ~flat, flat), lengths, rows)
@@ -141,14 +140,14 @@ class PairTokenizer(TextTokenizer):
             return chunk
         types = np.where(marked, self.pair_format.second_type, 0).astype(np.int64)
         if chunk.packing is not None:
-            return replace(chunk, types=torch.from_numpy(types[None, :]))
+            return chunk.replaced(types=torch.from_numpy(types[None, :]))
         filled = torch.zeros_like(chunk.ids)
         filled[chunk.mask.bool()] = torch.from_numpy(types)
-        return replace(chunk, types=filled)
+        return chunk.replaced(types=filled)
 
-    def dummy(self) -> Tokens:
+    def dummy(self) -> Chunk:
         """A chunk for a rank that has fewer chunks than others."""
-        return replace(self.chunk(self.ids([Pair("a", "a")]), [0]), rows=(-1,))
+        return self.chunk(self.ids([Pair("a", "a")]), [0]).replaced(rows=(-1,))
 
     def encoder_inputs(self, tokens: BatchTokens) -> "PairInputs":
         """The pairs of a batch: each document with the query of its row."""

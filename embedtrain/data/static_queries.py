@@ -4,7 +4,6 @@ The ids of a query are marked: the complement `~id` of each. Token caches hold t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, QueryWords, TextRole, Tokens
+from embedtrain.data.types import BatchTokens, Chunk, QueryWords, TextRole
 
 # Tokens of a query have fewer bits.
 _TEXT = 1 << 32
@@ -48,7 +47,7 @@ class StaticQueryTokenizer(TextTokenizer):
             return super().ids(texts, limit)
         return [ids or [self.nothing] for ids in self._queries.ids(list(texts), limit)] if texts else []
 
-    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
         """Texts as one chunk, of which documents are encoded; at least one text is, because all ranks compute."""
         texts = np.repeat(np.arange(len(lengths)), lengths)
         is_query = flat[np.cumsum(lengths) - lengths] < 0
@@ -74,7 +73,7 @@ class StaticQueryTokenizer(TextTokenizer):
             count=int(is_query.sum()),
             order=torch.from_numpy(order),
         )
-        return replace(chunk, query_words=query_words)
+        return chunk.replaced(query_words=query_words)
 
     def with_packing(self, packed: bool) -> "StaticQueryTokenizer":
         """The same with or without packing."""

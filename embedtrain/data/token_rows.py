@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.config.token_vectors import Expansion, TokenVectors
 from embedtrain.data.tokens import UNLIMITED, TextTokenizer
-from embedtrain.data.types import BatchTokens, PackedKeys, TextRole, Tokens
+from embedtrain.data.types import BatchTokens, Chunk, PackedKeys, TextRole
 from embedtrain.errors import ConfigError
 
 EXPANDED = 1 << 30
@@ -154,7 +154,7 @@ class TokenRowTokenizer(TextTokenizer):
         """Bool [V]."""
         return np.isin(np.arange(self.max_token_id + 1), list(self.skipped))
 
-    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
         """Texts as one chunk, from their concatenated marked ids."""
         has_vector = flat >= 0
         ids = np.where(has_vector, flat, ~flat)
@@ -165,14 +165,14 @@ class TokenRowTokenizer(TextTokenizer):
         if chunk.packing is not None:
             packing = chunk.packing
             packing.keys = PackedKeys.of(lengths, np.bincount(texts[attended], minlength=len(lengths)))
-            return replace(chunk, token_rows=torch.from_numpy(np.flatnonzero(has_vector)), sizes=sizes)
+            return chunk.replaced(token_rows=torch.from_numpy(np.flatnonzero(has_vector)), sizes=sizes)
         width = chunk.ids.shape[1]
         flat_indices = np.arange(len(flat)) + np.repeat(np.arange(len(lengths)) * width - np.cumsum(lengths), lengths)
         flat_indices += np.repeat(lengths, lengths)
         if not attended.all():
             chunk.mask.view(-1)[torch.from_numpy(flat_indices[~attended])] = 0
-            chunk = replace(chunk, has_padding=True)
-        return replace(chunk, token_rows=torch.from_numpy(flat_indices[has_vector]), sizes=sizes)
+            chunk = chunk.replaced(has_padding=True)
+        return chunk.replaced(token_rows=torch.from_numpy(flat_indices[has_vector]), sizes=sizes)
 
     @staticmethod
     def unmarked(ids: Sequence[int]) -> list[int]:

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.text_format import Prompt
-from embedtrain.data.types import BatchTokens, EncoderInputs, Packing, TextInputs, TextRole, Tokens
+from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, Packing, TextInputs, TextRole
 
 UNLIMITED = 1 << 30  # tokens: more than any text has
 
@@ -29,7 +28,7 @@ def split_pooled(ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.
     return np.where(not_pooled, ~ids, ids).astype(np.int64), pooled
 
 
-def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Tokens:
+def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Chunk:
     """N texts as one chunk, padded to the longest.
 
     Padding is on the right, whatever the tokenizer's setting: pooling reads the mask, and models with learned positions
@@ -48,16 +47,16 @@ def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence
         filled[mask] = values
         return torch.from_numpy(filled)
 
-    return Tokens(
+    return Chunk(
         fill(token_ids, padding),
         torch.from_numpy(mask.astype(np.int64)),
         tuple(rows),
-        None if pooled is None else fill(pooled, 0),
+        pooled=None if pooled is None else fill(pooled, 0),
         has_padding=not mask.all(),
     )
 
 
-def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
     """Texts as one chunk, concatenated into one row [1, T] without padding.
 
     `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in
@@ -71,7 +70,7 @@ def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequenc
     )
     tokens = torch.from_numpy(token_ids[None, :])
     pooled_tokens = None if pooled is None else torch.from_numpy(pooled[None, :])
-    return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled_tokens, packing, has_padding=False)
+    return Chunk(tokens, torch.ones_like(tokens), tuple(rows), pooled=pooled_tokens, packing=packing, has_padding=False)
 
 
 class TextTokenizer:
@@ -158,19 +157,19 @@ class TextTokenizer:
         lengths = [len(ids) - (bool(ids) and ids[-1] in special) for ids in token_ids]
         return {"": 0, **dict(zip(distinct, lengths, strict=True))}
 
-    def chunks(self, texts: Sequence[str], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Tokens]:
+    def chunks(self, texts: Sequence[str], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Chunk]:
         """All texts as chunks of at most `chunk_tokens` tokens including padding; a longer text is a chunk of its own.
 
-        Texts are sorted by length; `Tokens.rows` has their original indices.
+        Texts are sorted by length; `Chunk.rows` has their original indices.
         """
         return self.cut(self.ids(texts, prompts=prompts), chunk_tokens)
 
-    def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Tokens]:
+    def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Chunk]:
         """`chunks` of texts that are already tokenised."""
         lengths = [len(text) for text in ids]
         return [self.chunk(ids, rows) for rows in cut_by_length(lengths, chunk_tokens, packed=self.packed)]
 
-    def chunk(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Tokens:
+    def chunk(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Chunk:
         """The texts `rows` of `ids` as one chunk, packed or padded."""
         texts = [ids[row] for row in rows]
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
@@ -180,7 +179,7 @@ class TextTokenizer:
             flat = np.fromiter(itertools.chain.from_iterable(texts), dtype=np.int32, count=int(lengths.sum()))
         return self.make_chunk(flat, lengths, rows)
 
-    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
         """The same from concatenated tokens, as in `pack_texts` and `pad_texts`."""
         if self.packed:
             return pack_texts(flat, lengths, rows)
@@ -210,12 +209,12 @@ class TextTokenizer:
         """What the encoder computes of a batch: each query and each document."""
         return TextInputs(tokens, self.num_parts)
 
-    def dummy(self) -> Tokens:
+    def dummy(self) -> Chunk:
         """A chunk for a rank that has fewer chunks than others.
 
         A forward pass of a sharded model is a collective, so all ranks run the same number of passes.
         """
-        return replace(self.chunk(self.ids(["a"]), [0]), rows=(-1,))
+        return self.chunk(self.ids(["a"]), [0]).replaced(rows=(-1,))
 
     @staticmethod
     def unmarked(ids: Sequence[int]) -> list[int]:
@@ -281,7 +280,7 @@ def _mark_prompt(ids: list[int], num_prompt: int) -> list[int]:
     return [~token for token in ids[:num_marked]] + ids[num_marked:]
 
 
-def restore_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
+def restore_order(vectors: Sequence[Tensor], chunks: Sequence[Chunk]) -> Tensor:
     """The embeddings of all chunks as one matrix in the order of the texts, without those of dummies."""
     rows = torch.tensor([row for chunk in chunks for row in chunk.rows])
     order = rows.argsort()[int((rows < 0).sum()) :]

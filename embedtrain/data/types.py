@@ -1,10 +1,10 @@
-"""The types from rows to the encoder: Example, Row, GlobalBatch, Tokens."""
+"""The types from rows to the encoder: Example, Row, GlobalBatch, Chunk."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -227,9 +227,10 @@ class QueryWords:
         return QueryWords(change(self.words), change(self.queries), self.count, change(self.order))
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The input of the encoder: N texts padded to L tokens, or packed into one row of T tokens.
+class Chunk:
+    """What the encoder takes: N texts padded to L tokens, or packed into one row of T tokens.
+
+    Not a dataclass: FSDP would copy the fields of a dataclass, number by number, in every forward pass.
 
     Attributes:
         ids: int64 [N, L], or [1, T].
@@ -246,41 +247,58 @@ class Tokens:
             there are none.
     """
 
-    ids: Tensor
-    mask: Tensor
-    rows: tuple[int, ...]
-    pooled: Tensor | None = None
-    packing: Packing | None = None
-    has_padding: bool = True
-    types: Tensor | None = None
-    token_rows: Tensor | None = None
-    sizes: NDArray[np.int64] | None = None
-    query_words: QueryWords | None = None
+    __slots__ = (
+        "has_padding",
+        "ids",
+        "mask",
+        "packing",
+        "pooled",
+        "query_words",
+        "rows",
+        "sizes",
+        "token_rows",
+        "types",
+    )
 
-    @property
-    def inputs(self) -> tuple[Tensor | Packing | QueryWords | None, ...]:
-        """The arguments of the encoder: ids, mask (None without padding), pooled, and further ones if needed."""
-        padded = (self.ids, self.mask if self.has_padding else None, self.pooled)
-        if self.token_rows is not None:
-            return (*padded, self.packing, self.types, self.token_rows)
-        if self.query_words is not None:
-            return (*padded, self.packing, self.types, self.query_words)
-        if self.types is not None:
-            return (*padded, self.packing, self.types)
-        return padded if self.packing is None else (*padded, self.packing)
+    def __init__(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        rows: tuple[int, ...] = (),
+        *,
+        pooled: Tensor | None = None,
+        packing: Packing | None = None,
+        has_padding: bool = True,
+        types: Tensor | None = None,
+        token_rows: Tensor | None = None,
+        sizes: NDArray[np.int64] | None = None,
+        query_words: QueryWords | None = None,
+    ) -> None:
+        self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
+        self.packing, self.has_padding, self.types = packing, has_padding, types
+        self.token_rows, self.sizes, self.query_words = token_rows, sizes, query_words
 
-    def to(self, device: torch.device) -> "Tokens":
-        """The same tokens on `device`."""
+    @classmethod
+    def of_one_token(cls, device: torch.device) -> "Chunk":
+        """A dummy of the token 0."""
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        return cls(ids, torch.ones_like(ids), (-1,))
+
+    def replaced(self, **changes: Any) -> "Chunk":
+        """The same with other values of these attributes."""
+        return Chunk(**{name: getattr(self, name) for name in Chunk.__slots__} | changes)
+
+    def to(self, device: torch.device) -> "Chunk":
+        """The same chunk on `device`."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Chunk":
         """The same with `change` applied to all tensors."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
 
-        return replace(
-            self,
+        return self.replaced(
             ids=change(self.ids),
             mask=change(self.mask),
             pooled=changed(self.pooled),
@@ -289,6 +307,11 @@ class Tokens:
             token_rows=changed(self.token_rows),
             query_words=None if self.query_words is None else self.query_words.map_tensors(change),
         )
+
+    @property
+    def known_mask(self) -> Tensor | None:
+        """The mask of padded texts; None if all tokens are real and attended to."""
+        return self.mask if self.has_padding else None
 
     @property
     def lengths(self) -> Tensor:

@@ -222,16 +222,15 @@ def _has_shards(part: nn.Module) -> bool:
     return isinstance(first, DTensor) and first.device_mesh.size(first.device_mesh.ndim - 1) > 1
 
 
-def warm_up(encoder: nn.Module, device: torch.device) -> None:
-    """Run one token through the sharded encoder without gradient, and reshard its weights.
+def warm_up(encoder: nn.Module, chunk: object) -> None:
+    """Run a small chunk through the sharded encoder without gradient, and reshard its weights.
 
     FSDP determines the root module in the first forward pass. If that were a call of a block, or under
     `torch.inference_mode`, every later step would fail.
     """
     training = encoder.training
     with torch.no_grad():
-        ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        encoder.eval()(ids, torch.ones_like(ids))
+        encoder.eval()(chunk)
     encoder.train(training)
     reshard(encoder)
 
@@ -255,7 +254,7 @@ def set_gradient_sync(encoder: nn.Module, *, last: bool, reduce_per_step: bool =
 def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:
     """Make calls that bypass FSDP raise a clear error instead of failing inside torch.
 
-    Only `encoder(ids, mask)` gathers the root's weights. `encoder.forward(...)` or a call of a submodule would use
+    Only `encoder(chunk)` gathers the root's weights. `encoder.forward(...)` or a call of a submodule would use
     sharded weights ("mixed torch.Tensor and DTensor", "'weight' must be 2-D").
     """
     skipped = {id(part) for block in outside for part in block.modules()}
@@ -282,6 +281,6 @@ def _refuse_shards(part: nn.Module, _args: tuple[Any, ...]) -> None:
     # FSDP's hooks replace shards by plain tensors before this hook runs; shards mean that they did not run.
     if isinstance(next(part.parameters(recurse=False)), DTensor):
         raise TrainingError(
-            f"{type(part).__name__} was reached while its weights are sharded: call encoder(ids, mask) on every "
+            f"{type(part).__name__} was reached while its weights are sharded: call encoder(chunk) on every "
             f"rank, not its forward method or a submodule"
         )

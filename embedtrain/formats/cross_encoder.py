@@ -47,7 +47,7 @@ def probe_scores(
     ids = tokenizer.ids(probe_pairs(texts, prompts))  # type: ignore[arg-type]
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
-        return torch.cat([encoder(*chunk.inputs) for chunk in chunks]).T.cpu()
+        return torch.cat([encoder(chunk) for chunk in chunks]).T.cpu()
 
 
 def compared_pairs(tokenizer: TextTokenizer, texts: tuple[str, ...], prompts: Mapping[str, str]) -> Tensor | None:

@@ -161,7 +161,7 @@ def probe_token_vectors(
         ids = tokenizer.ids([prompt + text for text in texts], None, prompt, role)
         chunks = (tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids)))
         with torch.no_grad():
-            vectors += [encoder(*chunk.inputs).cpu() for chunk in chunks]
+            vectors += [encoder(chunk).cpu() for chunk in chunks]
     return torch.cat(vectors)
 
 

@@ -51,7 +51,7 @@ def probe_m3(encoder: Encoder, tokenizer: M3Tokenizer, texts: tuple[str, ...], d
     settings, ids, outputs = encoder.settings, tokenizer.ids(texts), []
     for row in range(len(ids)):
         with torch.no_grad():
-            rows = encoder(*tokenizer.chunk(ids, [row]).to(device).inputs).cpu()
+            rows = encoder(tokenizer.chunk(ids, [row]).to(device)).cpu()
         means = rows[1:, : settings.token_dimension].mean(dim=0), rows[:, -2].mean(dim=0, keepdim=True)
         outputs.append(torch.cat([rows[0, : settings.dimension], *means]))
     return torch.stack(outputs)

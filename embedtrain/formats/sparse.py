@@ -140,7 +140,7 @@ def probe_words(
     for role in (TextRole.document, TextRole.query):
         ids = tokenizer.ids(texts, role=role)
         with torch.no_grad():
-            rows += [encoder(*tokenizer.chunk(ids, [row]).to(device).inputs).cpu() for row in range(len(ids))]
+            rows += [encoder(tokenizer.chunk(ids, [row]).to(device)).cpu() for row in range(len(ids))]
     return torch.cat(rows)
 
 

@@ -20,6 +20,7 @@ from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.cross_encoder import (
     classifier_scores,
@@ -119,7 +120,7 @@ def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[s
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
         chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
-        return torch.cat([encoder.eval()(*chunk.inputs) for chunk in chunks])
+        return torch.cat([encoder.eval()(chunk) for chunk in chunks])
 
 
 def export_tolerance(dtype: torch.dtype, *, exact_encoder: bool) -> float:
@@ -301,4 +302,4 @@ def encode_probes(encoder: Encoder, tokenizer: PreTrainedTokenizerBase) -> Tenso
     """Embeddings of PROBES, [len(PROBES), D], one text per forward pass."""
     batches = (tokenize_padded(tokenizer, [text]) for text in PROBES)
     with torch.no_grad():
-        return torch.cat([encoder(batch["input_ids"], batch["attention_mask"]) for batch in batches])
+        return torch.cat([encoder(Chunk(batch["input_ids"], batch["attention_mask"])) for batch in batches])

@@ -20,7 +20,7 @@ from embedtrain.config.evaluation import Unshard
 from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import TextRole, Tokens
+from embedtrain.data.types import Chunk, TextRole
 from embedtrain.distributed.device import return_freed_memory
 from embedtrain.distributed.sharding import unsharded_weights
 from embedtrain.distributed.world import World
@@ -82,7 +82,7 @@ class SentenceEncoder:
     All methods are collectives: every rank calls them with the same texts.
 
     Args:
-        encoder: maps `Tokens.inputs` to float32 [N, D], or to the vectors of tokens [R, D]; it is called directly,
+        encoder: maps a `Chunk` to float32 [N, D], or to the vectors of tokens [R, D]; it is called directly,
             never its `forward`.
         chunk_tokens: maximum number of tokens, including padding, of one forward pass.
         query_prompt, document_prompt: defaults for callers that have no others.
@@ -271,7 +271,7 @@ class SentenceEncoder:
             for start in range(0, len(remaining) or 1, size):
                 block = remaining[start : start + size]
                 num_done += len(block)
-                chunks: list[Tokens] = []
+                chunks: list[Chunk] = []
                 with world.fail_together("preparing texts"):
                     chunks += itertools.islice(prepared, len(block[world.rank :: world.size]))
                 previous, launched = launched, self._launch(work, chunks, block, num_done)
@@ -281,13 +281,13 @@ class SentenceEncoder:
             assert launched is not None
             yield self._finish(work, launched)
 
-    def _prepared(self, work: _Work, remaining: Sequence[int]) -> Generator[Tokens, None, None]:
+    def _prepared(self, work: _Work, remaining: Sequence[int]) -> Generator[Chunk, None, None]:
         """This rank's chunks in order, prepared by a thread at most a block ahead. A collective."""
         plan, tokenizer = work.plan, self.tokenizer
         tokenized = plan.exchange_tokens(remaining, self.world)
         local_chunks = remaining[self.world.rank :: self.world.size]
 
-        def prepare(index: int) -> Tokens:
+        def prepare(index: int) -> Chunk:
             distinct = plan.chunk(local_chunks[index])
             if tokenized is not None:
                 tokens = tokenizer.make_chunk(
@@ -303,7 +303,7 @@ class SentenceEncoder:
         workers = int(len(local_chunks) > 1)  # a query of `embedtrain.search` needs no thread
         return iter(Prefetcher(prepare, 0, len(local_chunks), workers=workers, ahead=CHUNKS_PER_BLOCK))
 
-    def _launch(self, work: _Work, chunks: Sequence[Tokens], block: Sequence[int], num_done: int) -> _Block:
+    def _launch(self, work: _Work, chunks: Sequence[Chunk], block: Sequence[int], num_done: int) -> _Block:
         """Launch the forward passes of this rank's part of `block`. Reads nothing from the device."""
         vectors = self._encode_block(chunks, block)
         local_chunks = block[self.world.rank :: self.world.size]
@@ -338,7 +338,7 @@ class SentenceEncoder:
         self.progress(work.label, block.num_done, len(work.plan))
         return stored if work.mapped else block.vectors, block.distinct
 
-    def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Part:
+    def _encode_block(self, chunks: Sequence[Chunk], block: Sequence[int]) -> Part:
         """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
         num_passes = max(1, -(-len(block) // self.world.size))
         with eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
@@ -349,7 +349,7 @@ class SentenceEncoder:
             return concatenate(vectors)
 
     @cached_property
-    def _dummy(self) -> Tokens:
+    def _dummy(self) -> Chunk:
         return pinned(self.tokenizer.dummy(), self.world.device)
 
     def _unsharded(self) -> contextlib.AbstractContextManager[None]:
@@ -358,9 +358,9 @@ class SentenceEncoder:
             return contextlib.nullcontext()
         return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size))
 
-    def _forward(self, tokens: Tokens) -> Part:
-        vectors: Tensor = self.encoder(*tokens.to(self.world.device).inputs)
-        return Part(vectors[:, : self.truncate_dim].float(), tokens.sizes)
+    def _forward(self, chunk: Chunk) -> Part:
+        vectors: Tensor = self.encoder(chunk.to(self.world.device))
+        return Part(vectors[:, : self.truncate_dim].float(), chunk.sizes)
 
 
 def _take(part: Part, texts: NDArray[np.int64]) -> Part:

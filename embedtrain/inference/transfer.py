@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from embedtrain.data.types import Tokens
+from embedtrain.data.types import Chunk
 
 
-def pinned(tokens: Tokens, device: torch.device) -> Tokens:
+def pinned(tokens: Chunk, device: torch.device) -> Chunk:
     """A chunk in the memory from which `device` copies while it computes."""
     return tokens.map_tensors(torch.Tensor.pin_memory) if device.type == "cuda" else tokens
 

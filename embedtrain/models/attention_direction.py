@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from embedtrain.config.recipe import Pooling
+from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.models.encoder import Encoder
 
@@ -107,7 +108,6 @@ def _differ(encoder: Encoder, rows: list[list[int]], device: torch.device) -> bo
     """Whether the first tokens of two texts of two tokens have different vectors; further tokens are padding."""
     ids = torch.tensor(rows, device=device)
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-    mask = (positions < 2).long() if ids.shape[1] > 2 else None
     hidden = list[Tensor]()
 
     def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
@@ -117,7 +117,7 @@ def _differ(encoder: Encoder, rows: list[list[int]], device: torch.device) -> bo
     hook = encoder.backbone.register_forward_hook(keep)
     try:
         with torch.no_grad():
-            encoder(ids, mask, (positions < 1).long())
+            encoder(Chunk(ids, (positions < 2).long(), pooled=(positions < 1).long(), has_padding=ids.shape[1] > 2))
     finally:
         hook.remove()
     left, right = hidden[0][:, 0]

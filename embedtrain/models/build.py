@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from embedtrain.config.validation import written
+from embedtrain.data.types import Chunk
 from embedtrain.errors import ModelError
 from embedtrain.models.cross_encoder import HEAD, CrossEncoder, classifier_name, split_classifier
 from embedtrain.models.encoder import Encoder, hidden_size, prepare_backbone
@@ -165,11 +166,12 @@ def _weights_of_labels(encoder: Encoder, source: ModelSource, head: HeadSource) 
         for name, weight in encoder.state_dict().items()
     }
     vectors = torch.randn(4, 1, hidden_size(source.config), generator=torch.Generator().manual_seed(0))
+    chunk = Chunk(torch.zeros((4, 1), dtype=torch.int64), torch.ones((4, 1), dtype=torch.int64), has_padding=False)
     try:
         single.load_state_dict(weights, assign=True)
         with torch.no_grad():
-            scores = single.text_vectors(vectors, None, None, None)
-            logits = encoder.eval().text_vectors(vectors, None, None, None)
+            scores = single.text_vectors(vectors, chunk)
+            logits = encoder.eval().text_vectors(vectors, chunk)
     except RuntimeError as error:
         raise ModelError(f"{source.directory}: model.score_labels: {one_line(error)}") from None
     expected = _score_of([logits[:, label] for label in head.labels]).T

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.data.types import Packing
+from embedtrain.data.types import Chunk
 from embedtrain.models.attention_mask import known_padding
 from embedtrain.models.encoder import Encoder, prepare_backbone
 
@@ -65,20 +65,13 @@ class CrossEncoder(Encoder):
         named |= {} if pooler is None else {f"{self.head.base_model_prefix}.pooler": pooler}
         return [name for name, part in named.items() if next(part.parameters(), None) is not None]
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        pooled: Tensor | None = None,
-        packing: Packing | None = None,
-        types: Tensor | None = None,
-    ) -> Tensor:
-        """Tokens as in `Encoder.forward`, of pairs, to float32 scores [N, 1]."""
+    def forward(self, chunk: Chunk) -> Tensor:
+        """The N pairs of a chunk to float32 scores [N, 1]."""
         if not self._calls_whole_class:
-            return self.text_vectors(self.hidden_states(ids, mask, packing, types), mask, pooled, packing)
-        token_types = {} if types is None else {"token_type_ids": types}
-        with known_padding(mask is not None), backbone_of(self.head).calling(self.backbone):
-            scores: Tensor = self.head(input_ids=ids, attention_mask=mask, **token_types).logits
+            return self.text_vectors(self.hidden_states(chunk), chunk)
+        token_types = {} if chunk.types is None else {"token_type_ids": chunk.types}
+        with known_padding(chunk.has_padding), backbone_of(self.head).calling(self.backbone):
+            scores: Tensor = self.head(input_ids=chunk.ids, attention_mask=chunk.mask, **token_types).logits
         return scores.float()
 
     def _apply_heads(self, vectors: Tensor) -> Tensor:
@@ -186,9 +179,9 @@ def classifier_mismatch(encoder: CrossEncoder, device: torch.device) -> str | No
     ids = torch.where(mask.bool(), ids, padding)
     types = mask * (torch.arange(width, device=device) >= 2) if has_token_types(encoder) else None
     with torch.no_grad():
-        scores = encoder(ids, mask, None, None, types)
+        scores = encoder(Chunk(ids, mask, types=types))
         with encoder.calling_whole_class():
-            expected = encoder(ids, mask, None, None, types)
+            expected = encoder(Chunk(ids, mask, types=types))
     if scores.shape != expected.shape or scores.shape[1] != 1:
         return f"it returns {tuple(expected.shape)[1:]} numbers for a pair"
     difference = float(((scores - expected).abs() / expected.abs().clamp(min=1.0)).max())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.data.types import Packing
+from embedtrain.data.types import Chunk, Packing
 from embedtrain.models.attention_mask import known_padding
 from embedtrain.models.early_exits import EarlyExits
 
@@ -154,52 +154,40 @@ class Encoder(nn.Module):
         """The name of a weight or module, `backbone.NAME`, in the files of transformers and PEFT."""
         return name.removeprefix("backbone.")
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        pooled: Tensor | None = None,
-        packing: Packing | None = None,
-        types: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Token ids [N, L] and mask [N, L] (1 = real; None: no padding) to float32 vectors [N, D].
+    def forward(self, chunk: Chunk) -> Tensor | tuple[Tensor, ...]:
+        """The N texts of a chunk to float32 vectors [N, D]; with `exits`, in training, a tuple: first the last layer's.
 
-        `pooled` [N, L] (1 = pooled) selects the real tokens that are pooled, by default all; attention covers all real
-        tokens. With `packing` the N texts are concatenated in one row, so ids and pooled are [1, T] and the mask is
-        unused; the backbone has to be prepared by `enable_packing`. `types` are the token types of pairs, of the same
-        shape as ids; None: all are 0. With `exits`, in training: a tuple, first the vectors of the last layer.
+        Attention covers all real tokens, also those that are not pooled. For packed texts the backbone has to be
+        prepared by `enable_packing`.
         """
-        last = self.hidden_states(ids, mask, packing, types)
+        last = self.hidden_states(chunk)
         if self.exits is None or not self.training:
-            return self.text_vectors(last, mask, pooled, packing)
-        states = (last, *self.exits.pop())
-        return tuple(self.text_vectors(hidden, mask, pooled, packing) for hidden in states)
+            return self.text_vectors(last, chunk)
+        return tuple(self.text_vectors(hidden, chunk) for hidden in (last, *self.exits.pop()))
 
-    def text_vectors(
-        self, hidden: Tensor, mask: Tensor | None, pooled: Tensor | None, packing: Packing | None
-    ) -> Tensor:
+    def text_vectors(self, hidden: Tensor, chunk: Chunk) -> Tensor:
         """The vectors [N, D] of texts from the hidden states of their tokens, [N, L, H], or [1, T, H] if packed."""
-        if packing is not None:
-            pooled = None if pooled is None else pooled[0]
-            return self._apply_heads(pool_packed(hidden[0], pooled, packing, self.pooling))
-        real = hidden.new_ones(hidden.shape[:2], dtype=torch.int64) if mask is None else mask
-        return self.vectors(hidden, real if pooled is None else pooled)
+        if chunk.packing is not None:
+            pooled = None if chunk.pooled is None else chunk.pooled[0]
+            return self._apply_heads(pool_packed(hidden[0], pooled, chunk.packing, self.pooling))
+        return self.vectors(hidden, chunk.mask if chunk.pooled is None else chunk.pooled)
 
-    def hidden_states(self, ids: Tensor, mask: Tensor | None, packing: Packing | None, types: Tensor | None) -> Tensor:
+    def hidden_states(self, chunk: Chunk) -> Tensor:
         """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts."""
-        token_types = {} if types is None else {"token_type_ids": types}
-        if packing is None:
+        token_types = {} if chunk.types is None else {"token_type_ids": chunk.types}
+        if chunk.packing is None:
             # Without a mask some models fail (custom code), others search the position ids for packed texts.
-            real = torch.ones_like(ids) if mask is None else mask
-            with known_padding(mask is not None):
-                hidden: Tensor = self.backbone(input_ids=ids, attention_mask=real, **token_types).last_hidden_state
+            with known_padding(chunk.has_padding):
+                hidden: Tensor = self.backbone(
+                    input_ids=chunk.ids, attention_mask=chunk.mask, **token_types
+                ).last_hidden_state
             return hidden
         # Transformers passes a mask of four dimensions on unchanged, so it creates none.
         return self.backbone(  # type: ignore[no-any-return]
-            input_ids=ids,
-            attention_mask=ids.new_ones((1, 1, 1, 1)),
-            position_ids=packing.positions + first_position(self.backbone),
-            packing=packing,
+            input_ids=chunk.ids,
+            attention_mask=chunk.ids.new_ones((1, 1, 1, 1)),
+            position_ids=chunk.packing.positions + first_position(self.backbone),
+            packing=chunk.packing,
             **token_types,
         ).last_hidden_state
 

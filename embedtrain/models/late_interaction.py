@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.data.types import Packing
+from embedtrain.data.types import Chunk
 from embedtrain.models.encoder import Dense, Encoder
 
 _TOLERANCE = 5e-2  # between vectors of length 1, also in bf16
@@ -23,21 +23,12 @@ class LateInteractionEncoder(Encoder):
     def __init__(self, backbone: PreTrainedModel, dense: Sequence[Dense]) -> None:
         super().__init__(backbone, Pooling.cls, normalize=True, dense=dense)
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        pooled: Tensor | None = None,
-        packing: Packing | None = None,
-        types: Tensor | None = None,
-        token_rows: Tensor | None = None,
-    ) -> Tensor:
-        """Tokens as in `Encoder.forward` to float32 vectors [R, D].
+    def forward(self, chunk: Chunk) -> Tensor:
+        """The tokens of a chunk that have a vector to float32 vectors [R, D].
 
-        `token_rows`, int64 [R], are the tokens that have a vector, as flat indices in ids; None: those that `pooled`
-        selects, or all real ones.
+        Without `token_rows` these are the ones that `pooled` selects, or all real ones.
         """
-        hidden = self.hidden_states(ids, mask, packing, types)
+        hidden, mask, pooled, token_rows = self.hidden_states(chunk), chunk.known_mask, chunk.pooled, chunk.token_rows
         selected = pooled if mask is None else mask if pooled is None else pooled * mask
         if token_rows is None and selected is not None:
             token_rows = selected.flatten().nonzero()[:, 0]
@@ -64,7 +55,7 @@ def expansion_mismatch(encoder: LateInteractionEncoder, device: torch.device) ->
     mask = (torch.arange(length, device=device) < num_attended).long()[None]
     rows = torch.arange(length, device=device)
     with torch.no_grad():
-        alone = encoder(ids, mask, None, None, None, rows)
-        padded = encoder(F.pad(ids, (0, padding)), F.pad(mask, (0, padding)), None, None, None, rows)
+        alone = encoder(Chunk(ids, mask, token_rows=rows))
+        padded = encoder(Chunk(F.pad(ids, (0, padding)), F.pad(mask, (0, padding)), token_rows=rows))
     difference = float((alone - padded).norm(dim=1).max())
     return None if difference <= _TOLERANCE else f"their vectors depend on padding (they differ by {difference:.1%})"

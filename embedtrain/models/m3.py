@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from embedtrain.config.m3 import M3Settings
 from embedtrain.config.recipe import Pooling
-from embedtrain.data.types import Packing
+from embedtrain.data.types import Chunk
 from embedtrain.models.encoder import Encoder, hidden_size
 
 
@@ -27,32 +27,25 @@ class M3Encoder(Encoder):
         self.colbert_linear = nn.Linear(size, settings.token_dimension)
         self.sparse_linear = nn.Linear(size, 1)
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        pooled: Tensor | None = None,
-        packing: Packing | None = None,
-        types: Tensor | None = None,
-        token_rows: Tensor | None = None,
-    ) -> Tensor:
-        """Tokens as in `Encoder.forward` to float32 rows [T, width], of all tokens.
+    def forward(self, chunk: Chunk) -> Tensor:
+        """The texts of a chunk to float32 rows [T, width], of all tokens.
 
-        `token_rows`, int64 [T], are the real tokens, as flat indices in ids; without them only the dense vectors are
-        computed, [N, D]. `pooled` is 1 for tokens with a lexical weight, by default all.
+        `token_rows` of the chunk, int64 [T], are the real tokens; without them only the dense vectors are computed,
+        [N, D]. `pooled` is 1 for tokens with a lexical weight, by default all.
         """
+        token_rows = chunk.token_rows
         if token_rows is None:
-            return self.text_vectors(self.hidden_states(ids, mask, packing, types), mask, None, packing)
-        hidden = self.hidden_states(ids, mask, packing, types).flatten(0, 1)[token_rows]
-        if packing is None:
-            texts = token_rows // ids.shape[1]
+            return self.text_vectors(self.hidden_states(chunk), chunk.replaced(pooled=None))
+        hidden = self.hidden_states(chunk).flatten(0, 1)[token_rows]
+        if chunk.packing is None:
+            texts = token_rows // chunk.ids.shape[1]
         else:
-            texts = torch.searchsorted(packing.starts.long(), token_rows, right=True) - 1
+            texts = torch.searchsorted(chunk.packing.starts.long(), token_rows, right=True) - 1
         weights = self.lexical_weights(hidden).squeeze(1)
-        if pooled is not None:
-            weights = weights * pooled.flatten()[token_rows]
+        if chunk.pooled is not None:
+            weights = weights * chunk.pooled.flatten()[token_rows]
         vectors = self.token_vectors(hidden)
-        return m3_rows(F.normalize(hidden.float(), dim=1), vectors, weights, texts, ids.flatten()[token_rows])
+        return m3_rows(F.normalize(hidden.float(), dim=1), vectors, weights, texts, chunk.ids.flatten()[token_rows])
 
     def lexical_weights(self, hidden: Tensor) -> Tensor:
         """The weight of each token from its vector [..., H]: [..., 1]."""

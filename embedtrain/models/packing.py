@@ -33,7 +33,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Pooling, Precision
-from embedtrain.data.types import PackedKeys, Packing
+from embedtrain.data.types import Chunk, PackedKeys, Packing
 from embedtrain.models.attention_kernels import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit
 from embedtrain.models.attention_mask import without_reads
 from embedtrain.models.encoder import Encoder, prepare_backbone
@@ -123,7 +123,7 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
         probe = copy.deepcopy(encoder).to("meta").train()
         enable_packing(probe)
         with torch.no_grad(), _attention_is(recorded):
-            probe(*_chunk(torch.device("meta"), [list(range(length)) for length in _PROBE_LENGTHS]))
+            probe(_chunk(torch.device("meta"), [list(range(length)) for length in _PROBE_LENGTHS]))
     except PackingError as error:
         return PackingCheck(str(error))
     except Exception as error:  # a model's own code may raise anything
@@ -172,15 +172,20 @@ def packing_mismatch(
     with torch.no_grad():
         texts = [(first, second), (changed_first, second), (first, changed_second)]
         both, other_first, other_second = (
-            encoder(*_chunk(device, list(pair), key_lengths, token_types=token_types)).float() for pair in texts
+            encoder(_chunk(device, list(pair), key_lengths, token_types=token_types)).float() for pair in texts
         )
         padded = torch.tensor([first, (second + filler)[:width]], device=device)
         mask = torch.arange(width, device=device) < torch.tensor([[width], [num_attended]], device=device)
         types = (torch.arange(width, device=device) > 0).long().expand_as(padded)
-        further: tuple[Tensor | None, ...] = (None, None, types) if token_types else ()
-        if token_vectors:
-            further = (None, None, None, torch.arange(2 * width, device=device))
-        separate = encoder(padded, mask.long(), *further).float()
+        rows = torch.arange(2 * width, device=device)
+        separate = encoder(
+            Chunk(
+                padded,
+                mask.long(),
+                types=types if token_types else None,
+                token_rows=rows if token_vectors else None,
+            )
+        ).float()
     if not torch.stack([both, other_first, other_second, separate]).isfinite().all():
         return "its vectors are not finite"  # NaN never equals NaN, so no comparison would say anything
     if not (
@@ -229,15 +234,16 @@ def window_mismatch(config: PretrainedConfig, precision: Precision, device: torc
 
 def _chunk(
     device: torch.device, texts: list[list[int]], key_lengths: list[int] | None = None, *, token_types: bool = False
-) -> tuple[Tensor | Packing | None, ...]:
+) -> Chunk:
     lengths = [len(text) for text in texts]
     ids = torch.tensor([[token for text in texts for token in text]], device=device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     positions = torch.tensor([[position for length in lengths for position in range(length)]], device=device)
     keys = PackedKeys.of(np.array(lengths), np.array(lengths if key_lengths is None else key_lengths))
     keys = None if keys is None else keys.map_tensors(lambda tensor: tensor.to(device))
-    packed = (ids, None, None, Packing(tuple(lengths), starts, positions, keys))
-    return (*packed, (positions > 0).long()) if token_types else packed
+    packing = Packing(tuple(lengths), starts, positions, keys)
+    types = (positions > 0).long() if token_types else None
+    return Chunk(ids, torch.ones_like(ids), packing=packing, has_padding=False, types=types)
 
 
 @contextlib.contextmanager

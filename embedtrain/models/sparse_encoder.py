@@ -23,7 +23,7 @@ from transformers import (
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.sparse import SparseActivation, SparsePooling
-from embedtrain.data.types import Packing, QueryWords
+from embedtrain.data.types import Chunk
 from embedtrain.errors import ModelError
 from embedtrain.models.attention_mask import known_padding
 from embedtrain.models.cross_encoder import PooledVectors, backbone_of, classifier_name
@@ -79,30 +79,19 @@ class SparseEncoder(Encoder):
         """The name of a weight or module in transformers' class."""
         return classifier_name(name, self.head.base_model_prefix)
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        pooled: Tensor | None = None,
-        packing: Packing | None = None,
-        types: Tensor | None = None,
-        query_words: QueryWords | None = None,
-    ) -> Tensor:
-        """Tokens as in `Encoder.forward` to the weights of all words, float32 [N, V]; `pooled` has no effect.
-
-        With `query_words`, the tokens are those of the texts that are encoded.
-        """
+    def forward(self, chunk: Chunk) -> Tensor:
+        """The N texts of a chunk to the weights of all words, float32 [N, V]; `pooled` has no effect."""
         if self._calls_whole_class:
-            return self._whole_class_weights(ids, mask)
-        hidden = self.hidden_states(ids, mask, packing, types)
+            return self._whole_class_weights(chunk)
+        hidden, query_words = self.hidden_states(chunk), chunk.query_words
         looked_up: Tensor | None = None
         if self.query_weights is not None:
             looked_up, zero = self.query_weights(query_words)
             hidden = hidden + zero.to(hidden.dtype)
-        if packing is not None:
-            spans = TokenSpans.of_packed(packing)
+        if chunk.packing is not None:
+            spans = TokenSpans.of_packed(chunk.packing)
         else:
-            spans = TokenSpans.of_padded(torch.ones_like(ids) if mask is None else mask, has_padding=mask is not None)
+            spans = TokenSpans.of_padded(chunk.mask, has_padding=chunk.has_padding)
         weights = self._word_weights(hidden, spans)
         if query_words is None or looked_up is None:
             return weights
@@ -119,15 +108,15 @@ class SparseEncoder(Encoder):
         weight, bias = self._vocabulary()
         return word_weights(transformed.to(weight.dtype), weight, bias, spans, self.word_pooling, self.activation)
 
-    def _whole_class_weights(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        decoder, real = decoder_of(self.head), torch.ones_like(ids) if mask is None else mask
+    def _whole_class_weights(self, chunk: Chunk) -> Tensor:
+        decoder = decoder_of(self.head)
         decoder.vocabulary = self._vocabulary
         try:
-            with known_padding(mask is not None), backbone_of(self.head).calling(self.backbone):
-                logits = self.head(input_ids=ids, attention_mask=real).logits.float()
+            with known_padding(chunk.has_padding), backbone_of(self.head).calling(self.backbone):
+                logits = self.head(input_ids=chunk.ids, attention_mask=chunk.mask).logits.float()
         finally:
             decoder.vocabulary = None
-        weights = activate(logits, self.activation) * real.unsqueeze(-1)
+        weights = activate(logits, self.activation) * chunk.mask.unsqueeze(-1)
         return weights.amax(dim=1) if self.word_pooling is SparsePooling.max else weights.sum(dim=1)
 
     def _vocabulary(self) -> tuple[Tensor, Tensor | None]:
@@ -245,9 +234,9 @@ def language_model_mismatch(encoder: SparseEncoder, device: torch.device) -> str
     mask = (torch.arange(width, device=device) < torch.tensor(_PROBE_LENGTHS, device=device)[:, None]).long()
     ids = torch.where(mask.bool(), ids, padding or 0)
     with torch.no_grad():
-        weights = encoder(ids, mask)
+        weights = encoder(Chunk(ids, mask))
         with encoder.calling_whole_class():
-            expected = encoder(ids, mask)
+            expected = encoder(Chunk(ids, mask))
     difference, tolerance = float((weights - expected).abs().max()), _TOLERANCES[decoder_of(encoder.head).dtype]
     return None if difference <= tolerance else f"weights of words differ by {difference:.2g} from its own logits'"
 

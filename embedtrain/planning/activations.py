@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from embedtrain.data.types import Chunk
 from embedtrain.models.encoder import Encoder
 
 # Tokens of the measured pass. They cost nothing on the meta device, and make constant sizes (the gradient of a weight)
@@ -146,7 +147,7 @@ def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float,
     mask = torch.empty_like(ids)
     existing = [ids, mask, *encoder.parameters(), *encoder.buffers()]
     with LiveBytes(existing) as live:
-        vectors = encoder(ids, mask)
+        vectors = encoder(Chunk(ids, mask))
         saved, forward = live.bytes, live.peak
         live.peak = saved
         if vectors.requires_grad:
@@ -154,7 +155,7 @@ def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float,
         backward = live.peak
     del vectors
     with torch.no_grad(), LiveBytes(existing) as live:
-        encoder(ids, mask)
+        encoder(Chunk(ids, mask))
         no_grad = live.peak
     tokens = texts * length
     return saved / tokens, forward / tokens, backward / tokens, no_grad / tokens

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedtrain.data.types import Tokens
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
@@ -48,7 +48,7 @@ class Backward:
         world: World,
         *,
         seed: int,
-        dummy: Tokens,
+        dummy: Chunk,
         reduce_per_step: bool = True,
         guides: Mapping[str, GuideModel] | None = None,
         sources: Sequence[str] | None = None,
@@ -168,10 +168,10 @@ class Backward:
         (output.local_loss * (weight * self.world.size)).backward()
         return LossOutput(output.local_loss.detach(), output.metrics, output.row_losses)
 
-    def _encode(self, step: int, index: int, chunk: Tokens) -> tuple[Tensor, ...]:
+    def _encode(self, step: int, index: int, chunk: Chunk) -> tuple[Tensor, ...]:
         """The parts of a chunk's texts; an encoder of one part returns it without a tuple."""
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
-        encoded: Tensor | tuple[Tensor, ...] = self.encoder(*chunk.inputs)
+        encoded: Tensor | tuple[Tensor, ...] = self.encoder(chunk)
         return (encoded,) if isinstance(encoded, Tensor) else encoded
 
 

@@ -13,7 +13,7 @@ from embedtrain.config.similarity_losses import TeacherMap
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import restore_order
-from embedtrain.data.types import Row, TextRole, Tokens
+from embedtrain.data.types import Chunk, Row, TextRole
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
@@ -44,13 +44,13 @@ class GuideModel:
         """The dimension of its vectors."""
         return self.encoder.dimension
 
-    def __call__(self, chunks: Sequence[Tokens], num_queries: int) -> Guide:
+    def __call__(self, chunks: Sequence[Chunk], num_queries: int) -> Guide:
         """The vectors of this rank's chunks. A collective: every rank calls it, with or without rows."""
         # Over the host's process group: reading a tensor of the GPU would wait for all work that is queued there.
         (num_passes,) = max_over_ranks([len(chunks)], torch.device("cpu"))
         padded = [*chunks, *[self._dummy] * (max(1, num_passes) - len(chunks))]
         with torch.no_grad():
-            rows = restore_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
+            rows = restore_order([self.encoder(chunk) for chunk in padded], padded)
         reshard(self.encoder)
         return Guide(rows[:num_queries], rows[num_queries:], self.similarity)
 

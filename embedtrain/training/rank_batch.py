@@ -15,7 +15,7 @@ from torch import Tensor
 from embedtrain.data.chunks import ChunkPlan, plan_chunks
 from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, EncoderInputs, GlobalBatch, Row, Tokens
+from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch, Row
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.losses.encoded import row_indices
 from embedtrain.losses.row_sources import RowSources
@@ -89,7 +89,7 @@ class GuideTokenizer:
     text_format: TextFormat
     chunk_tokens: int
 
-    def __call__(self, rows: Sequence[Row]) -> tuple[Tokens, ...]:
+    def __call__(self, rows: Sequence[Row]) -> tuple[Chunk, ...]:
         """Chunks of all queries, then all documents, of these rows."""
         query_prompt, document_prompt = self.text_format.query_prompt, self.text_format.document_prompt
         queries = [query_prompt + row.query for row in rows]
@@ -126,7 +126,7 @@ class RankBatch:
     """One rank's part of a global batch, tokenised."""
 
     step: int
-    chunks: tuple[Tokens, ...]  # the texts that this rank encodes, longest first; rows count through all chunks
+    chunks: tuple[Chunk, ...]  # the texts that this rank encodes, longest first; rows count through all chunks
     num_queries: int  # embeddings of queries: B, or 0 if the encoder takes pairs
     batch_info: BatchInfo
     num_rows: int  # of the global batch
@@ -135,7 +135,7 @@ class RankBatch:
     max_documents: int  # documents of the longest row of the global batch
     exchanges: tuple[Exchange, ...]  # of each part of the embeddings: sends its rows to the ranks of their batch rows
     sizes: tuple[NDArray[np.int64] | None, ...]  # of each part: rows of this rank's texts, see `Part`
-    guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)  # chunks for guide models, by path
+    guides: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)  # chunks for guide models, by path
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -321,7 +321,7 @@ def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:
 
 def _encode_plan(
     inputs: EncoderInputs, rank: int, size: int, tokenizer: TextTokenizer, chunk_options: ChunkOptions
-) -> tuple[list[Tokens], tuple[Exchange, ...], ChunkPlan]:
+) -> tuple[list[Chunk], tuple[Exchange, ...], ChunkPlan]:
     """This rank's chunks, the exchange of each part of the embeddings, and which rank encodes which texts."""
     plan = plan_chunks(
         inputs.costs,

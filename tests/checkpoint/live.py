@@ -21,6 +21,7 @@ from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
@@ -76,7 +77,7 @@ class Live:
     def step(self) -> None:
         """One optimizer step with real gradients; the loss's parameters have none, as before a batch of its source."""
         ids = torch.tensor([[1, 2, 3]], device=self.device)
-        self.trained.encoder(*((ids,) if self.odd else (ids, torch.ones_like(ids)))).sum().backward()
+        self.trained.encoder(ids if self.odd else Chunk(ids, torch.ones_like(ids))).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

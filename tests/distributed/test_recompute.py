@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.inference.loading.load import load_model
@@ -21,20 +22,20 @@ from tests.small import parallel, save_small, small_model
 NAMES = ("bert", "modernbert", "llama", "qwen3", "gemma3_text", "mpnet")
 
 
-def texts(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Queries, documents and hard negatives of a rank: ids and mask, each padded to one length."""
+def texts(rank: int) -> list[Chunk]:
+    """Queries, documents and hard negatives of a rank, each padded to one length."""
     columns = []
     for column, length in enumerate((4, 7, 11)):
         generator = torch.Generator().manual_seed(10 * rank + column)
         ids = torch.randint(4, 30, (3, length), generator=generator)
         mask = (torch.arange(length) < torch.tensor([[length], [length - 1], [2]])).long()
-        columns.append((torch.where(mask.bool(), ids, 1), mask))
+        columns.append(Chunk(torch.where(mask.bool(), ids, 1), mask))
     return columns
 
 
 def loss(encoder: nn.Module, rank: int, num_passes: int) -> Tensor:
     """Like a triplet loss: a forward pass per column, and one backward pass."""
-    queries, *documents = (encoder(ids, mask) for ids, mask in texts(rank)[:num_passes])
+    queries, *documents = (encoder(chunk) for chunk in texts(rank)[:num_passes])
     return sum((1 + column) * (queries * vectors).sum() for column, vectors in enumerate(documents))
 
 
@@ -83,7 +84,7 @@ def same_gradients(world: World, models: dict[str, ModelConfig]) -> None:
                 assert error < 1e-6, (name, strategy, recompute, num_passes)
             with torch.no_grad():
                 runs.clear()
-                encoder(*texts(0)[0])
+                encoder(texts(0)[0])
             assert sorted(runs) == [0, 1]
 
 

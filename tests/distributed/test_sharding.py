@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, Strategy
+from embedtrain.data.types import Chunk
 from embedtrain.distributed import sharding
 from embedtrain.distributed.sharding import ParallelLayout, reshard, shard_, unsharded_weights
 from embedtrain.distributed.weights import row_range
@@ -46,13 +47,13 @@ def rejected_or_correct(world: World, models: dict[str, ModelConfig]) -> None:
     for name, model in models.items():
         reference = in_one_process(model)
         with torch.no_grad():
-            expected = reference(IDS, MASK)
+            expected = reference(Chunk(IDS, MASK))
             hidden = reference.backbone.get_input_embeddings()(IDS)
         for strategy in (Strategy.fsdp, Strategy.ddp):
             encoder = load_model(model, parallel(strategy), world, seed=0).encoder.eval()
             blocks = find_blocks(encoder, type(find_blocks(reference)[0]).__name__.join(["FSDP", ""]))
             direct = {
-                "forward": lambda encoder=encoder: encoder.forward(IDS, MASK),
+                "forward": lambda encoder=encoder: encoder.forward(Chunk(IDS, MASK)),
                 "backbone": lambda encoder=encoder: encoder.backbone(input_ids=IDS, attention_mask=MASK),
                 "embeddings": lambda encoder=encoder: encoder.backbone.get_input_embeddings()(IDS),
                 "part of a block": lambda blocks=blocks, hidden=hidden: next(
@@ -60,22 +61,22 @@ def rejected_or_correct(world: World, models: dict[str, ModelConfig]) -> None:
                 )(hidden),
             }
             for case, call in direct.items():
-                with pytest.raises(TrainingError, match=r"encoder\(ids, mask\)") as caught, torch.no_grad():
+                with pytest.raises(TrainingError, match=r"encoder\(chunk\)") as caught, torch.no_grad():
                     call()
                 assert "DTensor" not in str(caught.value), (name, case)
             for _ in range(2):
                 with torch.no_grad():
-                    torch.testing.assert_close(encoder(IDS, MASK), expected, rtol=0, atol=1e-5)
+                    torch.testing.assert_close(encoder(Chunk(IDS, MASK)), expected, rtol=0, atol=1e-5)
             with torch.inference_mode():
-                torch.testing.assert_close(encoder(IDS, MASK), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(encoder(Chunk(IDS, MASK)), expected, rtol=0, atol=1e-5)
             reshard(encoder)
             assert all(isinstance(p, DTensor) for p in encoder.parameters())
             with pytest.raises(EmbedtrainError), torch.no_grad():
-                encoder.forward(IDS, MASK)
+                encoder.forward(Chunk(IDS, MASK))
             # Training after evaluation has the gradient of the reference.
-            encoder(IDS, MASK)[0, 0].backward()
+            encoder(Chunk(IDS, MASK))[0, 0].backward()
             reference.zero_grad()
-            reference(IDS, MASK)[0, 0].backward()
+            reference(Chunk(IDS, MASK))[0, 0].backward()
             for key, parameter in reference.named_parameters():
                 if parameter.grad is not None:
                     grad = encoder.get_parameter(key).grad.full_tensor()
@@ -95,7 +96,7 @@ def single_block(world: World, model: ModelConfig) -> None:
         output, expected = encoder.backbone.encoder.layer[0](hidden), reference.backbone.encoder.layer[0](hidden)
         output, expected = (x[0] if isinstance(x, tuple) else x for x in (output, expected))
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(encoder(IDS, MASK), reference(IDS, MASK), rtol=0, atol=1e-5)
+        torch.testing.assert_close(encoder(Chunk(IDS, MASK)), reference(Chunk(IDS, MASK)), rtol=0, atol=1e-5)
 
 
 def test_a_block_called_alone_first(ranks, models):
@@ -110,15 +111,15 @@ def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
         block = find_blocks(encoder)[0]
         block.register_forward_pre_hook(lambda _, args, inside=inside: inside.append(args[0].dtype))
         with torch.no_grad():
-            vectors = encoder(IDS, MASK)
-            left_padded = encoder(IDS.flip(1), MASK.flip(1))
-            expected = reference(IDS, MASK)
+            vectors = encoder(Chunk(IDS, MASK))
+            left_padded = encoder(Chunk(IDS.flip(1), MASK.flip(1)))
+            expected = reference(Chunk(IDS, MASK))
         assert inside == [torch.bfloat16] * 2, name
         assert vectors.dtype == torch.float32
         assert left_padded.isfinite().all()  # a mask of fp32's smallest number would be -inf in bf16 and cause NaN
         assert torch.cosine_similarity(vectors, expected).min() > 0.99, name
         reshard(encoder)
-        encoder(IDS, MASK).sum().backward()
+        encoder(Chunk(IDS, MASK)).sum().backward()
         for parameter in encoder.parameters():
             assert parameter.dtype == torch.float32
             assert parameter.grad is None or parameter.grad.dtype == torch.float32
@@ -161,7 +162,7 @@ def test_sharded_shapes(ranks):
 def memory_options(world: World, model: ModelConfig) -> None:
     """Vectors and gradients with resharding, recomputation and CPU offload; the large embedding is its own group."""
     reference = in_one_process(model)
-    expected = reference(IDS, MASK)
+    expected = reference(Chunk(IDS, MASK))
     expected.pow(3).sum().backward()
     limit, sharding.LARGE_EMBEDDING = sharding.LARGE_EMBEDDING, 64 * 32
     try:
@@ -179,7 +180,7 @@ def memory_options(world: World, model: ModelConfig) -> None:
             assert sum(isinstance(part, FSDPModule) for part in encoder.modules()) == 2 + 1 + 1
             for _ in range(2):  # the second time after a backward pass, which gathers again
                 encoder.zero_grad()
-                vectors = encoder(IDS, MASK)
+                vectors = encoder(Chunk(IDS, MASK))
                 torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
                 weight = embedding.weight
                 assert isinstance(weight, DTensor) == (options.get("reshard_after_forward") is not False), options
@@ -201,10 +202,10 @@ def memory_options(world: World, model: ModelConfig) -> None:
             assert clip_grad_norm(encoder.parameters(), 1.0) > 0
             optimizer.step()
             assert all(not p.full_tensor().equal(old) for p, old in zip(encoder.parameters(), before, strict=True))
-            with unsharded_weights(encoder, lambda encoder=encoder: encoder(IDS, MASK)), torch.no_grad():
-                unsharded = encoder(IDS, MASK)
+            with unsharded_weights(encoder, lambda encoder=encoder: encoder(Chunk(IDS, MASK))), torch.no_grad():
+                unsharded = encoder(Chunk(IDS, MASK))
             with torch.no_grad():
-                assert encoder(IDS, MASK).equal(unsharded)
+                assert encoder(Chunk(IDS, MASK)).equal(unsharded)
     finally:
         sharding.LARGE_EMBEDDING = limit
 

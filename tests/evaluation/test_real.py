@@ -19,11 +19,10 @@ class MeanPooled(nn.Module):
         super().__init__()
         self.backbone = AutoModel.from_pretrained(directory, add_pooling_layer=False)
 
-    def forward(self, ids, mask, pooled=None):
-        assert pooled is None, "every token counts"
-        mask = torch.ones_like(ids) if mask is None else mask
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-        weights = mask.unsqueeze(-1).float()
+    def forward(self, chunk):
+        assert chunk.pooled is None, "every token counts"
+        hidden = self.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
+        weights = chunk.mask.unsqueeze(-1).float()
         return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
 
 

@@ -17,6 +17,7 @@ from embedtrain.data.pair_format import PairFormat
 from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.late_interaction import MaxSimComparison
@@ -38,11 +39,10 @@ class TinyEncoder(nn.Module):
         self.forwards = 0
         self.dimension = config.hidden_size
 
-    def forward(self, ids: Tensor, mask: Tensor | None, pooled: Tensor | None = None) -> Tensor:
+    def forward(self, chunk: Chunk) -> Tensor:
         self.forwards += 1
-        mask = torch.ones_like(ids) if mask is None else mask
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-        weights = (mask if pooled is None else pooled).unsqueeze(-1).float()
+        hidden = self.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
+        weights = (chunk.mask if chunk.pooled is None else chunk.pooled).unsqueeze(-1).float()
         return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
 
 
@@ -69,13 +69,10 @@ class TinyTokenEncoder(nn.Module):
         self.projection = nn.Linear(32, 16, bias=False)
         self.forwards = 0
 
-    def forward(
-        self, ids: Tensor, mask: Tensor | None, pooled: Any, packing: Any, types: Any, token_rows: Tensor
-    ) -> Tensor:
+    def forward(self, chunk: Chunk) -> Tensor:
         self.forwards += 1
-        mask = torch.ones_like(ids) if mask is None else mask
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-        return nn.functional.normalize(self.projection(hidden.flatten(0, 1)[token_rows]), dim=-1)
+        hidden = self.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
+        return nn.functional.normalize(self.projection(hidden.flatten(0, 1)[chunk.token_rows]), dim=-1)
 
 
 # Queries have 9 vectors, and documents none of two words.
@@ -108,11 +105,9 @@ class TinyCrossEncoder(nn.Module):
         self.model = BertForSequenceClassification(config)
         self.scored = 0
 
-    def forward(
-        self, ids: Tensor, mask: Tensor | None, pooled: Any = None, packing: Any = None, types: Tensor | None = None
-    ) -> Tensor:
-        self.scored += len(ids)
-        return self.model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits
+    def forward(self, chunk: Chunk) -> Tensor:
+        self.scored += len(chunk.ids)
+        return self.model(input_ids=chunk.ids, attention_mask=chunk.mask, token_type_ids=chunk.types).logits
 
 
 def pair_tokenizer() -> PreTrainedTokenizerFast:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embedtrain.config.evaluation import IndexConfig, Unshard, VectorDtype, VectorPlacement
-from embedtrain.data.types import TextRole
+from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import TrainingError
 from embedtrain.inference import late_interaction, shard_search
 from embedtrain.inference.encoded_shard import EncodedShard
@@ -165,8 +165,8 @@ def alone(texts, role):
             rows, mask = list(range(9)), mask + [0] * (9 - len(ids))
             ids = ids + [tokenizer.eos_token_id] * (9 - len(ids))
         with torch.no_grad():
-            inputs = torch.tensor([ids]), torch.tensor([mask]), None, None, None, torch.tensor(rows)
-            encoded.append(Part(model(*inputs), np.array([len(rows)])))
+            chunk = Chunk(torch.tensor([ids]), torch.tensor([mask]), token_rows=torch.tensor(rows))
+            encoded.append(Part(model(chunk), np.array([len(rows)])))
     return concatenate(encoded)
 
 

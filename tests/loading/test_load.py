@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 import embedtrain.distributed.weights as weights
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Strategy
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
@@ -67,7 +68,7 @@ class Reads:
 def vectors(encoder: torch.nn.Module) -> torch.Tensor:
     ids, mask = torch.tensor(TEXT["input_ids"]), torch.tensor(TEXT["attention_mask"])
     with torch.no_grad():
-        return encoder.eval()(ids, mask)
+        return encoder.eval()(Chunk(ids, mask))
 
 
 def reference(model: ModelConfig) -> torch.nn.Module:

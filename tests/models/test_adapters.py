@@ -17,6 +17,7 @@ from transformers import AutoModel
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import BaseDtype, LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from embedtrain.inference.loading.load import load_model
@@ -153,10 +154,10 @@ def loaded_and_encoded(world: World, model: ModelConfig, options: ParallelConfig
     loaded = load_model(model, options, world, seed=5)
     encoder = loaded.encoder.eval()
     with torch.no_grad():
-        tensors = {"with": encoder(IDS, MASK)}
+        tensors = {"with": encoder(Chunk(IDS, MASK))}
         with without_adapters(encoder):
-            tensors["without"] = encoder(IDS, MASK)
-        again = encoder(IDS, MASK)
+            tensors["without"] = encoder(Chunk(IDS, MASK))
+        again = encoder(Chunk(IDS, MASK))
     assert again.equal(tensors["with"])
     for part in encoder.modules():
         if isinstance(part, FSDPModule):

@@ -6,6 +6,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PretrainedConfig
 
 from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.build import assemble_encoder
@@ -125,7 +126,7 @@ def vectors(exported, options, text):
     encoder.load_state_dict(exported.state)
     ids = torch.tensor([small_tokenizer()(text)["input_ids"]])
     with torch.no_grad():
-        return encoder(ids, torch.ones_like(ids))
+        return encoder(Chunk(ids, torch.ones_like(ids)))
 
 
 def test_decoder_without_bidirectional_support():

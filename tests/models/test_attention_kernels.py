@@ -112,9 +112,9 @@ def compilations(world: World, case: str) -> list[int]:
         for block in find_blocks(encoder):
             block.compile(dynamic=True, fullgraph=True, backend=counter)
         for chunk in chunks:
-            inputs = chunk.map_tensors(on_gpu).inputs
+            on_device = chunk.map_tensors(on_gpu)
             with fake:
-                encoder(*inputs).sum().backward()
+                encoder(on_device).sum().backward()
             counts.append(counter.frame_count)
     torch._dynamo.reset()
     return counts

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision
 from embedtrain.data.token_rows import EXPANDED, TokenRowTokenizer
-from embedtrain.data.types import TextRole, Tokens
+from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.maxsim import MaxSim
@@ -61,7 +61,7 @@ def all_ids(tokenizer: TokenRowTokenizer) -> list[list[int]]:
     return sorted(ids, key=len, reverse=True)
 
 
-def rows_of(vectors: torch.Tensor, chunk: Tokens) -> dict[int, torch.Tensor]:
+def rows_of(vectors: torch.Tensor, chunk: Chunk) -> dict[int, torch.Tensor]:
     """The vectors of each text."""
     return dict(zip(chunk.rows, vectors.split(chunk.sizes.tolist()), strict=True))
 
@@ -89,7 +89,7 @@ def test_packed_and_padded_texts_have_the_vectors_of_transformers_class(architec
 
     def compute(*, packed: bool) -> dict[int, torch.Tensor]:
         chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
-        vectors = encoder(*chunk.inputs)
+        vectors = encoder(chunk)
         encoder.zero_grad()
         vectors.backward(torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1)))
         grads.append([parameter.grad for parameter in encoder.parameters() if parameter.grad is not None])
@@ -136,7 +136,7 @@ def test_score_depends_on_no_other_text_of_its_chunk():
             ids = tokenizer.ids(texts, role=role)
             chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
             # Without a positive product, a vector of zeros would win.
-            vectors = encoder(*chunk.inputs).abs() * (-1 if role is TextRole.query else 1)
+            vectors = encoder(chunk).abs() * (-1 if role is TextRole.query else 1)
             parts.append(Part(rows_of(vectors.detach(), chunk)[0], chunk.sizes[:1]))
         return float(MaxSim(mean=False).compare(*parts, torch.zeros(1, dtype=torch.int64), np.array([1])))
 
@@ -175,7 +175,7 @@ def test_skip_list_leaves_vectors_out_but_not_tokens():
         len(ids) == len(plain) for ids, plain in zip(documents, tokenizer.ids(texts, role=TextRole.query), strict=True)
     )
     chunk = tokenizer.chunk(documents, range(3))
-    assert encoder(*chunk.inputs).shape == (9, 8) and chunk.sizes.tolist() == [3, 2, 4]
+    assert encoder(chunk).shape == (9, 8) and chunk.sizes.tolist() == [3, 2, 4]
     bare = small_tokenizer()
     bare.backend_tokenizer.post_processor = None
     only_skipped = TokenRowTokenizer(bare, 48, tokenizer.token_vectors).ids(["alpha beta"])
@@ -221,14 +221,14 @@ def test_compiled_blocks_are_compiled_once_for_expanded_queries():
     enable_packing(encoder)
     ids = tokenizer.ids(QUERIES, role=TextRole.query)
     chunks = [tokenizer.with_packing(True).chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5], [0, 1, 2, 3, 4, 5])]
-    expected = [encoder(*chunk.inputs) for chunk in chunks]
+    expected = [encoder(chunk) for chunk in chunks]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for block in encoder.backbone.layers:
         block.compile(dynamic=True, backend="aot_eager")
     graphs = set()
     for chunk, vectors in zip(chunks, expected, strict=True):
-        output = encoder(*chunk.inputs)
+        output = encoder(chunk)
         output.sum().backward()
         torch.testing.assert_close(output, vectors, atol=1e-6, rtol=0)
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])

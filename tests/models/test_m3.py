@@ -68,7 +68,7 @@ def test_representations_are_those_of_flag_embedding(tmp_path, packed):
         expected = [flag_embedding(encoder, ids[row]) for row in chunk.rows]
         if packed:
             enable_packing(encoder)
-        rows = encoder(*chunk.inputs)
+        rows = encoder(chunk)
     assert rows.shape == (sum(map(len, ids)), encoder.settings.width)
     for text_rows, (dense, lexical, vectors) in zip(rows.split(chunk.sizes.tolist()), expected, strict=True):
         torch.testing.assert_close(text_rows[0, :-2], dense, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ import torch
 
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Tokens
+from embedtrain.data.types import Chunk
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import enable_packing
@@ -28,7 +28,7 @@ def encoder_of(model: ModelConfig) -> Encoder:
     return assemble_encoder(open_model_source(model)).eval()
 
 
-def chunk_of(lengths: tuple[int, ...]) -> Tokens:
+def chunk_of(lengths: tuple[int, ...]) -> Chunk:
     tokenizer = TextTokenizer(small_tokenizer(), 48)
     return tokenizer.chunk(
         tokenizer.ids([text(seed, length) for seed, length in enumerate(lengths)]), range(len(lengths))
@@ -43,7 +43,7 @@ def check(encoder: Encoder) -> None:
         expected = encoder.vectors(hidden, chunk.mask)
         expected_grads = gradients(encoder, expected)
         with Reads() as reads:
-            vectors = encoder(*chunk.inputs)
+            vectors = encoder(chunk)
             grads = gradients(encoder, vectors)
         assert not reads.counts, name
         assert vectors.equal(expected), name

@@ -12,6 +12,7 @@ from embedtrain.commands.export.__main__ import main as export_main
 from embedtrain.commands.export.options import compose_export
 from embedtrain.config.model_checks import check_model, check_rope_scaling
 from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.rope import RopeTheta
@@ -164,10 +165,10 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     encoder.load_state_dict(built.state)
     served, tokens = RopeTheta(encoder, 9000.0, "export.rope_theta"), torch.tensor([[0, 5, 9, 4, 7, 8, 6, 2]])
     with torch.no_grad():
-        trained = encoder(tokens, torch.ones_like(tokens))
+        trained = encoder(Chunk(tokens, torch.ones_like(tokens)))
         with served.in_place():
-            vectors = encoder(tokens, torch.ones_like(tokens))
-        assert encoder(tokens, torch.ones_like(tokens)).equal(trained)
+            vectors = encoder(Chunk(tokens, torch.ones_like(tokens)))
+        assert encoder(Chunk(tokens, torch.ones_like(tokens))).equal(trained)
     assert (vectors - trained).abs().max() > 1e-4
     export_model(tmp_path / "out", built, rope_theta=9000.0, check=False)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -175,7 +176,7 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     again = assemble_encoder(open_model_source(ModelConfig(path=str(tmp_path / "out")))).eval()
     again.load_state_dict(built.state)
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens, torch.ones_like(tokens)), vectors)
+        torch.testing.assert_close(again(Chunk(tokens, torch.ones_like(tokens))), vectors)
 
 
 def test_a_base_without_rotary_positions_is_rejected():

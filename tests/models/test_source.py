@@ -13,6 +13,7 @@ from sentence_transformers import models as st
 from transformers import T5Config
 
 from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
 from embedtrain.models.module_settings import DENSE_KEYS, NORMALIZE_KEYS, POOLING_KEYS
@@ -115,7 +116,7 @@ def test_vectors_equal_sentence_transformers(st_dir):
     tokens = load_tokenizer(source)(["alpha beta", "gamma a b c d e"], padding=True, return_tensors="pt")
     reference = SentenceTransformer(str(st_dir), device="cpu")
     with torch.no_grad():
-        actual = encoder.eval()(tokens["input_ids"], tokens["attention_mask"])
+        actual = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))
     expected = reference.encode(["alpha beta", "gamma a b c d e"], convert_to_tensor=True)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 

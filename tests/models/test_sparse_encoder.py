@@ -85,7 +85,7 @@ def test_weights_and_gradients_are_those_of_the_whole_class(architecture, tied):
     for chunk in chunks:
         if chunk.packing is not None:
             enable_packing(encoder)
-        weights = encoder(*chunk.inputs)
+        weights = encoder(chunk)
         rows = torch.tensor(chunk.rows)
         assert 0.05 < float((weights > 0).float().mean()) < 0.95
         torch.testing.assert_close(weights[rows.argsort()], expected, rtol=1e-4, atol=2e-5)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from embedtrain.config.recipe import LoraConfig, Precision
+from embedtrain.data.types import Chunk
 from embedtrain.models.adapters import add_adapters
 from embedtrain.planning import activations
 from embedtrain.planning.model_costs import model_spec
@@ -35,7 +36,7 @@ def measure_saved_bytes(encoder, texts: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        vectors = encoder(ids, mask)
+        vectors = encoder(Chunk(ids, mask))
     assert vectors.requires_grad
     return sum(size for size, _ in held.values())
 

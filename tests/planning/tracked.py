@@ -9,6 +9,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout, shard_
 from embedtrain.planning.memory import step_memory
 from embedtrain.planning.model_costs import model_spec
@@ -44,7 +45,7 @@ def compare(name, config, layers, texts, *, reshard_after_forward=True, recomput
 
         def step(texts, length):
             ids = torch.zeros(texts, length, dtype=torch.int64)
-            encoder(ids, torch.ones_like(ids)).sum().backward()
+            encoder(Chunk(ids, torch.ones_like(ids))).sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

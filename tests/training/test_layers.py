@@ -17,7 +17,7 @@ from embedtrain.config.heads import HeadConfig
 from embedtrain.config.loss_choices import LayerWeighting
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig
-from embedtrain.data.types import GlobalBatch
+from embedtrain.data.types import Chunk, GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import load_model
@@ -178,9 +178,10 @@ def adapters(world: World, model: ModelConfig) -> list[float]:
     loaded = load_model(model, parallel(), world, seed=0)
     source = open_model_source(model)
     loaded.encoder.exits = EarlyExits(loaded.encoder, exit_path(build_encoder(source), source.config, [1]), [1])
-    vectors = loaded.encoder.train()(torch.tensor([[0, 5, 6, 2]]), None)
+    chunk = Chunk(torch.tensor([[0, 5, 6, 2]]), torch.ones(1, 4, dtype=torch.int64))
+    vectors = loaded.encoder.train()(chunk)
     assert len(vectors) == 2
-    assert isinstance(loaded.encoder.eval()(torch.tensor([[0, 5, 6, 2]]), None), Tensor)
+    assert isinstance(loaded.encoder.eval()(chunk), Tensor)
     vectors[1].sum().backward()
     norms = dict.fromkeys(range(4), 0.0)
     for name, parameter in loaded.encoder.named_parameters():

@@ -164,7 +164,7 @@ def call_a_layer(world: World) -> None:
     encoder = training.context.module.encoder
     layer = next(part for part in encoder.backbone.modules() if isinstance(part, nn.Linear))
     hidden = torch.zeros(1, layer.in_features, device=world.device)
-    with pytest.raises(TrainingError, match=r"encoder\(ids, mask\)"):
+    with pytest.raises(TrainingError, match=r"encoder\(chunk\)"):
         layer(hidden)
     training.step()
     with pytest.raises(RuntimeError, match="DTensor"):

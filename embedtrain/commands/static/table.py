@@ -21,7 +21,7 @@ from embedtrain import __version__
 from embedtrain.commands.static.options import StaticOptions
 from embedtrain.config.recipe import ExportConfig, Pooling
 from embedtrain.data.tokens import StaticTokenizer, TextTokenizer
-from embedtrain.data.types import TextRole, Tokens
+from embedtrain.data.types import Chunk, TextRole
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -59,9 +59,9 @@ class SingleTokens(TextTokenizer):
         """The tokens of each text."""
         return [[*self.before, int(text), *self.after] for text in texts]
 
-    def dummy(self) -> Tokens:
+    def dummy(self) -> Chunk:
         """A chunk of the first token."""
-        return replace(self.chunk(self.ids(["0"]), [0]), rows=(-1,))
+        return self.chunk(self.ids(["0"]), [0]).replaced(rows=(-1,))
 
 
 def require_distillable(model: LoadedModel, options: StaticOptions) -> None:

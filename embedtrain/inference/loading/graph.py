@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.recipe import ModelKind, Strategy
-from embedtrain.data.types import Packing, QueryWords
+from embedtrain.data.types import Chunk, QueryWords
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError
@@ -91,48 +91,39 @@ class GraphEncoder(Encoder):
             self._queries = QueryWeights(source.dimension, trained=False)
             self._queries.weight.data.copy_(weights)
         # A text of two tokens, so that a graph of something else fails before texts are read.
-        self._run(self._inputs(torch.zeros(1, 2, dtype=torch.int64), None, None))
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        self._run(self._inputs(Chunk(ids, torch.ones_like(ids), has_padding=False)))
 
     @property
     def dimension(self) -> int:
         """D, the dimension of the vectors; V of a sparse model."""
         return self._source.dimension
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        pooled: Tensor | None = None,
-        packing: Packing | None = None,
-        types: Tensor | None = None,
-        more: Tensor | QueryWords | None = None,
-    ) -> Tensor:
-        """Arguments and result of the encoder of this kind of model; `more` is its last argument."""
-        assert packing is None, "graphs have padded texts"
-        inputs = self._inputs(ids, mask, types)
+    def forward(self, chunk: Chunk) -> Tensor:
+        """What the encoder of this kind of model returns of a chunk."""
+        assert chunk.packing is None, "graphs have padded texts"
+        inputs = self._inputs(chunk)
         outputs = self._run(inputs)
         match self._source.kind:
             case ModelKind.cross_encoder:
                 return outputs[0]
             case ModelKind.sparse:
-                assert more is None or isinstance(more, QueryWords)
-                return self._with_queries(outputs[0], more)
+                return self._with_queries(outputs[0], chunk.query_words)
             case ModelKind.late_interaction:
-                assert isinstance(more, Tensor)
-                return outputs[0].flatten(0, 1)[more]
+                assert chunk.token_rows is not None
+                return outputs[0].flatten(0, 1)[chunk.token_rows]
             case ModelKind.m3:
-                assert isinstance(more, Tensor)
-                return self._m3_rows(ids, outputs, pooled, more)
+                return self._m3_rows(chunk, outputs)
             case ModelKind.dense:
                 if self._heads is None:
                     return outputs[0]
-                return self._heads.vectors(outputs[0], inputs["attention_mask"] if pooled is None else pooled)
+                return self._heads.vectors(outputs[0], chunk.mask if chunk.pooled is None else chunk.pooled)
 
-    def _inputs(self, ids: Tensor, mask: Tensor | None, types: Tensor | None) -> dict[str, Tensor]:
+    def _inputs(self, chunk: Chunk) -> dict[str, Tensor]:
         return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids) if mask is None else mask,
-            "token_type_ids": torch.zeros_like(ids) if types is None else types,
+            "input_ids": chunk.ids,
+            "attention_mask": chunk.mask,
+            "token_type_ids": torch.zeros_like(chunk.ids) if chunk.types is None else chunk.types,
         }
 
     def _run(self, inputs: dict[str, Tensor]) -> Sequence[Tensor]:
@@ -174,11 +165,12 @@ class GraphEncoder(Encoder):
         looked_up, _ = self._queries(query_words)
         return torch.cat([weights, looked_up]).index_select(0, query_words.order)
 
-    def _m3_rows(self, ids: Tensor, outputs: Sequence[Tensor], pooled: Tensor | None, token_rows: Tensor) -> Tensor:
-        dense, lexical, tokens = outputs
+    def _m3_rows(self, chunk: Chunk, outputs: Sequence[Tensor]) -> Tensor:
+        (dense, lexical, tokens), token_rows = outputs, chunk.token_rows
+        assert token_rows is not None
         weights = lexical.flatten()[token_rows]
-        if pooled is not None:
-            weights = weights * pooled.flatten()[token_rows]
+        if chunk.pooled is not None:
+            weights = weights * chunk.pooled.flatten()[token_rows]
         vectors = F.pad(tokens, (0, 0, 1, 0)).flatten(0, 1)[token_rows]
-        texts = token_rows // ids.shape[1]
-        return m3_rows(dense[texts], vectors, weights, texts, ids.flatten()[token_rows])
+        texts = token_rows // chunk.ids.shape[1]
+        return m3_rows(dense[texts], vectors, weights, texts, chunk.ids.flatten()[token_rows])

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.sharding import ParallelLayout, reshard, resolve_precision, shard_, warm_up
 from embedtrain.distributed.weights import (
@@ -128,7 +129,7 @@ def load_model(
         notes.append(_read_weights(encoder, source, locations, world, seed))
     if read_weights and adapted is not None:
         notes += _initialize_adapters(encoder, adapted, model, world, seed)
-    warm_up(encoder, world.device)
+    warm_up(encoder, Chunk.of_one_token(world.device))
     if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
         _check_weights(encoder, model, source, world)
     if work is not None and not choice.reduce_per_step:

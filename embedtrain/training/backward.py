@@ -24,10 +24,9 @@ from embedtrain.losses.encoded import split_queries
 from embedtrain.losses.row_sources import RowSources
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.models.attention_kernels import grad_independent_attention
-from embedtrain.training import timing
 from embedtrain.training.guides import GuideModel
+from embedtrain.training.profile import BACKWARD, ENCODE, LOSS, span
 from embedtrain.training.rank_batch import RankBatch
-from embedtrain.training.timing import span
 
 
 class Backward:
@@ -113,11 +112,11 @@ class Backward:
         chunks = [*batch.chunks, *[self.dummy] * (num_passes - num_chunks)]
         graphs: list[tuple[Tensor, ...] | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < num_cached), span(timing.ENCODE):
+            with torch.set_grad_enabled(index < num_cached), span(ENCODE):
                 graphs.append(self._encode(batch.step, index, chunk))
         encoded = [tuple(part.detach() for part in graph) for graph in graphs if graph is not None]
         local = [torch.cat(parts)[: sum(map(len, parts[:num_chunks]))] for parts in zip(*encoded, strict=True)]
-        with span(timing.LOSS):
+        with span(LOSS):
             output, grads, finite = self._loss_at_row_owners(local, batch, weight, sample)
         chunk_grads = [
             grad.split([len(chunk[part]) for chunk in encoded[:num_chunks]]) for part, grad in enumerate(grads)
@@ -125,7 +124,7 @@ class Backward:
         for index, chunk in enumerate(chunks):
             final = last and index == num_passes - 1
             set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
-            with span(timing.BACKWARD):
+            with span(BACKWARD):
                 graph = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)
                 assert graph is not None
                 # Dummies do not contribute to the loss.

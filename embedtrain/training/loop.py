@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -32,14 +33,59 @@ from embedtrain.losses.lists import constant_scores_warning
 from embedtrain.losses.sparsity import sparsity_warning
 from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.garbage import automatic_collection, scheduled_collection
 from embedtrain.training.guides import GuideModel, StoredTeacher
-from embedtrain.training.profile import StepProfiler
+from embedtrain.training.precision import FlopsReference
+from embedtrain.training.profile import BATCHES, StepProfiler, span
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
-from embedtrain.training.timing import BATCHES, CommunicationMeter, FlopsReference, span
 from embedtrain.utils.formatting import format_count
+
+COLLECT_EVERY = 50
+
+
+class GarbageSchedule:
+    """Collects garbage after some steps; see `scheduled_collection`."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._is_frozen = gc.get_freeze_count() > 0  # by the caller, who may have reasons
+
+    def collect_after(self, step: int) -> None:
+        """Collect if `step` is due. This depends on the step only, so all ranks collect at the same time."""
+        if step % self.every:
+            return
+        gc.collect()
+        if not self._is_frozen:
+            gc.freeze()
+            self._is_frozen = True
+
+
+@contextlib.contextmanager
+def scheduled_collection(every: int = COLLECT_EVERY) -> Iterator[GarbageSchedule]:
+    """Disable automatic collection during the block; restore it afterwards."""
+    was_enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    try:
+        yield GarbageSchedule(every)
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def automatic_collection() -> Iterator[None]:
+    """Enable automatic collection during the block, which is not a step: an evaluation, for example."""
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            gc.disable()
+
 
 _CHECKED_STEPS = 10  # of a session, whose batches are searched for negatives
 
@@ -187,8 +233,7 @@ class TrainingLoop:
             workers=recipe.data.workers,
             ahead=2 * batches_per_step,
         )
-        communication = CommunicationMeter(world, self._log_every)
-        profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker)
+        profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker, log_every=self._log_every)
         profiler.report_skipped_steps(state.step, self._total_steps)
         throughput, warned, last_checked = _Throughput(), False, state.step + _CHECKED_STEPS
         self.checkpointer.prepare_asynchronous(self.context.module, self.context.optimizer)
@@ -214,7 +259,7 @@ class TrainingLoop:
                     if step <= last_checked:
                         last_checked = self._warn_of_no_negatives(step, rank_batches, last_checked)
                     set_activity("training", step)
-                    with communication.measure_step(already_profiled=profiler.is_active):
+                    with profiler.measure_communication():
                         report = train_step(self.context, *rank_batches, measured=self._is_logged(step))
                 if Notice.save_failed in report.notices:
                     self.checkpointer.wait()  # raises the error of the save
@@ -223,7 +268,7 @@ class TrainingLoop:
                 state.add_to_means({"loss": report.loss, **report.measures})
                 self.tracker.advance(step)
                 if self._is_logged(step):
-                    warned = self._log(report, throughput, communication.pop(), warned=warned)
+                    warned = self._log(report, throughput, profiler.pop_communication(), warned=warned)
                     throughput = _Throughput(ended=throughput.ended)
                 garbage.collect_after(step)
                 improved = False

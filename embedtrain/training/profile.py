@@ -1,35 +1,191 @@
-"""Profiles of chosen steps: a trace for Perfetto from chosen ranks, and a table of how all ranks spent their time."""
+"""Profiles of steps: how ranks spend their time, the fraction of it in exposed communication, traces for Perfetto.
+
+On a GPU, exposed communication is the time of NCCL kernels during which no other kernel runs, measured by
+torch.profiler. Profiling CPU operators would slow the step down by a fifth and take seconds to process. On a CPU
+communication does not overlap with computation, because the main thread itself waits for it, so these waits are timed.
+The two functions of torch in which it waits are replaced meanwhile (checked on 2.13).
+"""
 
 import contextlib
+import functools
 import json
+import math
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.distributed import Work
+from torch.distributed import _functional_collectives as functional
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from embedtrain.config.tracking import TrackingConfig
+from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.timing import (
-    BATCHES,
-    RANKS,
-    Clock,
-    active_clock,
-    covered_length,
-    exposed_nccl_seconds,
-    kernel_intervals,
-    timed_waits,
-)
 from embedtrain.utils.files import atomic_write, make_folder
 
+# Names of spans.
+BATCHES = "waiting for batches"
+ENCODE, LOSS, BACKWARD, NORM, AGREE, OPTIMIZER = (
+    "encode",
+    "loss",
+    "backward",
+    "gradient norm",
+    "agreement of the ranks",
+    "optimizer",
+)
+RANKS = "waiting for other ranks"
+
+FIRST_MEASURED_STEP = 3  # earlier steps select kernels and algorithms
+ROWS_BETWEEN = 100  # logged rows from one measurement of communication to the next
 _MAX_OPERATORS = 8
-_MAX_RANKS = 8
+_MAX_RANKS = 8  # of the printed table
+
+Intervals = list[tuple[float, float]]
+
+
+class Clock:
+    """Seconds of each span of this rank, excluding waits for collectives, and the seconds of each wait."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.waits: list[float] = []
+        self.waited = 0.0
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a part of a step. Spans must not be nested."""
+        started, waited = time.perf_counter(), self.waited
+        try:
+            with record_function(name):
+                yield
+        finally:
+            seconds = time.perf_counter() - started - (self.waited - waited)
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Time a wait for a collective."""
+        started = time.perf_counter()
+        try:
+            with record_function(RANKS):
+                yield
+        finally:
+            self.waits.append(time.perf_counter() - started)
+            self.waited += self.waits[-1]
+
+
+_clock: Clock | None = None
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Time a part of a step while a clock is active; otherwise it costs nothing."""
+    return contextlib.nullcontext() if _clock is None else _clock.span(name)
+
+
+@contextlib.contextmanager
+def active_clock(clock: Clock) -> Iterator[None]:
+    """Use this clock for the spans of the block."""
+    global _clock  # noqa: PLW0603 - one process takes one step at a time
+    _clock = clock
+    try:
+        yield
+    finally:
+        _clock = None
+
+
+@contextlib.contextmanager
+def timed_waits(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
+    """Time this thread's waits for collectives during the block; the yielded function returns their seconds."""
+    thread, active = threading.get_ident(), clock or Clock()
+
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def timed_wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return wait(*args, **kwargs)
+            with active.wait():
+                return wait(*args, **kwargs)
+
+        return timed_wait
+
+    wait_work, wait_tensor = Work.wait, functional.wait_tensor
+    Work.wait, functional.wait_tensor = timed(wait_work), timed(wait_tensor)  # type: ignore[method-assign]
+    try:
+        yield lambda: active.waited
+    finally:
+        Work.wait, functional.wait_tensor = wait_work, wait_tensor  # type: ignore[method-assign]
+
+
+class _TorchProfiler:
+    """torch's profiler, started.
+
+    It may fail, because the process is profiled already or the driver does not permit it: training continues without.
+    """
+
+    def __init__(self, activities: Sequence[ProfilerActivity]) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
+        self.problem: str | None = None
+        self._profiler: profile | None = None
+        try:
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        except Exception as error:
+            self._profiler, self.problem = None, f"steps could not be profiled: {_one_line(error)}"
+
+    def stop(self) -> profile | None:
+        """The profile, of which a driver may now refuse the results; None if it could not be started."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        return profiler
+
+
+@contextlib.contextmanager
+def gpu_profile(device: torch.device) -> Iterator[Callable[[], float]]:
+    """Profile the GPU during the block; the yielded function returns the seconds of exposed NCCL kernels, or NaN."""
+    profiler, events = _TorchProfiler([ProfilerActivity.CUDA]), list[Any]()
+    try:
+        yield lambda: exposed_nccl_seconds(events)
+        if profiler.problem is None:
+            torch.cuda.synchronize(device)
+    finally:
+        with contextlib.suppress(Exception):
+            stopped = profiler.stop()
+            events += [] if stopped is None else stopped.events()
+
+
+def kernel_intervals(events: Iterable[Any]) -> tuple[Intervals, Intervals]:
+    """Microseconds of the kernels in a profile: those of NCCL, and all others."""
+    nccl: Intervals = []
+    others: Intervals = []
+    for event in events:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            kind = nccl if "nccl" in event.name.lower() else others
+            kind.append((event.time_range.start, event.time_range.end))
+    return nccl, others
+
+
+def exposed_nccl_seconds(events: Iterable[Any]) -> float:
+    """Seconds in which only NCCL kernels ran; NaN if the profile has no other kernel."""
+    nccl, others = kernel_intervals(events)
+    return (covered_length(nccl + others) - covered_length(others)) / 1e6 if others else math.nan
+
+
+def covered_length(intervals: Intervals) -> float:
+    """The length of the union of intervals."""
+    total, end_so_far = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, end_so_far))
+        end_so_far = max(end_so_far, end)
+    return total
 
 
 @dataclass
@@ -61,39 +217,65 @@ class RankTiming:
     problem: str | None = None  # why there is no trace
 
 
-class StepProfiler:
-    """Profiles the steps in `tracking.profile`; consecutive steps share a profile.
+@dataclass
+class _CurrentProfile:
+    """The profile of consecutive steps, while they run."""
 
-    Every rank times its steps; those in `tracking.profile_ranks` also write a trace. Failures only cause a warning.
-    """
-
-    def __init__(self, tracking: TrackingConfig, world: World, directory: Path, tracker: Tracker) -> None:
-        self._steps, self._world, self._directory, self._tracker = set(tracking.profile), world, directory, tracker
-        ranks = tracking.profile_ranks
-        self._trace_ranks = range(world.size) if ranks is None else ranks
-        self._writes_trace = world.rank in self._trace_ranks
-        self._first: int | None = None  # step of the current profile
-        self._last = 0
-        self._seconds = 0.0
-        self._clock = Clock()
-        self._profiler: Any = None
-        self._problem: str | None = None
+    first: int  # step
+    torch_profiler: _TorchProfiler | None  # None if neither kernels nor a trace are wanted
+    last: int = 0
+    seconds: float = 0.0
+    clock: Clock = field(default_factory=Clock)
 
     @property
-    def is_active(self) -> bool:
-        """Whether a step is being profiled."""
-        return self._first is not None
+    def name(self) -> str:
+        """The name of its files."""
+        return f"steps-{self.first}-{self.last}" if self.last > self.first else f"step-{self.first}"
+
+
+class StepProfiler:
+    """Measures how steps spend their time; failures only cause a warning.
+
+    Steps in `tracking.profile` are measured in full; consecutive ones share a profile. Every rank times them, and those
+    in `tracking.profile_ranks` also write a trace. Of other steps, one in `rows_between` logged rows measures the
+    fraction of its time in exposed communication.
+    """
+
+    def __init__(
+        self,
+        tracking: TrackingConfig,
+        world: World,
+        directory: Path,
+        tracker: Tracker,
+        *,
+        log_every: int,
+        rows_between: int = ROWS_BETWEEN,
+    ) -> None:
+        self._tracking, self._world, self._directory, self._tracker = tracking, world, directory, tracker
+        self._current: _CurrentProfile | None = None
+        self._interval = rows_between * log_every  # steps from one measurement of communication to the next
+        self._num_steps = 0  # without those in `tracking.profile`
+        self._communication: float | None = None
+
+    @property
+    def _trace_ranks(self) -> Sequence[int]:
+        ranks = self._tracking.profile_ranks
+        return range(self._world.size) if ranks is None else ranks
+
+    @property
+    def _writes_trace(self) -> bool:
+        return self._world.rank in self._trace_ranks
 
     def report_skipped_steps(self, completed: int, total: int) -> None:
         """Report which of the steps will not be profiled in a run of `total` steps of which `completed` are done."""
-        earlier = sorted(step for step in self._steps if step <= completed)
-        beyond = sorted(step for step in self._steps if step > total)
+        earlier = sorted({step for step in self._tracking.profile if step <= completed})
+        beyond = sorted({step for step in self._tracking.profile if step > total})
         if earlier:
             self._tracker.note(f"tracking.profile: {_list_steps(earlier)} already complete and not profiled")
         if beyond:
             self._tracker.warn(f"tracking.profile: {_list_steps(beyond)} beyond the last step of the run, {total}")
         missing = [rank for rank in self._trace_ranks if rank >= self._world.size]
-        if self._steps and missing:
+        if self._tracking.profile and missing:
             self._tracker.warn(
                 f"tracking.profile_ranks={list(self._trace_ranks)}: there are {self._world.size} ranks, counted from 0"
             )
@@ -104,21 +286,49 @@ class StepProfiler:
 
         The profile also ends if the step is `last`, followed by something else, such as an evaluation.
         """
-        if step not in self._steps:
+        steps = self._tracking.profile
+        if step not in steps:
             yield
             return
-        if self._first is None:
-            self._first = step
-            self._start()
-        self._last = step
+        current = self._current = self._current or self._start(step)
+        current.last = step
         started = time.perf_counter()
-        with active_clock(self._clock), timed_waits(self._clock), torch.profiler.record_function(f"step {step}"):
+        with active_clock(current.clock), timed_waits(current.clock), record_function(f"step {step}"):
             yield
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)  # otherwise its kernels would count for later work
-        self._seconds += time.perf_counter() - started
-        if last or step + 1 not in self._steps:
-            self._finish()
+        current.seconds += time.perf_counter() - started
+        if last or step + 1 not in steps:
+            self._finish(current)
+
+    @contextlib.contextmanager
+    def measure_communication(self) -> Iterator[None]:
+        """Enter around every step after its batches, on every rank. If it is measured, the end is a collective.
+
+        If the step is profiled, the next one is measured instead.
+        """
+        if self._current is not None:
+            yield
+            return
+        self._num_steps += 1
+        is_due = (
+            self._num_steps >= FIRST_MEASURED_STEP and (self._num_steps - FIRST_MEASURED_STEP) % self._interval == 0
+        )
+        if not is_due or self._world.size == 1:
+            yield
+            return
+        started = time.perf_counter()
+        measure = gpu_profile(self._world.device) if self._world.device.type == "cuda" else timed_waits()
+        with measure as seconds:
+            yield
+        fraction = seconds() / (time.perf_counter() - started)
+        mean = float(gather_vector(torch.tensor([fraction], device=self._world.device)).mean())
+        self._communication = mean if math.isfinite(mean) else None  # a rank could not be profiled
+
+    def pop_communication(self) -> dict[str, float]:
+        """The mean over ranks of the last measured step, if there was one since the last call."""
+        fraction, self._communication = self._communication, None
+        return {} if fraction is None else {"communication": fraction}
 
     def __enter__(self) -> "StepProfiler":
         """Enter around the training loop."""
@@ -128,53 +338,41 @@ class StepProfiler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report the steps so far if the run ends early; after an error, only stop the profiler."""
-        if self._first is not None and kind is None:
-            self._finish()
-        elif self._profiler is not None:
+        if self._current is not None and kind is None:
+            self._finish(self._current)
+        elif self._current is not None and self._current.torch_profiler is not None:
             with contextlib.suppress(Exception):
-                self._profiler.stop()
+                self._current.torch_profiler.stop()
 
-    def _start(self) -> None:
-        self._clock, self._seconds, self._problem = Clock(), 0.0, None
+    def _start(self, step: int) -> _CurrentProfile:
         activities = [ProfilerActivity.CPU] if self._writes_trace else []
         if self._world.device.type == "cuda":  # on every rank: the table needs the time in collectives
             activities.append(ProfilerActivity.CUDA)
-        if not activities:
-            return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
-        try:
-            self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.start()
-        except Exception as error:  # the process is profiled already, or the driver does not permit it
-            self._profiler, self._problem = None, f"steps could not be profiled: {_one_line(error)}"
+        return _CurrentProfile(step, _TorchProfiler(activities) if activities else None)
 
-    def _finish(self) -> None:
-        assert self._first is not None
-        name = f"steps-{self._first}-{self._last}" if self._last > self._first else f"step-{self._first}"
-        num_steps, self._first = self._last - self._first + 1, None
-        timings = self._world.gather(self._stop(name), RankTiming)
+    def _finish(self, current: _CurrentProfile) -> None:
+        self._current = None
+        timings = self._world.gather(self._stop(current), RankTiming)
         if self._world.is_main:
             for problem in dict.fromkeys(timing.problem for timing in timings if timing.problem is not None):
                 self._tracker.warn(f"tracking.profile: {problem}")
-            self._print(name, num_steps, timings)
+            self._print(current.name, current.last - current.first + 1, timings)
 
-    def _stop(self, name: str) -> RankTiming:
+    def _stop(self, current: _CurrentProfile) -> RankTiming:
         """Stop the profiler, write this rank's trace, and return its measurements."""
-        profiler, self._profiler = self._profiler, None
-        clock, on_gpu = self._clock, self._world.device.type == "cuda"
-        timing = RankTiming(
-            self._seconds, dict(clock.seconds), clock.waited, None, list(clock.waits), [], self._problem
-        )
-        if profiler is None:
+        clock, on_gpu = current.clock, self._world.device.type == "cuda"
+        timing = RankTiming(current.seconds, dict(clock.seconds), clock.waited, None, list(clock.waits), [])
+        if current.torch_profiler is None:
             return timing
+        timing.problem = current.torch_profiler.problem
         try:
-            profiler.stop()
-            if on_gpu:
+            profiler = current.torch_profiler.stop()
+            if profiler is not None and on_gpu:
                 _add_kernels(timing, profiler.events())
-            if self._writes_trace:
+            if profiler is not None and self._writes_trace:
                 timing.operators = _longest_operators(profiler.key_averages(), on_gpu=on_gpu)
                 make_folder(self._directory)
-                path = self._directory / f"{name}-rank-{self._world.rank}.json.gz"
+                path = self._directory / f"{current.name}-rank-{self._world.rank}.json.gz"
                 path.unlink(missing_ok=True)  # it may be a link
                 profiler.export_chrome_trace(str(path))
         except Exception as error:

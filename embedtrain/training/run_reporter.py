@@ -1,6 +1,13 @@
-"""Records of a run for its report: sessions, embeddings of a sample before and after training, report.html."""
+"""What the report of a run needs: its sessions, and vectors of a sample of texts before and after training.
 
-from collections.abc import Callable
+The sample is of evaluation sets and of training rows. It is spread evenly over them, and does not depend on the number
+of ranks.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
@@ -8,17 +15,35 @@ import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.data.text_format import NO_PROMPT, Prompt
+from embedtrain.data.train_data import TrainData
+from embedtrain.data.types import Example
 from embedtrain.distributed.watchdog.activity import activity
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    LabelledPairs,
+    LoadedSet,
+    RetrievalSet,
+    ScoredPairs,
+)
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.report.page import REPORT_FILE, write_report
 from embedtrain.report.sample import (
     AFTER,
     BEFORE,
     SAMPLE_TYPES,
+    Pair,
+    PairRelation,
+    Role,
     Sample,
+    SampleText,
     read_texts,
     write_texts,
     write_vectors,
@@ -182,3 +207,192 @@ class RunReporter:
         if not self._has_warned:
             self._tracker.warn(f"{what} could not be written, training continues: {type(error).__name__}: {error}")
         self._has_warned = True
+
+
+# At most about 450 texts in total, each of limited length whatever the model's maximal length.
+HELD_OUT_QUERIES = 32
+HELD_OUT_DOCUMENTS = 96  # besides judged documents
+TRAINING_ROWS = 48
+LABELLED_TEXTS = 60
+MAX_SETS, MAX_SOURCES = 8, 12
+JUDGED_PER_QUERY = 2  # relevant documents of a query, and as many irrelevant ones
+TEXT_LENGTH = 2000  # characters
+
+
+@dataclass
+class _SampleBuilder:
+    """Collects texts and pairs; a text that occurs twice in one set or source is added once."""
+
+    texts: list[SampleText] = field(default_factory=list)
+    pairs: dict[Pair, None] = field(default_factory=dict)
+    _numbers: dict[SampleText, int] = field(default_factory=dict)
+
+    def add(self, text: SampleText) -> int:
+        """The index of the text."""
+        number = self._numbers.setdefault(text, len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        return number
+
+    def pair(self, first: int, second: int, relation: PairRelation) -> None:
+        self.pairs[Pair(first, second, relation)] = None
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The settings of all texts of a set or source."""
+
+    name: str
+    held_out: bool
+    query_prompt: Prompt = NO_PROMPT
+    document_prompt: Prompt = NO_PROMPT
+    query_max_length: int | None = None
+    document_max_length: int | None = None
+
+    def query(self, text: str, *, role: Role = Role.query, label: object = None) -> SampleText:
+        """A text with the prompt and maximal length of queries."""
+        return self._sample_text(text, role, self.query_prompt, self.query_max_length, label)
+
+    def document(self, text: str) -> SampleText:
+        """A text with the prompt and maximal length of documents."""
+        return self._sample_text(text, Role.document, self.document_prompt, self.document_max_length, None)
+
+    def _sample_text(self, text: str, role: Role, prompt: Prompt, length: int | None, label: object) -> SampleText:
+        label = None if label is None else str(label)[:80]
+        cut = text[:TEXT_LENGTH]
+        return SampleText(cut, role, self.name, self.held_out, prompt.prefix, prompt.suffix, length, label)
+
+
+def choose_sample(
+    sets: Sequence[LoadedSet], data: TrainData, losses: Sequence[LossConfig], prompts: Mapping[str, str]
+) -> Sample:
+    """The sample of a run: of its evaluation sets and training rows, given the loss of each source.
+
+    `prompts` are the model's, by name: `query` and `document`.
+    """
+    sample = _SampleBuilder()
+    chosen_sets = [sets[i] for i in _evenly(len(sets), MAX_SETS)]
+    for loaded in chosen_sets:
+        _add_set(sample, loaded, prompts, max(4, HELD_OUT_QUERIES // len(chosen_sets)))
+    sources = _evenly(len(data.stores), MAX_SOURCES)
+    for source in sources:
+        graded = row_requirements(losses[source]).scores is ScoreRequirement.pairs
+        _add_source(sample, data, source, max(4, TRAINING_ROWS // len(sources)), graded)
+    return Sample(sample.texts, list(sample.pairs))
+
+
+def _evenly(length: int, count: int) -> list[int]:
+    """At most `count` indices below `length`, one of each part: a function of the two numbers.
+
+    Not the first of each part: every third text of a file may be of one class.
+    """
+    if length <= count:
+        return list(range(length))
+    generator = random.Random(length)
+    bounds = [part * length // count for part in range(count + 1)]
+    return [generator.randrange(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def _add_set(sample: _SampleBuilder, loaded: LoadedSet, prompts: Mapping[str, str], count: int) -> None:
+    query_prompt, document_prompt = (
+        prompts.get(name, "") if own is None else own
+        for name, own in (("query", loaded.query_prompt), ("document", loaded.document_prompt))
+    )
+    origin = _Origin(
+        loaded.data.name,
+        True,
+        Prompt(query_prompt),
+        Prompt(document_prompt),
+        loaded.query_max_length,
+        loaded.document_max_length,
+    )
+    match loaded.data:
+        case RetrievalSet() as data:
+            _add_retrieval(sample, data, origin, count)
+        case ScoredPairs() as data:
+            by_score = [i for _, i in sorted((score, i) for i, score in enumerate(data.scores))]
+            indices = [by_score[i] for i in _evenly(len(by_score), 3 * count)]
+            _add_graded(sample, [(origin, data.first[i], data.second[i], data.scores[i]) for i in indices])
+        case LabelledPairs() as data:
+            for i in _evenly(len(data.labels), 3 * count):
+                relation = PairRelation.same if data.labels[i] else PairRelation.different
+                _add_pair(sample, origin, data.first[i], data.second[i], relation)
+        case Bitext() as data:
+            for i in _evenly(len(data.first), 2 * count):
+                _add_pair(sample, origin, data.first[i], data.second[i], PairRelation.positive)
+        case ClassificationSet() as data:
+            for i in _evenly(len(data.texts), LABELLED_TEXTS):
+                sample.add(origin.query(data.texts[i], role=Role.text, label=data.labels[i]))
+        case ClusteringSet() as data:
+            for i in _evenly(len(data.texts), LABELLED_TEXTS):
+                sample.add(origin.query(data.texts[i], role=Role.text, label=data.labels[i][0]))
+
+
+def _add_retrieval(sample: _SampleBuilder, data: RetrievalSet, origin: _Origin, count: int) -> None:
+    """Some judged queries, judged documents of theirs, and other documents as distractors."""
+    judged = [query for query in data.judged_queries if any(gain > 0 for gain in data.judgements[query].values())]
+    queries = [judged[i] for i in _evenly(len(judged), count)]
+    names: set[str] = set()
+    for query in queries:
+        gains = data.judgements[query].items()
+        names.update([document for document, gain in gains if gain > 0][:JUDGED_PER_QUERY])
+        names.update([document for document, gain in gains if gain <= 0][:JUDGED_PER_QUERY])
+    ids = data.documents.ids
+    indices = {name: i for i, name in enumerate(ids) if name in names}
+    num_others = max(count, HELD_OUT_DOCUMENTS * count // HELD_OUT_QUERIES)
+    indices |= {ids[i]: i for i in _evenly(len(ids), num_others)}
+    documents = {name: sample.add(origin.document(data.documents.texts[i])) for name, i in indices.items()}
+    for query in queries:
+        text = sample.add(origin.query(data.queries[query]))
+        for document, gain in data.judgements[query].items():
+            if document in documents:
+                sample.pair(text, documents[document], PairRelation.positive if gain > 0 else PairRelation.negative)
+
+
+def _add_pair(sample: _SampleBuilder, origin: _Origin, first: str, second: str, relation: PairRelation) -> None:
+    left, right = (sample.add(origin.query(text, role=Role.text)) for text in (first, second))
+    if left != right:
+        sample.pair(left, right, relation)
+
+
+def _add_graded(sample: _SampleBuilder, pairs: Sequence[tuple[_Origin, str, str, float]]) -> None:
+    """Pairs with scores, classified by thirds of the range of the scores."""
+    if not pairs:
+        return
+    scores = [score for *_, score in pairs]
+    low, high = min(scores), max(scores)
+    for origin, first, second, score in pairs:
+        level = (score - low) / (high - low) if high > low else 1.0
+        relation = PairRelation.low if level < 1 / 3 else PairRelation.middle if level < 2 / 3 else PairRelation.high
+        _add_pair(sample, origin, first, second, relation)
+
+
+def _add_source(sample: _SampleBuilder, data: TrainData, source: int, count: int, graded: bool) -> None:
+    store, text_format = data.stores[source], data.settings[source].text_format
+    scored: list[tuple[_Origin, str, str, float]] = []
+    for row in _evenly(len(store), count):
+        example = store[row]
+        lengths = (text_format.query_max_length, text_format.document_max_length)
+        origin = _Origin(store.report.name, False, *text_format.prompts(example), *lengths)
+        if not example.positives:
+            sample.add(origin.query(example.query, role=Role.text, label=example.label))
+        elif graded and example.positive_scores:
+            scored += _scored(origin, example)
+        else:
+            _add_row(sample, origin, example)
+    _add_graded(sample, scored)
+
+
+def _scored(origin: _Origin, example: Example) -> Iterator[tuple[_Origin, str, str, float]]:
+    documents = [*example.positives[:JUDGED_PER_QUERY], *example.negatives[:JUDGED_PER_QUERY]]
+    scores = [*example.positive_scores[:JUDGED_PER_QUERY], *example.negative_scores[:JUDGED_PER_QUERY]]
+    for document, score in zip(documents, scores, strict=True):
+        yield origin, example.query, document, score
+
+
+def _add_row(sample: _SampleBuilder, origin: _Origin, example: Example) -> None:
+    """A query with its first positive and hard negatives."""
+    query = sample.add(origin.query(example.query))
+    sample.pair(query, sample.add(origin.document(example.positives[0])), PairRelation.positive)
+    for negative in example.negatives[:JUDGED_PER_QUERY]:
+        sample.pair(query, sample.add(origin.document(negative)), PairRelation.negative)

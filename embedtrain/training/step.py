@@ -17,13 +17,12 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
 from embedtrain.planning.flops import NO_FLOPS, ModelFlops
-from embedtrain.training import timing
 from embedtrain.training.backward import Backward
 from embedtrain.training.groups import logged_rates
 from embedtrain.training.optimizer import Schedule, clip_grad_norm, step_if
+from embedtrain.training.profile import AGREE, NORM, OPTIMIZER, span
 from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.state import EncoderWithLoss, TrainState
-from embedtrain.training.timing import span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,22 +67,22 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     context.optimizer.zero_grad(set_to_none=True)
     output, finite = context.backward(*(batch.to(context.world.device) for batch in batches), measured=measured)
     context.schedule.drop_frozen_gradients(context.state.step)
-    with span(timing.NORM):
+    with span(NORM):
         grad_norm = clip_grad_norm(context.module.parameters(), context.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     local = [*map(float, tokens), sum(context.flops.of(batch.lengths) for batch in batches)]
-    with span(timing.AGREE):
+    with span(AGREE):
         ranks = _gather_results(context, local, output, grad_norm, finite)
         # The only values of a step that are read from a GPU, and read after the optimizer step is queued: if a rank
         # waited for them before, its GPU would be idle until the step is launched.
         read = _start_reading(ranks)
     lr = context.schedule.apply(context.state.step)
     context.wait_for_staging()
-    with span(timing.OPTIMIZER):
+    with span(OPTIMIZER):
         # Embeddings, gradient norm and local loss of all ranks: the same answer on every rank.
         step_if(ranks[:, :3].isfinite().all() & ranks[:, 0].all(), context.optimizer)
     context.optimizer.zero_grad(set_to_none=True)
-    with span(timing.AGREE):
+    with span(AGREE):
         totals, norm, notices = _require_finite(context, read())
     remove_guards(context.module.encoder)
     num_rows = sum(batch.num_rows for batch in batches)

@@ -27,18 +27,14 @@ from embedtrain.report.changes import describe_outcome
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import datasets_at, metrics_at
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.early_checks import truncate_dims
-from embedtrain.training.ema import WeightAverage
 from embedtrain.training.final_export import export_run, exported_step, read_best, upload_run
 from embedtrain.training.groups import describe_groups, trained_parameters
-from embedtrain.training.initial_state import start_from
-from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length
+from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length, truncate_dims
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop, WeightsEvaluation
 from embedtrain.training.optimizer import Schedule
 from embedtrain.training.precision import choose_precision, flops_reference
-from embedtrain.training.report_sample import choose_sample
-from embedtrain.training.resume import RunStart, measures_otherwise
-from embedtrain.training.run_reporter import RunLength, RunReporter
+from embedtrain.training.resume import RunStart, measures_otherwise, start_from
+from embedtrain.training.run_reporter import RunLength, RunReporter, choose_sample
 from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
     TrainedParts,
@@ -50,7 +46,7 @@ from embedtrain.training.setup import (
     open_tracker,
     require_new,
 )
-from embedtrain.training.state import TrainState
+from embedtrain.training.state import TrainState, WeightAverage
 from embedtrain.training.step import StepContext
 from embedtrain.utils.formatting import format_count
 

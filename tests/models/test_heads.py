@@ -17,7 +17,7 @@ from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
-from embedtrain.training.early_checks import check_dimensions
+from embedtrain.training.inputs import check_dimensions
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model
 

@@ -10,7 +10,7 @@ from embedtrain.data.text_format import TextFormat
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import EmbedtrainError
 from embedtrain.models.source import open_model_source
-from embedtrain.training.early_checks import check_dimensions, check_local_inputs, instruction_warnings
+from embedtrain.training.inputs import check_dimensions, check_local_inputs, instruction_warnings
 from embedtrain.utils.hub import is_local_path
 from tests.small import small_model
 

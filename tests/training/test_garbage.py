@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from embedtrain.training.garbage import automatic_collection, scheduled_collection
+from embedtrain.training.loop import automatic_collection, scheduled_collection
 
 
 class Cycle:

@@ -7,8 +7,8 @@ import torch
 from torch.distributed import HashStore
 
 from embedtrain.distributed.world import World
-from embedtrain.training import timing as module
-from embedtrain.training.timing import matmul_rate, peak_flops
+from embedtrain.training import precision as module
+from embedtrain.training.precision import matmul_rate, peak_flops
 
 
 def rate_for_durations(world: World, seconds: list[float]) -> tuple[float, int]:

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from embedtrain.training.profile import RankTiming, time_shares
-from embedtrain.training.timing import BATCHES, RANKS
+from embedtrain.training.profile import BATCHES, RANKS, RankTiming, time_shares
 from tests.runs import BASE, losses, run
 from tests.small import save_small, small_model, write_rows
 

@@ -17,7 +17,7 @@ from embedtrain.evaluation.types import (
     ScoredPairs,
 )
 from embedtrain.report.sample import PairRelation, Role, read_texts, write_texts
-from embedtrain.training.report_sample import TEXT_LENGTH, choose_sample
+from embedtrain.training.run_reporter import TEXT_LENGTH, choose_sample
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from embedtrain.training.groups import LABEL, RULE, trained_parameters
-from embedtrain.training.muon import orthogonalize, update_scale
 from embedtrain.training.optimizer import build_optimizer, step_if
-from embedtrain.training.sharded_optimizer import ShardedOptimizer
+from embedtrain.training.sharded_optimizer import ShardedOptimizer, orthogonalize, update_scale
 from tests.small import parallel, small_model, small_tokenizer
 
 LR, DECAY, EPS = 0.1, 0.5, 1e-8

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ from torch.distributed import Work
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from embedtrain.config.tracking import TrackingConfig
 from embedtrain.distributed.world import World
-from embedtrain.training.timing import (
-    CommunicationMeter,
+from embedtrain.training.profile import (
+    StepProfiler,
     covered_length,
     exposed_nccl_seconds,
     gpu_profile,
@@ -23,18 +25,19 @@ from embedtrain.training.timing import (
 
 def measure(world: World, late: float, both: float, collective: str) -> list[dict[str, float]]:
     """Six steps in which both ranks work and rank 0 is late; the third and every second after it are measured."""
-    communication = CommunicationMeter(world, log_every=1, rows_between=2)
+    # No step is profiled, so that nothing is written or printed.
+    profiler = StepProfiler(TrackingConfig(), world, Path(), None, log_every=1, rows_between=2)
     mesh = init_device_mesh("cpu", (world.size,))
     measured = []
     for _ in range(6):
         world.barrier()
-        with communication.measure_step():
+        with profiler.measure_communication():
             time.sleep(both + (late if world.rank == 0 else 0.0))
             if collective == "barrier":
                 world.barrier()
             else:  # how the norm of shards is reduced
                 distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None).sum().full_tensor()
-        measured.append(communication.pop())
+        measured.append(profiler.pop_communication())
     return measured
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from embedtrain.cli.entry import set_home
 from embedtrain.data.cache.cache import cache_directory
-from embedtrain.data.sources.urls import local_path
+from embedtrain.data.sources.files import local_path
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import (
     atomic_write,

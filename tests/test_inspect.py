@@ -17,8 +17,7 @@ from embedtrain.commands.inspect.texts import ROLES, UntruncatedTokenizer, join_
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.pair_format import PairFormat
-from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.pairs import PairFormat, PairTokenizer
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data

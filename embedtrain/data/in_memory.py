@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.overrides import Interpolation
-from embedtrain.data.sources.retrieval_files import SPLITS
+from embedtrain.data.sources.retrieval import SPLITS
 from embedtrain.data.sources.values import list_names
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.utils.files import atomic_write

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.data.fast_tokenizer import FastTokenizer
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import FastTokenizer, TextTokenizer
 from embedtrain.data.types import BatchTokens, Chunk, QueryWords, TextRole
 
 # Tokens of a query have fewer bits.

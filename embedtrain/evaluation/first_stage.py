@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.documents import select_texts
+from embedtrain.data.cache.document_store import select_texts
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS

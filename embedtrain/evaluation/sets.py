@@ -10,7 +10,7 @@ import numpy as np
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.cache.cache import Cache, cache_directory
-from embedtrain.data.cache.documents import select_texts
+from embedtrain.data.cache.document_store import select_texts
 from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_of
 from embedtrain.data.text_format import text_key
 from embedtrain.distributed.world import World

@@ -16,8 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from embedtrain.data.pair_format import PairFormat, PairTruncation
-from embedtrain.data.pairs import Pair, PairTokenizer
+from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ModelError

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache, map_array, write_array
-from embedtrain.data.cache.documents import MappedTexts
+from embedtrain.data.cache.document_store import MappedTexts
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
-from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.resolve import (
     NO_IN_BATCH_NEGATIVES,
     expand_sources,

@@ -21,9 +21,9 @@ from embedtrain.config.source_losses import source_loss
 from embedtrain.config.sparse_checks import check_query_regularizer
 from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
+from embedtrain.data.sources.files import is_url
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.data.sources.resolve import resolve_parts
-from embedtrain.data.sources.urls import is_url
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError

@@ -18,7 +18,7 @@ from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import Recipe
-from embedtrain.data.cache.verification import Verification
+from embedtrain.data.cache.cache import Verification
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData

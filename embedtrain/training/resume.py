@@ -26,8 +26,7 @@ from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import ModelConfig, ModelKind, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
-from embedtrain.data.selection import SourceSettings
-from embedtrain.data.train_data import TrainData
+from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.adapters import BASE_WEIGHTS
 from embedtrain.models.hub import split_revision

@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.pair_format import PairFormat, PairTruncation
-from embedtrain.data.pairs import Pair, PairTokenizer
+from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.errors import ModelError

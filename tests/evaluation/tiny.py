@@ -13,8 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 
 from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.token_vectors import Expansion, TokenVectors
-from embedtrain.data.pair_format import PairFormat
-from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.pairs import PairFormat, PairTokenizer
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk

@@ -5,8 +5,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from embedtrain.data.pair_format import PairFormat, PairTruncation
-from embedtrain.data.pairs import Pair, PairTokenizer
+from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
 from embedtrain.errors import TrainingError
 from embedtrain.inference.score import PairScorer, Selected, best_first
 from tests.evaluation.tiny import pair_encoder, pair_scorer, pair_tokenizer, save_tiny_cross_encoder

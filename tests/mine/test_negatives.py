@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.row_format import format_row
+from embedtrain.data.rows import format_row
 
 ROWS = [
     {"query": "a b", "pos": ["x", "y"], "neg": ["z"]},

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
-from embedtrain.data.fast_tokenizer import FastTokenizer
+from embedtrain.data.tokens import FastTokenizer
 from embedtrain.errors import ModelError
 from embedtrain.models import adapters, chat_template
 from embedtrain.models.adapter_files import read_settings

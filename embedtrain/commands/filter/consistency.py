@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from embedtrain.commands.filter.options import FilterOptions
 from embedtrain.commands.filter.summary import SourceSummary
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.row_format import format_row
+from embedtrain.data.rows import format_row
 from embedtrain.data.sampling.permutation import Purpose, make_key, permute
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example

@@ -9,7 +9,7 @@ from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.document_store import DocumentStore, documents_build
 from embedtrain.data.cache.row_checks import RowCheck
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.shared_build import build

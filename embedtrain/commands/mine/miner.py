@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from embedtrain.commands.mine.candidates import BlockCandidates, QueryCandidates, find_window, ranks_of
 from embedtrain.commands.mine.options import MineOptions, Sampling
 from embedtrain.commands.mine.stats import MiningStats, SuspectedLabel
-from embedtrain.data.row_format import format_row
+from embedtrain.data.rows import format_row
 from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example

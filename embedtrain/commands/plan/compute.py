@@ -9,8 +9,8 @@ from typing import Any
 from embedtrain.commands.plan.options import PlanOptions
 from embedtrain.config.recipe import Attention, OnError, ParallelConfig, Precision, Recipe, Strategy, TrainSource
 from embedtrain.config.source_losses import source_requirements
+from embedtrain.data.rows import Texts
 from embedtrain.data.sources.reader import SourceReader
-from embedtrain.data.texts import Texts
 from embedtrain.data.train_data import resolve_sources
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import EmbedtrainError

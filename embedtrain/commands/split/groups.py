@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from embedtrain.data.texts import Texts
+from embedtrain.data.rows import Texts
 from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
 

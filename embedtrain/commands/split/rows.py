@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
+from embedtrain.data.rows import Texts
+from embedtrain.data.sources.keyed_layouts import FlagEmbedding
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
-from embedtrain.data.sources.layouts.flag_embedding import FlagEmbedding
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import expand_sources, source_names
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 
 # Scores of documents, which a recipe may distil, stay in the rows.
@@ -74,7 +74,7 @@ def _open(source: TrainSource, name: str, on_error: OnError, cache_dir: str | No
 def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | None) -> DocumentLookup:
     """The corpus that rows refer to by id, in the cache."""
     from embedtrain.data.cache.cache import Cache, cache_directory  # imports torch
-    from embedtrain.data.cache.documents import DocumentStore, documents_build
+    from embedtrain.data.cache.document_store import DocumentStore, documents_build
     from embedtrain.data.cache.shared_build import build
 
     assert reader.documents is not None

@@ -15,9 +15,8 @@ from embedtrain.commands.split.groups import RowKeys, Split, contains, equality_
 from embedtrain.commands.split.options import DevCorpus
 from embedtrain.commands.split.rows import SplitSource
 from embedtrain.config.recipe import OnError
-from embedtrain.data.row_format import format_row
+from embedtrain.data.rows import Texts, format_row
 from embedtrain.data.sources.files import file_changed_error
-from embedtrain.data.texts import Texts
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import atomic_write
 

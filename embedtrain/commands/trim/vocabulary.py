@@ -33,8 +33,8 @@ from embedtrain.config.recipe import ExportConfig, ModelKind, OnError
 from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
-from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, DataError

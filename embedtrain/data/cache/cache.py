@@ -1,4 +1,4 @@
-"""The directory of prepared data: its location, digests, and writing and mapping of arrays and metadata."""
+"""The directory of prepared data: its location, digests, arrays, metadata, and verification of large folders."""
 
 import errno
 import hashlib
@@ -7,7 +7,10 @@ import os
 import resource
 import shutil
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,10 +18,78 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.verification import Verification
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.utils.checksums import Block, Checksums
 from embedtrain.utils.files import expand_user, has_home, temporary_home
+
+COMPLETE = "complete.json"  # the checksums of all files of a folder, written when it is complete
+# Bytes of a folder that every process verifies before it opens the folder: at most half a second.
+VERIFIED_BYTES = 1 << 30
+
+
+class Verification:
+    """Verifies what `shared_build.is_complete` does not: the blocks of folders beyond VERIFIED_BYTES.
+
+    This process verifies every `local_size`-th of them.
+    """
+
+    def __init__(self, local_rank: int = 0, local_size: int = 1) -> None:
+        self._local_rank, self._local_size = local_rank, local_size
+        self._pending: deque[tuple[Path, Checksums, Block]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # None: nothing is pending
+        self._error: Exception | None = None
+
+    def add(self, directory: Path) -> None:
+        """Verify the rest of a complete folder."""
+        try:
+            checksums = Checksums.read(directory / COMPLETE)
+        except (OSError, ValueError):  # opening the folder reports it
+            return
+        blocks = checksums.split(VERIFIED_BYTES)[1][self._local_rank :: self._local_size]
+        with self._lock:  # a thread that is past its last block takes no more
+            self._pending.extend((directory, checksums, block) for block in blocks)
+            if self._pending and self._thread is None:
+                # A daemon, so that a run which fails ends without waiting for it.
+                self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
+                self._thread.start()
+
+    def check(self) -> None:
+        """Raise DataError if a damaged file was detected, or why none is; callable from any thread."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait until all files are verified; raises as `check`."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        self.check()
+
+    def _verify(self) -> None:
+        try:
+            while (block := self._next()) is not None:
+                self._verify_block(*block)
+        except Exception as error:  # nothing would be verified any more
+            self._error = error
+
+    def _next(self) -> tuple[Path, Checksums, Block] | None:
+        with self._lock:
+            if not self._pending:
+                self._thread = None
+                return None
+            return self._pending.popleft()
+
+    @staticmethod
+    def _verify_block(directory: Path, checksums: Checksums, block: Block) -> None:
+        if not checksums.is_intact(directory, block):
+            with suppress(OSError):  # makes the next start verify every result, and build damaged ones again
+                (directory / COMPLETE).unlink()
+            raise DataError(
+                f"{directory / block[0]} is damaged in the cache: start the same command again, and it is built again"
+            )
+
 
 # A part of every key: raised whenever the format of cached files changes.
 FORMAT = 6

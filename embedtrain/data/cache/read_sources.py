@@ -11,18 +11,23 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, map_array, read_metadata
-from embedtrain.data.cache.documents import DocumentStore, documents_build
-from embedtrain.data.cache.file_changes import SourceVersion
-from embedtrain.data.cache.row_checks import check_equal_counts, check_sources
-from embedtrain.data.cache.row_files import METADATA, join_pieces, write_piece
-from embedtrain.data.cache.row_store import MAX_NEGATIVES, ArrowFile, ArrowRows, RowRange, RowStore
+from embedtrain.data.cache.cache import COMPLETE, FORMAT, Cache, allow_open_files, json_digest, map_array, read_metadata
+from embedtrain.data.cache.document_store import DocumentStore, documents_build
+from embedtrain.data.cache.row_checks import RowStatistics, SourceReport, check_equal_counts, check_sources
+from embedtrain.data.cache.row_store import (
+    MAX_NEGATIVES,
+    METADATA,
+    ArrowFile,
+    ArrowRows,
+    RowRange,
+    RowStore,
+    join_pieces,
+    write_piece,
+)
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
-from embedtrain.data.cache.source_report import RowStatistics, SourceReport
-from embedtrain.data.cache.verification import COMPLETE
 from embedtrain.data.sources.layouts import TEXTS_ONLY, RowLayout
 from embedtrain.data.sources.part_reader import Piece
-from embedtrain.data.sources.reader import SourceReader, open_sources
+from embedtrain.data.sources.reader import SourceReader, SourceVersion, open_sources
 from embedtrain.data.sources.resolve import source_names
 from embedtrain.errors import ConfigError, DataError
 

@@ -1,10 +1,14 @@
-"""The rows of one source on disk, as memory-mapped Arrow files."""
+"""The rows of one source on disk: written piece by piece with a digest, then memory-mapped."""
 
 import bisect
+import copy
 import functools
+import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.source_report import SourceReport
-from embedtrain.data.texts import Texts
+from embedtrain.config.recipe import OnError
+from embedtrain.data.cache.cache import concatenate_files, read_metadata, write_array, write_metadata
+from embedtrain.data.cache.row_checks import RowCheck, RowStatistics, SourceReport
+from embedtrain.data.rows import Texts
+from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 
@@ -174,3 +184,302 @@ class RowStore(Sequence[Example]):
             queries, positives, negatives = self.rows.batch(i).columns[:3]
             for texts in (queries, positives.flatten(), negatives.flatten()):
                 yield from texts.to_pylist()
+
+
+# A row's digest is a digit of a number in base _BASE modulo the prime _PRIME, as in Karp and Rabin, "Efficient
+# randomized pattern-matching algorithms" (1987): the numbers of two pieces give that of both together.
+_PRIME = (1 << 127) - 1
+_BASE = int.from_bytes(b"a row at a time", "big")
+_DIGIT_BYTES = 15  # below the prime
+
+
+class RowDigest:
+    """A digest of rows in their order; `value` has 127 bits and continues another digest's."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def add(self, texts: Sequence[pa.Array], extra_columns: Mapping[str, Sequence[Any]]) -> None:
+        """Add the next rows; the number of rows per call makes no difference.
+
+        Args:
+            texts: columns: queries, lists of positives, lists of negatives.
+            extra_columns: the values of each row, by the column's name in EXTRA_COLUMNS.
+        """
+        extra = [b""] * len(texts[0])
+        for name, values in sorted(extra_columns.items()):
+            extra = [before + _encode_extra(name, value) for before, value in zip(extra, values, strict=True)]
+        value = self.value
+        for row in zip(*_encode_texts(*texts), extra, strict=True):
+            digit = hashlib.blake2b(b"".join(row), digest_size=_DIGIT_BYTES).digest()
+            value = (value * _BASE + int.from_bytes(digit, "big")) % _PRIME
+        self.value = value
+
+    def join(self, after: "RowDigest", num_rows: int) -> None:
+        """Add the `num_rows` rows of the next digest."""
+        self.value = (self.value * pow(_BASE, num_rows, _PRIME) + after.value) % _PRIME
+
+    def __str__(self) -> str:
+        """32 hexadecimal digits."""
+        return f"{self.value:032x}"
+
+
+def _encode_texts(queries: pa.Array, positives: pa.Array, negatives: pa.Array) -> list[list[bytes]]:
+    """The bytes of each row's texts, preceded by the numbers of documents and the length of each text.
+
+    They are cut out of the arrays: encoding each text separately takes several times as long.
+    """
+    starts = [np.arange(len(queries) + 1), *(lists.offsets.to_numpy() for lists in (positives, negatives))]
+    texts = [queries, positives.values, negatives.values]
+    offsets = [_offsets(column) for column in texts]
+    counts = [np.diff(start) for start in starts]
+    head_starts = np.concatenate([[0], np.cumsum(2 + sum(counts))])
+    heads = np.empty(head_starts[-1], dtype="<i4")
+    heads[head_starts[:-1]], heads[head_starts[:-1] + 1] = counts[1:]
+    index = head_starts[:-1] + 2
+    for start, count, offset in zip(starts, counts, offsets, strict=True):
+        heads[np.repeat(index - start[:-1], count) + np.arange(start[-1])] = np.diff(offset)
+        index += count
+    cut = [_cut(heads.tobytes(), 4 * head_starts)]
+    for column, start, offset in zip(texts, starts, offsets, strict=True):
+        data = column.buffers()[2]
+        cut.append(_cut(b"" if data is None else data.to_pybytes(), offset[start]))
+    return cut
+
+
+def _offsets(texts: pa.Array) -> NDArray[np.int32]:
+    """The offset of each text in the bytes of all texts, and the end."""
+    if not len(texts):
+        return np.zeros(1, dtype=np.int32)
+    return np.frombuffer(texts.buffers()[1], dtype=np.int32)[: len(texts) + 1]
+
+
+def _cut(data: bytes, bounds: NDArray[Any]) -> list[bytes]:
+    # Not slices of a memoryview: the garbage collector would track each of them.
+    return [data[start:stop] for start, stop in pairwise(bounds.tolist())]
+
+
+def _encode_extra(name: str, value: Any) -> bytes:
+    """A value of an extra column with its length, so that values can be concatenated; empty if there is none."""
+    if value is None or value == ():
+        return b""
+    if name in SCALAR_COLUMNS:
+        parts = [str(value).encode("utf-8", "surrogatepass")]
+    elif name.endswith("_ids"):
+        parts = [text.encode("utf-8", "surrogatepass") for text in value]
+    elif name == "vectors":  # in float32 as stored, like scores
+        parts = [np.asarray(vector, dtype="<f4").tobytes() for vector in value]
+    else:
+        parts = [array("f", value).tobytes()]
+    return b" ".join((name.encode(), *(b"%d %b" % (len(part), part) for part in parts), b"."))
+
+
+# Small enough for 32-bit offsets, and for little memory while a batch is built.
+ROWS_PER_BATCH = 4096
+CHARACTERS_PER_BATCH = 1 << 24
+COUNTS = ("num_positives", "num_negatives", MAX_NEGATIVES)
+TEXT_NAMES = ("query", "positives", "negatives")
+METADATA = "metadata.json"  # of a piece, and of all pieces
+
+
+def write_piece(
+    reading: SourceReader,
+    layout: RowLayout,
+    piece: Piece,
+    documents: DocumentLookup | None,
+    on_error: OnError,
+    path: Path,
+) -> None:
+    """Read one piece, check its rows, and write them as a folder.
+
+    Args:
+        documents: the corpus, if rows name documents by id.
+        on_error: stop at the first bad row (`path:line: problem`), or skip and count bad rows.
+    """
+    path.mkdir()
+    rows, check, statistics = reading.rows(piece, layout, documents), RowCheck(reading.needs), RowStatistics()
+    part = reading.parts.index(piece.part)
+    with _Writer(path) as writer:
+        for line, read in rows:
+            try:
+                if isinstance(read, BadRow):
+                    raise read
+                texts = check(read)
+            except BadRow as bad:
+                if on_error == OnError.stop:
+                    location = piece.part.location(reading.lines_before(piece) + line)
+                    # A row that the loss cannot use is intact, and others may do.
+                    hint = "" if isinstance(read, BadRow) else "; data.on_error=skip leaves such rows out"
+                    raise DataError(f"{location}: {bad}{hint}") from None
+                statistics.skip(part, line, str(bad))
+                continue
+            if texts.vectors and statistics.width is None:
+                statistics.width = (len(texts.vectors[0]), part, line)
+            statistics.add(texts, scored=texts is not read)
+            writer.add(texts, line)
+    statistics.features, statistics.ignored = list(rows.layout.features), list(rows.layout.ignored)
+    statistics.num_left_out = rows.left_out
+    metadata = {
+        "part": part,
+        "lines": rows.lines,
+        "extra_columns": sorted(writer.extra_columns),
+        "files": writer.files,
+        "digest": writer.digest.value,
+        "statistics": asdict(statistics),
+    }
+    write_metadata(path / METADATA, metadata)
+
+
+class _Writer:
+    """Collects rows and writes them in batches: to a new file if a batch has columns that the last file lacks."""
+
+    def __init__(self, path: Path) -> None:
+        self.extra_columns: set[str] = set()
+        self.digest = RowDigest()
+        self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
+        self._path = path
+        self._pending: list[tuple[Texts, int]] = []
+        self._pending_characters = 0
+        self._counts = {name: array("i") for name in COUNTS}
+        self._file: pa.NativeFile | None = None
+        self._writer: pa.RecordBatchFileWriter | None = None
+        self._names: list[str] = []  # extra columns of the open file
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(Exception):  # the disk may be full
+                self._close()
+            return
+        self._flush()
+        self._close()
+        for name, values in self._counts.items():
+            write_array(self._path / f"{name}.bin", np.frombuffer(values, dtype=values.typecode))
+
+    def add(self, texts: Texts, line: int) -> None:
+        """Add one row, with its line."""
+        limit = -1 if texts.max_negatives is None else texts.max_negatives
+        for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), limit), strict=True):
+            self._counts[name].append(count)
+        self._pending.append((texts, line))
+        self._pending_characters += len(texts.query) + sum(map(len, texts.positives + texts.negatives))
+        self._pending_characters += 4 * sum(map(len, texts.vectors))
+        if len(self._pending) >= ROWS_PER_BATCH or self._pending_characters >= CHARACTERS_PER_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        extra = {}
+        for name in EXTRA_COLUMNS:
+            values = [getattr(texts, field_name(name)) for texts, _ in self._pending]
+            if any(value is not None and value != () for value in values):
+                extra[name] = values
+        self.extra_columns.update(extra)
+        texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
+        self.digest.add(texts, extra)
+        if self._writer is None or not extra.keys() <= set(self._names):
+            self._open(list(extra))
+        arrays = [*texts, pa.array([line for _, line in self._pending], type=TEXTS["line"])]
+        arrays += [_column(name, extra.get(name), len(self._pending)) for name in self._names]
+        batch = pa.RecordBatch.from_arrays(arrays, names=[*TEXTS, *self._names])
+        assert self._writer is not None
+        self._writer.write_batch(batch)
+        _, rows, num_bytes = self.files[-1]
+        rows.append(batch.num_rows)
+        num_bytes.append(batch.nbytes)
+        self._pending, self._pending_characters = [], 0
+
+    def _open(self, names: list[str]) -> None:
+        self._close()
+        self._names = names
+        name = f"{len(self.files)}.arrow"
+        self.files.append((name, [], []))
+        self._file = pa.OSFile(str(self._path / name), "wb")
+        self._writer = pa.ipc.new_file(self._file, pa.schema([*TEXTS.items(), *((n, EXTRA_COLUMNS[n]) for n in names)]))
+
+    def _close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if self._file is not None:
+                self._file.close()
+            self._writer = self._file = None
+
+
+def _column(name: str, values: list[Any] | None, count: int) -> pa.Array:
+    if values is None:
+        return pa.nulls(count, EXTRA_COLUMNS[name])
+    if name == "vectors":  # NumPy arrays are converted as a whole, other sequences number by number
+        values = [[np.asarray(vector, dtype=np.float32) for vector in vectors] for vectors in values]
+    return pa.array(values, type=EXTRA_COLUMNS[name])
+
+
+def join_pieces(
+    reading: SourceReader,
+    layout: RowLayout,
+    directory: Path,
+    names: Sequence[str],
+    on_error: OnError,
+    path: Path,
+) -> None:
+    """Join the pieces in `directory`, the folders `names` in order: write the arrays and metadata of all rows.
+
+    Raises:
+        DataError: a part without rows, no row at all, or a teacher's vectors of several dimensions.
+    """
+    path.mkdir()
+    statistics, extra_columns, digest = RowStatistics(), set[str](), RowDigest()
+    row_ranges: list[RowRange] = []
+    files: list[ArrowFile] = []
+    pieces_of_part: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in reading.parts]
+    for name in names:
+        piece = read_metadata(directory / name / METADATA)
+        pieces_of_part[piece["part"]].append((name, piece))
+    for part, pieces in enumerate(pieces_of_part):
+        lines, is_empty = 0, True
+        for name, piece in pieces:
+            of_piece = RowStatistics.of(piece["statistics"]).after(lines)
+            is_empty &= not (of_piece.num_rows or of_piece.num_skipped or of_piece.num_left_out)
+            _check_width(reading, statistics, of_piece)
+            if of_piece.num_rows:
+                row_ranges.append(RowRange(statistics.num_rows, part, lines))
+                files += [ArrowFile(f"{name}/{file}", *counts) for file, *counts in piece["files"]]
+                extra_columns.update(piece["extra_columns"])
+            statistics.join(of_piece)
+            digest.join(RowDigest(piece["digest"]), of_piece.num_rows)
+            lines += piece["lines"]
+        if is_empty:
+            if on_error == OnError.stop:
+                raise DataError(f"{reading.parts[part].name}: holds no rows")
+            statistics.skip(part, 0, "holds no rows")
+    if not statistics.num_rows:
+        first = statistics.report(reading.name, "", reading.parts, None, cached=False).problems
+        skipped = f" ({statistics.num_skipped:,} skipped, the first: {first[0]})" if first else ""
+        where = f"; where={reading.source.where} leaves out {statistics.num_left_out:,}"
+        raise DataError(
+            f"{reading.source.path}: no row that can be trained on{skipped}{where * (statistics.num_left_out > 0)}"
+        )
+    for array_name in COUNTS[: 3 if MAX_NEGATIVES in extra_columns else 2]:
+        concatenate_files((directory / name / f"{array_name}.bin" for name in names), path / f"{array_name}.bin")
+    described = copy.deepcopy(layout)
+    described.features.update(dict.fromkeys(statistics.features))
+    metadata = {
+        "layout": described.describe(),
+        "row_ranges": [astuple(row_range) for row_range in row_ranges],
+        "files": [astuple(file) for file in files],
+        "extra_columns": sorted(extra_columns),
+        "content": str(digest),
+        "statistics": asdict(statistics),
+    }
+    write_metadata(path / METADATA, metadata)
+
+
+def _check_width(reading: SourceReader, before: RowStatistics, new: RowStatistics) -> None:
+    if before.width and new.width and before.width[0] != new.width[0]:
+        width, part, line = new.width
+        location = reading.parts[part].location(line)
+        raise DataError(f"{location}: a vector of {width} numbers, where those before have {before.width[0]}")

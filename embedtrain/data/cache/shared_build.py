@@ -25,8 +25,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from embedtrain.data.cache.cache import write_error
-from embedtrain.data.cache.verification import COMPLETE, VERIFIED_BYTES
+from embedtrain.data.cache.cache import COMPLETE, VERIFIED_BYTES, write_error
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.utils.checksums import Checksums
 from embedtrain.utils.files import flush_to_disk, remove_tree

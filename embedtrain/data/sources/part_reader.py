@@ -4,13 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from embedtrain.data.sources.delimited_rows import delimited_rows
 from embedtrain.data.sources.files import count_lines_before, file_digest, read_lines_between, splittable_size
-from embedtrain.data.sources.hub import open_dataset
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.retrieval import judged_rows
-from embedtrain.data.sources.table_rows import arrow_rows, arrow_sizes, dataset_rows, parquet_rows, parquet_sizes
-from embedtrain.data.sources.text_rows import RawRow, json_list_rows, json_rows, parse_json_row
+from embedtrain.data.sources.table_rows import (
+    arrow_rows,
+    arrow_sizes,
+    dataset_rows,
+    open_dataset,
+    parquet_rows,
+    parquet_sizes,
+)
+from embedtrain.data.sources.text_rows import RawRow, delimited_rows, json_list_rows, json_rows, parse_json_row
 from embedtrain.data.sources.values import BadRow
 
 

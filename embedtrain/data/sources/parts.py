@@ -8,9 +8,8 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from embedtrain.data.sources.files import open_binary
+from embedtrain.data.sources.files import file_system, is_url, open_binary, unreachable_error
 from embedtrain.data.sources.text_rows import is_json_list
-from embedtrain.data.sources.urls import file_system, is_url, unreachable_error
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.utils.hub import is_local_path
 

@@ -1,26 +1,100 @@
-"""Reads a training source: finds its parts, detects the layout of its rows, and checks the rows piece by piece."""
+"""Readers of a training source and of a corpus: parts, layout, rows piece by piece, and changes of their files."""
 
 import copy
+import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from embedtrain.config.columns import parse_columns
 from embedtrain.config.conditions import parse_condition
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
+from embedtrain.data.rows import Texts
 from embedtrain.data.sources import values
-from embedtrain.data.sources.documents import DocumentReader
-from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_layout
+from embedtrain.data.sources.column_layouts import choose_layout
+from embedtrain.data.sources.column_roles import is_id, normalized
+from embedtrain.data.sources.files import file_changed_error, file_version
+from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.resolve import find_parts
 from embedtrain.data.sources.values import BadRow, list_names
-from embedtrain.data.texts import Texts
-from embedtrain.errors import DataError
+from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.utils.formatting import format_count
+
+_ID_KEYS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as it is stored. Title and text may be empty."""
+
+    id: str  # "" for none
+    title: str
+    text: str
+
+    @property
+    def full_text(self) -> str:
+        """The title and the text, joined as BEIR, mteb and Tevatron do."""
+        return f"{self.title} {self.text}".strip()
+
+
+def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document:
+    """The document of a row with an id, a text and perhaps a title. Raises BadRow if it lacks one."""
+    id_key = next((key for key in _ID_KEYS if key in row), None) or next(filter(is_id, row), None)
+    if id_key is None and id_required:
+        raise BadRow(f'a document needs an id ("docid" or "_id"), and this one has: {list_names(row)}')
+    name = "" if id_key is None else values.identifier(row[id_key], f'"{id_key}"')
+    if not name and id_required:
+        raise BadRow(f'"{id_key}" is empty, and a document needs an id')
+    text_key = next((key for key in values.TEXT_KEYS if key in row), None)
+    text_key = text_key or next((key for key in row if normalized(key) in values.TEXT_KEYS), None)
+    title_key = next((key for key in row if key.lower() == "title"), "title")
+    if text_key is None and title_key not in row:
+        raise BadRow(f'a document needs a "text", and this one has: {list_names(row)}')
+    title = values.optional_string(row.get(title_key), f'"{title_key}"')
+    return Document(name, title, values.optional_string(row.get(text_key or "text"), f'"{text_key}"'))
+
+
+class DocumentReader:
+    """Reads the documents of a corpus. Every method raises DataError where a part is gone or cannot be read."""
+
+    document_parts: Sequence[Part] = ()  # a corpus has no corpus
+
+    def __init__(self, parts: Sequence[Part], name: str, *, ids_required: bool = True) -> None:
+        self.parts, self.name = parts, name
+        self._ids_required = ids_required
+        self._reader = PartReader()
+
+    def content(self) -> dict[str, Any]:
+        """Digests of the parts."""
+        return {"parts": [self._reader.digests(part) for part in self.parts], "documents": []}
+
+    def pieces(self, piece_bytes: int) -> list[Piece]:
+        """All parts in order, in pieces of about this size."""
+        return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
+
+    def documents(self, piece: Piece) -> Iterator[tuple[int, Document | BadRow]]:
+        """The documents of a piece with their line or row numbers within it."""
+        for line in self._reader.lines(piece):
+            if line.row is None:
+                continue
+            try:
+                if isinstance(line.row, BadRow):
+                    raise line.row
+                yield line.number, parse_document(line.row, id_required=self._ids_required)
+            except BadRow as bad:
+                yield line.number, bad
+
+    def location(self, piece: Piece, line: int) -> str:
+        """A document's location for messages, by its line or row number within the piece."""
+        return piece.part.location(self._reader.lines_before(piece) + line)
+
 
 FORMAT_VERSION = 4  # of the rows that readers return; a new one invalidates every cache
 _NUM_INSPECTED_ROWS = 16
@@ -228,3 +302,75 @@ def open_sources(
 ) -> list[SourceReader]:
     """A reader for each source."""
     return [SourceReader(*args) for args in zip(sources, names, needs, strict=True)]
+
+
+class SourceVersion:
+    """The content of a source's files, from which its key is computed, and their versions at that time.
+
+    Raises:
+        DataError: a file of the source is missing or cannot be read.
+    """
+
+    def __init__(self, reading: SourceReader | DocumentReader, content: Mapping[str, Any] | None = None) -> None:
+        self._reading = reading
+        self._versions = self._all_versions()  # before the content, so that a change in between is detected
+        self.content = reading.content() if content is None else content
+
+    @contextmanager
+    def during(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Raise a DataError if one of the parts, read in the block, has changed since the key, or changes meanwhile.
+
+        Only local files are checked, by size and time: cheap, and detects nearly every change.
+        """
+        before = [self._version(part) for part in parts]
+        try:
+            yield
+        except EmbedtrainError as error:  # the cause may be a file that is being written
+            _require_equal(parts, before, error)
+            raise
+        _require_equal(parts, before)
+
+    def require(self, directory: Path, names: Sequence[str]) -> None:
+        """Compare the content of all files; if it differs, remove the results `names` in `directory`.
+
+        Raises:
+            DataError: a file was changed, or is missing.
+        """
+        try:
+            self._require_content()
+        except EmbedtrainError:
+            for name in names:
+                shutil.rmtree(directory / name, ignore_errors=True)
+            raise
+
+    def _version(self, part: Part) -> object:
+        """The current version of a part, which has the same content as when the key was computed."""
+        version = _version_of(part)
+        if version != self._versions[part]:
+            versions = self._all_versions()
+            self._require_content()
+            self._versions = versions  # the bytes are the same
+            version = versions[part]
+        return version
+
+    def _all_versions(self) -> dict[Part, object]:
+        return {part: _version_of(part) for part in (*self._reading.parts, *self._reading.document_parts)}
+
+    def _require_content(self) -> None:
+        now = self._reading.content()
+        for key, parts in (("parts", self._reading.parts), ("documents", self._reading.document_parts)):
+            for part, old, new in zip(parts, self.content[key], now[key], strict=True):
+                if new != old:
+                    raise file_changed_error(part.name)
+
+
+def _require_equal(parts: Sequence[Part], versions: Sequence[object], error: Exception | None = None) -> None:
+    for part, version in zip(parts, versions, strict=True):
+        if _version_of(part) != version:
+            raise file_changed_error(part.name) from error
+
+
+def _version_of(part: Part) -> object:
+    """A value that changes when a local file of the part is written."""
+    # The time of a folder changes with any file in it, such as a lock.
+    return None if part.kind is PartKind.hub else [file_version(file.name) for file in part.tables or (part,)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import DataFormat, TrainSource
-from embedtrain.data.sources.hub import HubRepository
+from embedtrain.data.sources.files import is_url, local_path
 from embedtrain.data.sources.part_reader import raw_rows
 from embedtrain.data.sources.parts import (
     FOLDER_SUFFIXES,
@@ -28,8 +28,8 @@ from embedtrain.data.sources.parts import (
     stem_of,
     suffix_of,
 )
-from embedtrain.data.sources.retrieval_files import find_hub_tables, find_retrieval_files, judgements_part
-from embedtrain.data.sources.urls import is_url, local_path
+from embedtrain.data.sources.retrieval import find_hub_tables, find_retrieval_files, judgements_part
+from embedtrain.data.sources.table_rows import HubRepository
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError, DataError
 

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from embedtrain.data.cache.documents import select_texts
+from embedtrain.data.cache.document_store import select_texts
 from embedtrain.data.sources import values
 from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.values import not_utf8, shorten

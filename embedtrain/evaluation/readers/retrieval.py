@@ -10,18 +10,25 @@ from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache, cache_directory
-from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.document_store import DocumentStore, documents_build
 from embedtrain.data.cache.shared_build import build
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
-from embedtrain.data.sources.documents import DocumentReader, parse_document
 from embedtrain.data.sources.files import file_size, read_lines
-from embedtrain.data.sources.hub import HubRepository, no_progress_bars, open_dataset
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part, PartKind, part_of_file
-from embedtrain.data.sources.reader import SourceReader
-from embedtrain.data.sources.retrieval import QUERY_IDS, Judgement, parse_query, read_judgements
-from embedtrain.data.sources.retrieval_files import choose_split, find_hub_tables, find_retrieval_files, judgements_part
+from embedtrain.data.sources.reader import DocumentReader, SourceReader, parse_document
+from embedtrain.data.sources.retrieval import (
+    QUERY_IDS,
+    Judgement,
+    choose_split,
+    find_hub_tables,
+    find_retrieval_files,
+    judgements_part,
+    parse_query,
+    read_judgements,
+)
+from embedtrain.data.sources.table_rows import HubRepository, no_progress_bars, open_dataset
 from embedtrain.data.sources.text_rows import MAX_JSON_BYTES, read_json_text
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from embedtrain.data.sources import values
-from embedtrain.data.sources.hub import no_progress_bars
 from embedtrain.data.sources.part_reader import raw_rows
 from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.table_rows import no_progress_bars
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
 

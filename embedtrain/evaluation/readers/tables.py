@@ -25,7 +25,6 @@ from embedtrain.data.sources.column_roles import (
     unnamed_score,
     written_columns,
 )
-from embedtrain.data.sources.hub import HubRepository
 from embedtrain.data.sources.parts import (
     FOLDER_SUFFIXES,
     Part,
@@ -35,7 +34,8 @@ from embedtrain.data.sources.parts import (
     stem_of,
     suffix_of,
 )
-from embedtrain.data.sources.retrieval_files import SPLITS, choose_split
+from embedtrain.data.sources.retrieval import SPLITS, choose_split
+from embedtrain.data.sources.table_rows import HubRepository
 from embedtrain.data.sources.values import BadRow, describe_error, list_names, shorten
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.reranking import read_questions, read_reranking

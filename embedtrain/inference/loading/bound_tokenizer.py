@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.pair_template import PairTemplate
-from embedtrain.data.fast_tokenizer import FastTokenizer
 from embedtrain.data.m3 import M3Tokenizer
-from embedtrain.data.pair_format import PairFormat, PairTruncation
-from embedtrain.data.pairs import PairTokenizer
+from embedtrain.data.pairs import PairFormat, PairTokenizer, PairTruncation
 from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.token_rows import TokenRowTokenizer
-from embedtrain.data.tokens import StaticTokenizer, TextTokenizer
+from embedtrain.data.tokens import FastTokenizer, StaticTokenizer, TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import is_decoder

@@ -15,17 +15,17 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
+from embedtrain.data.cache import cache as cache_files
 from embedtrain.data.cache import read_sources as stored
-from embedtrain.data.cache import shared_build, verification
+from embedtrain.data.cache import shared_build
 from embedtrain.data.cache import token_store as token_files
-from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.cache import Cache, Verification
+from embedtrain.data.cache.document_store import DocumentStore, documents_build
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.shared_build import build
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
-from embedtrain.data.cache.verification import Verification
-from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.parts import part_of_file
+from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError, UnreadableError
@@ -134,7 +134,7 @@ def test_damage_beyond_what_is_verified_at_once(
     """A thread detects it: the run ends with one sentence, and the next one builds the file again."""
     expected = data.contents()
     original = data.files()
-    for module in (shared_build, verification):
+    for module in (shared_build, cache_files):
         monkeypatch.setattr(module, "VERIFIED_BYTES", 0)
     path = next(path for path in original if path.match("tokens-*/joined/values.bin"))
     path.write_bytes(bytes([original[path][0] ^ 1]) + original[path][1:])
@@ -158,11 +158,11 @@ def test_damage_beyond_what_is_verified_at_once(
 def test_a_folder_is_verified_that_is_added_while_the_thread_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "VERIFIED_BYTES", 0)
+    monkeypatch.setattr(cache_files, "VERIFIED_BYTES", 0)
     for name in ("intact", "damaged"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "values").write_text("1")
-        Checksums.of(tmp_path / name).write(tmp_path / name / verification.COMPLETE)
+        Checksums.of(tmp_path / name).write(tmp_path / name / cache_files.COMPLETE)
     (tmp_path / "damaged" / "values").write_text("2")
     ending = threading.Event()
 
@@ -184,16 +184,16 @@ def test_a_folder_is_verified_that_is_added_while_the_thread_ends(
 
 
 def test_an_error_of_the_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "VERIFIED_BYTES", 0)
+    monkeypatch.setattr(cache_files, "VERIFIED_BYTES", 0)
     (tmp_path / "values").write_text("1")
-    Checksums.of(tmp_path).write(tmp_path / verification.COMPLETE)
+    Checksums.of(tmp_path).write(tmp_path / cache_files.COMPLETE)
     (tmp_path / "values").unlink()
     (tmp_path / "values").symlink_to("/proc/self/mem")  # reading it fails with EIO
     verified = Verification()
     verified.add(tmp_path)
     with pytest.raises(UnreadableError, match=r"values cannot be read \(Input/output error\)"):
         verified.wait()
-    assert (tmp_path / verification.COMPLETE).exists()
+    assert (tmp_path / cache_files.COMPLETE).exists()
 
 
 def test_rows_are_read_from_the_cache_only(data: Data) -> None:

@@ -14,12 +14,11 @@ from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache import read_sources as stored
-from embedtrain.data.cache import row_files
+from embedtrain.data.cache import row_store
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_files import RowDigest
-from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, field_name
-from embedtrain.data.texts import Texts
+from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, field_name
+from embedtrain.data.rows import Texts
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table
 
@@ -33,7 +32,7 @@ def digest(*rows: Texts) -> str:
 
 
 def add(row_digest: RowDigest, rows: Sequence[Texts]) -> None:
-    texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_NAMES]
+    texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_store.TEXT_NAMES]
     row_digest.add(texts, {name: [getattr(row, field_name(name)) for row in rows] for name in EXTRA_COLUMNS})
 
 
@@ -118,7 +117,7 @@ def test_the_digest_does_not_depend_on_batches(
     whole = content(write(tmp_path / "whole.jsonl", *lines))
     path = how(tmp_path, lines)
     monkeypatch.setattr(stored, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(row_files, "ROWS_PER_BATCH", 13)
+    monkeypatch.setattr(row_store, "ROWS_PER_BATCH", 13)
     assert content(path) == content(path, on_error=OnError.skip) == whole
     if how is as_it_is:
         cache = Cache(directory=tmp_path / "cache")

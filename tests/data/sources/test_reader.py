@@ -13,12 +13,11 @@ import pytest
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.data.sources.documents import Document
+from embedtrain.data.rows import Texts
 from embedtrain.data.sources.files import BLOCK_BYTES, MAX_FULL_DIGEST_BYTES
 from embedtrain.data.sources.layouts import TEXTS_ONLY
-from embedtrain.data.sources.reader import SourceReader, open_sources
+from embedtrain.data.sources.reader import Document, SourceReader, open_sources
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.texts import Texts
 from embedtrain.errors import DataError
 from tests.data.files import line, write, write_table
 

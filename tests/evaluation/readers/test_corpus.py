@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.data.cache import documents as document_cache
+from embedtrain.data.cache import document_store as document_cache
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.documents import MappedTexts, select_texts
+from embedtrain.data.cache.document_store import MappedTexts, select_texts
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.readers import retrieval

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
+from embedtrain.data.rows import Texts
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import is_negative, is_positive
 from embedtrain.data.sources.values import BadRow, describe_value, list_names
-from embedtrain.data.texts import Texts
 
 T = TypeVar("T")
 

@@ -23,10 +23,9 @@ from embedtrain.data.cache.cache import (
     write_array,
     write_metadata,
 )
-from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.shared_build import JOINED, Build, Task
-from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import DocumentReader, SourceVersion
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.data.text_format import text_key
 from embedtrain.errors import DataError

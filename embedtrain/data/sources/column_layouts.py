@@ -8,6 +8,7 @@ from embedtrain.config.columns import parse_columns
 from embedtrain.config.conditions import parse_condition
 from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
+from embedtrain.data.rows import Texts
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import (
     Content,
@@ -22,18 +23,24 @@ from embedtrain.data.sources.column_roles import (
     unnamed_score,
     written_columns,
 )
-from embedtrain.data.sources.layouts.base import (
+from embedtrain.data.sources.keyed_layouts import (
+    OWN_KEYS,
+    BeirQueries,
+    FlagEmbedding,
+    MsSwiftMessages,
+    NemoRows,
+    TevatronIds,
+    TevatronPassages,
+)
+from embedtrain.data.sources.layouts import (
     TEXTS_ONLY,
     DocumentLookup,
     RowLayout,
     losses_with_scores,
     needs_besides_texts,
 )
-from embedtrain.data.sources.layouts.flag_embedding import OWN_KEYS, FlagEmbedding
-from embedtrain.data.sources.layouts.keyed import BeirQueries, MsSwiftMessages, NemoRows, TevatronIds, TevatronPassages
 from embedtrain.data.sources.parts import PartKind
 from embedtrain.data.sources.values import BadRow, list_names
-from embedtrain.data.texts import Texts
 from embedtrain.errors import ConfigError, DataError
 
 

@@ -37,7 +37,7 @@ from embedtrain.data.pairs import Pair
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import LoadedModel, load_model
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.losses.listwise import BCE, ListNet
 from embedtrain.losses.score import PairScore
 from embedtrain.losses.types import Loss

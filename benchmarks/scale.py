@@ -27,8 +27,7 @@ from benchmarks.workloads import descriptions
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
 from embedtrain.config.recipe import ModelConfig, Precision, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.search_costs import LOCAL_BYTES, SearchWorkload, search_costs

@@ -15,8 +15,7 @@ from benchmarks.measure import interleave, markdown, ratio, speed, unit
 from benchmarks.workloads import descriptions
 from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex
 
 TITLE = "Encoding in bf16 with random weights, and exact search over random vectors in fp32"

@@ -18,11 +18,11 @@ from embedtrain.config.recipe import Attention, ModelKind
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.inference.loading.load import LoadedModel
+from embedtrain.kinds.late_interaction.score import MaxSim
+from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.listwise import BCE
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import PairScore
-from embedtrain.losses.sparsity import SparseScore
 from embedtrain.losses.types import Loss
 from embedtrain.planning.flops import model_flops
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch, pass_overhead
@@ -209,7 +209,7 @@ def loss_of(kind: ModelKind) -> Loss | None:
         case ModelKind.late_interaction:
             return InfoNCE(InfoNCEConfig(), MaxSim(mean=False))
         case ModelKind.sparse:
-            return InfoNCE(InfoNCEConfig(temperature=1.0), SparseScore())
+            return InfoNCE(InfoNCEConfig(temperature=1.0), WordScore())
         case _:
             return None
 

@@ -5,9 +5,14 @@ they are called.
 """
 
 import importlib
-from abc import ABC
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from embedtrain.losses.score import Score
+    from embedtrain.models.types import ModelSource
 
 _KINDS = {
     "dense": "embedtrain.kinds.dense:Dense",
@@ -24,20 +29,38 @@ class Kind(ABC):
     Attributes:
         name: the value of `model.kind`.
         summary: what the model computes, in a few words.
+        own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
+            of the options and the score.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    own_losses: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def score(self, source: "ModelSource") -> "Score":
+        """How two texts that the model has encoded compare, in training and in search."""
 
 
 @cache
 def load_kind(name: str) -> Kind:
     """The kind that `model.kind` names."""
-    module, _, attribute = _KINDS[name].partition(":")
-    kind: Kind = getattr(importlib.import_module(module), attribute)()
+    kind: Kind = _load(_KINDS[name])()
     return kind
 
 
 def kinds() -> tuple[Kind, ...]:
     """All kinds of the package."""
     return tuple(map(load_kind, _KINDS))
+
+
+def own_loss(name: str) -> Callable[..., Any] | None:
+    """The class of a loss that only one kind has, by `loss.name`; None for other losses."""
+    paths = {loss: path for kind in kinds() for loss, path in kind.own_losses.items()}
+    return _load(paths[name]) if name in paths else None
+
+
+def _load(path: str) -> Any:
+    """What `module:attribute` names."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -15,14 +15,13 @@ from embedtrain.config.evaluation import IndexConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.types import CompressedVectors, Corpus, LoadedSet, Row
-from embedtrain.inference.comparison import Comparison
-from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.index import Ranking, ShardedIndex, first_added_order, trec_order
-from embedtrain.inference.score import PairScorer, Selected
+from embedtrain.inference.pair_scorer import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.quantisation import Ranges
+from embedtrain.losses.score import Score
 from embedtrain.tracking.metrics import QueryMetrics
 
 # MTEB's seed for all draws.
@@ -60,21 +59,21 @@ class EncoderContext(EvaluationContext):
     encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
-    # Of the vectors that are measured, the first of all; or the view of the comparison, or their form; None: all.
+    # Of the vectors that are measured, the first of all; or the view of the score, or their form; None: all.
     dimension: Row
     compressed: CompressedVectors
     encoded: EncodedSet  # filled by the first measurement
     keep_ranking: int = 0  # documents per query of a search that `encoded.ranking` has afterwards
 
     @property
-    def comparison(self) -> Comparison:
+    def score(self) -> Score:
         """How texts are compared in this measurement."""
-        comparison = self.encoder.comparison
-        return comparison.views[self.dimension] if isinstance(self.dimension, str) else comparison
+        score = self.encoder.score
+        return score.views[self.dimension] if isinstance(self.dimension, str) else score
 
     def encode_queries(self, texts: Sequence[str]) -> Part:
         """Queries as an index compares them, on every rank. A collective."""
-        return self.comparison.prepared(self._encode(texts, "queries"))
+        return self.score.search_part(self._encode(texts, "queries"))
 
     def search(self, queries: Sequence[str], documents: Corpus, depth: int) -> Ranking:
         """The best documents of each query among all. A collective."""
@@ -92,17 +91,17 @@ class EncoderContext(EvaluationContext):
         They get the prompt and the maximum length of queries, or of documents if a model only encodes these. A
         collective.
         """
-        role = TextRole.query if self.comparison.is_symmetric else TextRole.document
+        role = TextRole.query if self.score.is_symmetric else TextRole.document
         part = self._encode(texts, "texts", role)
         assert part.sizes is None, "sets that need one vector per text are rejected for other models"
         return part.values
 
     def encode_pairs(self, first: Sequence[str], second: Sequence[str], *, swapped: bool = False) -> tuple[Part, Part]:
-        """Two lists of equal length: queries and documents if the comparison distinguishes them, else texts.
+        """Two lists of equal length: queries and documents if the score distinguishes them, else texts.
 
         With `swapped`, the second texts are the queries. A collective.
         """
-        if not self.comparison.is_symmetric:
+        if not self.score.is_symmetric:
             suffix = " in the other direction" if swapped else ""
             queries, documents = (second, first) if swapped else (first, second)
             return (
@@ -115,16 +114,16 @@ class EncoderContext(EvaluationContext):
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> Tensor:
         """Scores of n pairs of texts, float32 [n], on every rank. A collective."""
-        return self.comparison.similarities(*self.encode_pairs(first, second))
+        return self.score.exact(*self.encode_pairs(first, second))
 
     def nearest(self, first: Sequence[str], second: Sequence[str], *, swapped: bool = False) -> list[int]:
         """For each of the first texts, or of the second ones, the index of the nearest one of the others. A collective.
 
         Every rank has all vectors and searches a part of them.
         """
-        queries, documents = map(self.comparison.prepared, self.encode_pairs(first, second, swapped=swapped))
+        queries, documents = map(self.score.search_part, self.encode_pairs(first, second, swapped=swapped))
         num, rank = len(documents), self.world.rank
-        index = ShardedIndex(first_added_order(num), self.world, self.index, self.comparison)
+        index = ShardedIndex(first_added_order(num), self.world, self.index, self.score)
         local_rows = torch.arange(num)[rank :: self.world.size]
         local = documents.take(local_rows.to(documents.values.device), local_rows.numpy())
         index.add(EncodedShard(local.values, local_rows, local.sizes))
@@ -168,7 +167,7 @@ class EncoderContext(EvaluationContext):
         index = self.encoded.documents
         if index is None:
             prompt, max_length = self._text_options(TextRole.document)
-            index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.comparison)
+            index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.score)
             self.encoded.documents = index
             index.add_texts(self.encoder, texts, prompt, max_length=max_length, vector_cache=self.vector_cache)
         if isinstance(self.dimension, str):

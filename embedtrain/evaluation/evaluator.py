@@ -51,7 +51,7 @@ from embedtrain.evaluation.types import (
     vector_size,
 )
 from embedtrain.inference.encode import ProgressCallback
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.tracking.metrics import DatasetInfo, QueryMetrics, VectorSize
 from embedtrain.utils.formatting import format_duration
@@ -149,7 +149,7 @@ class Evaluator:
         # By set and query, the indices of the best documents of a search, best first.
         self.rankings: dict[str, dict[str, list[int]]] = {}
         self.seconds: dict[str, float] = {}  # that each set took in the last evaluation
-        views = tuple(encoder.comparison.views) if isinstance(encoder, SentenceEncoder) else ()
+        views = tuple(encoder.score.views) if isinstance(encoder, SentenceEncoder) else ()
         self.compressed = compressed or CompressedVectors()
         # Of each set, besides the set itself.
         self.rows: tuple[Row, ...] = (*truncate_dims, *views, *self.compressed.besides(truncate_dims))

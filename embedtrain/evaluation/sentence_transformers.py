@@ -19,8 +19,7 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import PROCESS_USE
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.m3 import M3Comparison, lexical_weights
-from embedtrain.losses.m3_score import split_rows
+from embedtrain.kinds.m3.score import M3Score, lexical_weights, split_rows
 
 _LEXICAL = "lexical_weights"  # `output_value`
 
@@ -39,7 +38,7 @@ class SentenceTransformersAdapter:
         self.encoder = encoder
         self.prompts = {"query": encoder.query_prompt, "document": encoder.document_prompt}
         self.model_card_data = _NoModelCard()
-        self.similarity_fn_name = encoder.comparison.name
+        self.similarity_fn_name = encoder.score.name
 
     def encode(
         self,
@@ -67,9 +66,9 @@ class SentenceTransformersAdapter:
         texts = _texts(inputs)
         role = TextRole.query if task == TextRole.query.value else TextRole.document
         part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
-        comparison = self.encoder.comparison
-        if isinstance(comparison, M3Comparison):
-            parts = split_rows(part, comparison.settings)
+        score = self.encoder.score
+        if isinstance(score, M3Score):
+            parts = split_rows(part, score.settings)
             if output_value == _LEXICAL:
                 weights = [lexical_weights(parts.lexical.slice(i, i + 1)) for i in range(len(texts))]
                 return weights[0] if isinstance(inputs, str) else weights

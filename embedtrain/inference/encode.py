@@ -17,24 +17,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Unshard
+from embedtrain.config.kinds import load_kind
 from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
+from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.device import return_freed_memory
-from embedtrain.distributed.sharding import unsharded_weights
+from embedtrain.distributed.sharding import reshard, unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
-from embedtrain.inference.comparison import Comparison
-from embedtrain.inference.comparisons import comparison_of
-from embedtrain.inference.encoded_shard import EncodedShard, gather_numbers, gather_texts
 from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
-from embedtrain.inference.eval_mode import eval_mode
 from embedtrain.inference.loading.load import LoadedModel
-from embedtrain.inference.transfer import HostCopy, pinned, to_device
+from embedtrain.inference.store import HostCopy
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.inference.vector_comparison import Cosine
-from embedtrain.losses.encoded import Part, concatenate
+from embedtrain.inference.vectors import Cosine
+from embedtrain.losses.encoded import Part, concatenate, to_device
+from embedtrain.losses.score import Score
 
 # Chunks of a rank between two reports of progress. A thread prepares the chunks of the next block during the forward
 # passes of a block, and the vectors of the previous one are checked, and cached on disk.
@@ -42,6 +41,20 @@ CHUNKS_PER_BLOCK = 16
 
 # Called with a description of the work, the number of items done, and their total.
 ProgressCallback = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShard:
+    """The vectors on this rank; each text is on exactly one rank."""
+
+    vectors: Tensor  # [R, D] on this rank's device, text by text; float32, unless `transform` returned another type
+    rows: Tensor  # int64 [n_r] on the CPU, the index of each text among the n texts
+    sizes: NDArray[np.int64] | None = None  # [n_r], vectors of each text; None: one
+
+    @property
+    def part(self) -> Part:
+        """The vectors of the n_r texts."""
+        return Part(self.vectors, self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +101,7 @@ class SentenceEncoder:
         query_prompt, document_prompt: defaults for callers that have no others.
         truncate_dim: only the first so many dimensions of a vector are returned, without normalising it again, as with
             sentence-transformers' option of this name.
-        comparison: how texts are compared by their vectors; default: by cosine.
+        score: how texts are compared by their vectors; default: by cosine.
         precision: in which the encoder computes, for those who read its figures.
     """
 
@@ -103,7 +116,7 @@ class SentenceEncoder:
         document_prompt: str = "",
         unshard: Unshard = Unshard.layer,
         truncate_dim: int | None = None,
-        comparison: Comparison | None = None,
+        score: Score | None = None,
         precision: str | None = None,
     ) -> None:
         self.encoder = encoder
@@ -115,7 +128,7 @@ class SentenceEncoder:
         self.unshard = unshard
         self.truncate_dim = truncate_dim
         self.precision = precision
-        self.comparison = Cosine() if comparison is None else comparison
+        self.score = score or Cosine()
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
@@ -139,7 +152,7 @@ class SentenceEncoder:
             document_prompt=prompts.get("document", ""),
             unshard=unshard,
             truncate_dim=model.source.truncate_dim if truncate else None,
-            comparison=comparison_of(model.source),
+            score=load_kind(model.source.kind.value).score(model.source),
             precision=model.precision,
         )
 
@@ -267,7 +280,7 @@ class SentenceEncoder:
             launched: _Block | None = None
             num_done = len(plan) - len(remaining)
             # At least one pass even without texts: only a forward pass shows the number of dimensions.
-            size = world.size * min(CHUNKS_PER_BLOCK, self.comparison.max_chunks_per_block)
+            size = world.size * min(CHUNKS_PER_BLOCK, self.score.max_chunks_per_block)
             for start in range(0, len(remaining) or 1, size):
                 block = remaining[start : start + size]
                 num_done += len(block)
@@ -365,4 +378,41 @@ class SentenceEncoder:
 
 def _take(part: Part, texts: NDArray[np.int64]) -> Part:
     """These of the texts, which may be repeated."""
-    return part.take(to_device(torch.from_numpy(texts), part.values.device), texts)
+    return part.take(to_device(texts, part.values.device), texts)
+
+
+def pinned(chunk: Chunk, device: torch.device) -> Chunk:
+    """A chunk in the memory from which `device` copies while it computes."""
+    return chunk.map_tensors(torch.Tensor.pin_memory) if device.type == "cuda" else chunk
+
+
+@contextlib.contextmanager
+def eval_mode(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
+    """Disable gradients and dropout; afterwards restore each module's mode, and reshard the weights if asked to.
+
+    Inference mode is switched off, even if the caller has it on: FSDP allocates the buffers that it gathers weights
+    into once, and buffers allocated in inference mode can never be trained with ("Inplace update to inference tensor").
+    An error within a forward pass leaves FSDP in the middle of it, which cannot be repaired here.
+    """
+    modes = [(module, module.training) for module in encoder.modules()]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            encoder.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        if reshard_after:
+            reshard(encoder)
+
+
+def gather_texts(local: Part) -> Part:
+    """The texts of all ranks, on every rank. A collective."""
+    values = gather_rows(local.values)
+    return Part(values, None if local.sizes is None else gather_numbers(local.sizes, values.device))
+
+
+def gather_numbers(numbers: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+    """The numbers of all ranks, on every rank; they travel on `device`. A collective."""
+    gathered: NDArray[np.int64] = gather_rows(torch.from_numpy(numbers).to(device)).cpu().numpy()
+    return gathered

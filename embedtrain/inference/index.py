@@ -5,7 +5,7 @@ Shapes: Q queries, T of them in a batch, N documents, n on this rank, K results,
 Scores are computed in two stages. Matrix products in fp32, perhaps of a smaller copy of the vectors, select candidates;
 their rounding depends on the shape of the tile and thus on the number of ranks. The score of each candidate is then
 recomputed in float64, in a fixed order of additions, and rounded to float32: a function of the two texts alone. How two
-texts are compared, and how documents are kept for it, is that of a `Comparison`. The error of the first stage is
+texts are compared, and how documents are kept for it, is that of a `Score`. The error of the first stage is
 bounded. If a document beyond the candidates could still belong to the top K, all documents that could are rescored.
 """
 
@@ -22,15 +22,14 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
-from embedtrain.inference.comparison import Comparison
-from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.exact import full_precision, top_keys, unpack_keys
 from embedtrain.inference.shard_search import ShardSearch, query_batches
+from embedtrain.inference.store import GrowingTensor, dtype_of
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.inference.vector_comparison import Cosine
-from embedtrain.inference.vector_tiles import GrowingTensor, dtype_of
+from embedtrain.inference.vectors import Cosine
 from embedtrain.losses.encoded import Part
+from embedtrain.losses.score import Score
 
 # Queries that are compared with a tile before the next tile is copied to the device.
 QUERIES_PER_SCAN = 8192
@@ -40,12 +39,12 @@ QUERIES_PER_SCAN = 8192
 class Ranking:
     """The best documents of each query, best first, on the CPU; K' = min(K, N)."""
 
-    scores: Tensor  # float32 [Q, K']; int32 if the scores of the comparison are integers
+    scores: Tensor  # float32 [Q, K']; int32 if the scores are integers
     documents: Tensor  # int64 [Q, K'], document numbers
 
 
 class ShardedIndex:
-    """Documents on the ranks that encoded them, searched by the scores of `comparison`.
+    """Documents on the ranks that encoded them, searched by `score`.
 
     Ties have a fixed order, so that a ranking depends neither on the number of ranks nor on the tiles or the placement
     of vectors.
@@ -60,10 +59,10 @@ class ShardedIndex:
         priorities: "Tensor | FirstAddedOrder",
         world: World,
         config: IndexConfig | None = None,
-        comparison: Comparison | None = None,
+        score: Score | None = None,
     ) -> None:
         self.world = world
-        self.comparison = comparison or Cosine()
+        self.score = score or Cosine()
         self.config = config or IndexConfig()
         self.num_documents = len(priorities)
         # Every rank has the priorities of all documents.
@@ -72,7 +71,7 @@ class ShardedIndex:
             self.priorities = _compact(priorities)
             documents = torch.arange(len(priorities), dtype=self.priorities.dtype)
             self._document_of_priority = documents.scatter(0, priorities, documents)
-        self._documents = self.comparison.store(self.config, world.device, -(-len(priorities) // world.size))
+        self._documents = self.score.store(self.config, world.device, -(-len(priorities) // world.size))
         self._rows = GrowingTensor(-(-len(priorities) // world.size), torch.int64, torch.device("cpu"))
         self._local_priorities: Tensor | None = None  # set by the first search
         self._sorted_numbers: tuple[Tensor, Tensor] | None = None  # documents, and their numbers on this rank
@@ -85,17 +84,17 @@ class ShardedIndex:
 
     def truncated(self, dimension: int) -> "ShardedIndex":
         """An index of the first dimensions of the same vectors, normalised again."""
-        return self.converted(self.comparison, lambda vectors: self.comparison.prepare(vectors, dimension))
+        return self.converted(self.score, lambda vectors: self.score.search_rows(vectors, dimension))
 
-    def converted(self, comparison: Comparison, transform: Callable[[Tensor], Tensor]) -> "ShardedIndex":
-        """An index of the same documents with transformed vectors, which it compares by `comparison`.
+    def converted(self, score: Score, transform: Callable[[Tensor], Tensor]) -> "ShardedIndex":
+        """An index of the same documents with transformed vectors, which it compares by `score`.
 
         The transformed vectors are not on the disk.
         """
         config = self.config
         if config.place is VectorPlacement.disk:
             config = replace(config, place=VectorPlacement.auto)
-        index = ShardedIndex(self.priorities, self.world, config, comparison)
+        index = ShardedIndex(self.priorities, self.world, config, score)
         for shard in self.shards():
             index.add(EncodedShard(transform(shard.vectors), shard.rows, shard.sizes))
         return index
@@ -107,10 +106,10 @@ class ShardedIndex:
             yield EncodedShard(part.values, rows[numbers], part.sizes)
 
     def viewed(self, name: str) -> "ShardedIndex":
-        """An index of the same documents that are compared by one of the views of the comparison."""
+        """An index of the same documents that are compared by one of the views of the score."""
         index = copy.copy(self)
-        index.comparison = self.comparison.views[name]
-        index._documents = self._documents.viewed(index.comparison)
+        index.score = self.score.views[name]
+        index._documents = self._documents.viewed(index.score)
         return index
 
     def add_texts(
@@ -124,7 +123,7 @@ class ShardedIndex:
         label: str = "encoding documents",
         existing_prompt: str = "",
     ) -> None:
-        """Encode all N documents and add them as the comparison prepares them: as unit vectors. A collective.
+        """Encode all N documents and add them as the score compares them: as unit vectors. A collective.
 
         Arguments and errors are those of `SentenceEncoder.encode_blocks`.
         """
@@ -135,7 +134,7 @@ class ShardedIndex:
             max_length=max_length,
             vector_cache=vector_cache,
             mapped=self.config.place is VectorPlacement.disk,
-            transform=lambda vectors: self.comparison.prepare(vectors).to(dtype),
+            transform=lambda vectors: self.score.search_rows(vectors).to(dtype),
             label=label,
             existing_prompt=existing_prompt,
         ):

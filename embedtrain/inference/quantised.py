@@ -1,4 +1,4 @@
-"""Vectors of one or eight bits per dimension, and their comparison: codes with codes, or float queries with codes.
+"""Vectors of one or eight bits per dimension, and their scores: codes with codes, or float queries with codes.
 
 Codes are those of `quantize_embeddings` of sentence-transformers. The score of two codes is their inner product as
 integers; that of a binary pair, whose bits count as -1 and 1, is the dimension less twice the Hamming distance. Float
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig, VectorPrecision
-from embedtrain.inference.comparison import Comparison, Tile
 from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
 from embedtrain.inference.index import Ranking, ShardedIndex
-from embedtrain.inference.vector_comparison import DotProduct
-from embedtrain.inference.vector_store import VectorStore
-from embedtrain.inference.vector_tiles import VectorTiles
+from embedtrain.inference.store import DocumentTile, VectorTiles
+from embedtrain.inference.vectors import DotProduct, VectorStore
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.quantisation import Quantiser, Ranges
 
@@ -49,7 +47,7 @@ def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
     chosen, device = sampled_rows(index.num_documents, size), index.world.device
     low, high = (torch.full((dimension,), value, device=device) for value in (torch.inf, -torch.inf))
     for shard in index.shards():
-        vectors = index.comparison.prepare(shard.vectors, dimension)[chosen[shard.rows].to(device)]
+        vectors = index.score.search_rows(shard.vectors, dimension)[chosen[shard.rows].to(device)]
         if len(vectors):
             low, high = torch.minimum(low, vectors.amin(dim=0)), torch.maximum(high, vectors.amax(dim=0))
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
@@ -58,14 +56,15 @@ def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
 
 
 class QuantisedProduct(DotProduct):
-    """Compares documents' codes with queries' codes, or with float queries, of vectors as `whole` prepares them."""
+    """Compares documents' codes with queries' codes, or with float queries, of vectors as `whole` has them."""
 
-    def __init__(self, whole: Comparison, quantiser: Quantiser, *, float_queries: bool) -> None:
+    def __init__(self, whole: DotProduct, quantiser: Quantiser, *, float_queries: bool) -> None:
+        super().__init__()
         self.whole, self.quantiser, self.float_queries = whole, quantiser, float_queries
 
-    def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
+    def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """As the float vectors are compared."""
-        return self.whole.prepare(values, dimension)
+        return self.whole.search_rows(values, dimension)
 
     def queries(self, values: Tensor) -> Tensor:
         """Prepared queries as they are compared: float32, codes as well."""
@@ -105,7 +104,7 @@ class _CodeStore(_DecodedStore):
     def _decode(self, codes: Tensor) -> Tensor:
         return codes.float()
 
-    def tiles(self) -> Iterator[tuple[int, Tile]]:
+    def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
         """All codes, in the order in which they were added."""
         for start, codes in self._vectors.tiles():
             yield start, _CodeTile(codes, _EXACT // _LARGEST[self._quantiser.precision] ** 2)
@@ -119,7 +118,7 @@ class _CodeStore(_DecodedStore):
 
 
 @dataclass(frozen=True, slots=True)
-class _CodeTile(Tile):
+class _CodeTile(DocumentTile):
     codes: Tensor  # float32 [t, D], whole numbers
     width: int  # of so many dimensions the inner product is exact in float32
 
@@ -171,9 +170,11 @@ class CompressedIndex:
             return self._whole if dims is None else self._whole.truncated(dims)
         needs_ranges = precision is not VectorPrecision.binary
         ranges = self._ranges_of(dims or self._dimension) if needs_ranges else None
-        comparison = QuantisedProduct(self._whole.comparison, Quantiser(precision, ranges), float_queries=float_queries)
-        return self._whole.converted(comparison, lambda vectors: comparison.prepare(vectors, dims))
+        whole = self._whole.score
+        assert isinstance(whole, DotProduct), "rejected for other models"
+        score = QuantisedProduct(whole, Quantiser(precision, ranges), float_queries=float_queries)
+        return self._whole.converted(score, lambda vectors: score.search_rows(vectors, dims))
 
     def _queries(self, index: ShardedIndex, queries: Tensor, dims: int | None) -> Tensor:
-        prepared, comparison = self._whole.comparison.prepare(queries, dims), index.comparison
-        return comparison.queries(prepared) if isinstance(comparison, QuantisedProduct) else prepared
+        rows, score = self._whole.score.search_rows(queries, dims), index.score
+        return score.queries(rows) if isinstance(score, QuantisedProduct) else rows

@@ -13,9 +13,9 @@ from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.inference.encode import CHUNKS_PER_BLOCK
 from embedtrain.inference.encoding_plan import MAX_KEPT_TOKENS
 from embedtrain.inference.index import QUERIES_PER_SCAN
-from embedtrain.inference.scanned import scanned_candidates
 from embedtrain.inference.shard_search import PENDING_CANDIDATES, QUERY_BATCH_SIZE
-from embedtrain.inference.vector_tiles import MAX_DEVICE_FRACTION, TILE, dtype_of
+from embedtrain.inference.store import MAX_DEVICE_FRACTION, TILE, dtype_of
+from embedtrain.inference.vectors import scanned_candidates
 from embedtrain.planning.memory import encoding_memory
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.traffic import HOST_BANDWIDTH, Ring, padded_token_flops

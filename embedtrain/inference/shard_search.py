@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.inference.comparison import DocumentStore
 from embedtrain.inference.exact import NO_DOCUMENT, pack_keys, top_keys, unpack_keys
+from embedtrain.inference.store import DocumentStore
 from embedtrain.losses.encoded import Part
 
 QUERY_BATCH_SIZE = 512

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from embedtrain.config.evaluation import VectorPrecision
+from embedtrain.config.kinds import own_loss
 from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
@@ -30,7 +31,6 @@ from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, Mar
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.layers import LAST_LAYER, Exit, LayerLoss
 from embedtrain.losses.listwise import BCE, MSE, ListNet, PListMLE, Softmax
-from embedtrain.losses.m3 import M3Loss
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
 from embedtrain.losses.quantisation import SmoothedRanges
@@ -40,11 +40,9 @@ from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.similarities import DistillSimilarities, SimilarityMSE
 from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, Loss
-from embedtrain.losses.xtr import XTR
 
 # The losses that need only their options, by `loss.name`.
 _BY_NAME: dict[str, Callable[[Any], Loss]] = {
-    "xtr": XTR,
     "siglip": SigLIP,
     "cosent": CoSENT,
     "angle": AnglE,
@@ -59,7 +57,6 @@ _BY_NAME: dict[str, Callable[[Any], Loss]] = {
 # The losses that are functions of scores, of any kind of model.
 _OF_SCORES: dict[str, Callable[[Any, Any], Loss]] = {
     "infonce": InfoNCE,
-    "m3": M3Loss,
     "distill_scores": DistillScores,
     "margin_mse": MarginMSE,
     "bce": BCE,
@@ -241,6 +238,9 @@ class _Builder:
                 parts = [self.build(part, exits) for part in config.losses]
                 weights = [part.weight for part in config.losses]
                 return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
+            case _ if (own := own_loss(config.name)) is not None:
+                loss: Loss = own(config, self.score)
+                return loss
             case _ if config.name in _OF_SCORES:
                 return _OF_SCORES[config.name](config, self.score)
             case _ if config.name in _BY_NAME:

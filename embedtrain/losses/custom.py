@@ -5,8 +5,6 @@ import inspect
 from embedtrain.config.code import load_code
 from embedtrain.config.losses import CustomConfig
 from embedtrain.errors import ConfigError
-from embedtrain.losses.m3_score import M3Score
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import Score
 from embedtrain.losses.types import EncodedLoss, Loss
 
@@ -25,11 +23,10 @@ def build_custom(config: CustomConfig, dimension: int, score: Score | None = Non
     A class that takes one vector of each text raises a ConfigError for a score of texts with several.
     """
     kind = load_loss_class(config.path)
-    if isinstance(score, MaxSim | M3Score) and not issubclass(kind, EncodedLoss):
-        name = "m3" if isinstance(score, M3Score) else "late_interaction"
+    if score is not None and not score.one_vector and not issubclass(kind, EncodedLoss):
         raise ConfigError(
-            f"loss.path={config.path}: takes one vector of each text, and model.kind={name} has one of each "
-            "token; derive the class from embedtrain.losses.types.EncodedLoss"
+            f"loss.path={config.path}: takes one vector of each text, and model.kind={score.kind} has several; derive "
+            "the class from embedtrain.losses.types.EncodedLoss"
         )
     kwargs = dict(config.kwargs)
     for name, value in (("dimension", dimension), ("score", score)):

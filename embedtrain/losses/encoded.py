@@ -90,9 +90,9 @@ def split_queries(
     return Encoded(tuple(queries)), Encoded(tuple(documents))
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on `device`, which waits for nothing: memory that is not page-locked is copied after all queued work."""
-    tensor = torch.from_numpy(array)
+def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """A copy of host memory on `device`, which waits for nothing: other memory is copied after all queued work."""
+    tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 

@@ -1,11 +1,11 @@
-"""How two texts compare. Losses read scores through `Score` alone, so that one loss trains every kind of model.
+"""How two texts compare, in training and in search. Losses and indices read texts through `Score` alone.
 
 B, M: queries and documents of this rank; c, t: anchors and candidates of one tile; R: rows of a part; D: dimensions.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,11 +13,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.config.evaluation import IndexConfig
 from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 from embedtrain.losses.types import BatchInfo
+
+if TYPE_CHECKING:
+    from embedtrain.inference.store import DocumentStore
 
 
 class Columns(Protocol):
@@ -31,7 +35,7 @@ class Columns(Protocol):
     def __len__(self) -> int: ...
 
 
-class Tile(ABC):
+class ScoreTile(ABC):
     """The scores of c anchors and t candidates, and the way of their gradient back to the rows of both."""
 
     @abstractmethod
@@ -50,12 +54,29 @@ class Tile(ABC):
 class Score(ABC):
     """The score of a query and a document, from what the encoder computes of them.
 
-    `default_temperature` divides scores in a softmax over documents, where a loss leaves it to the kind of score, as it
-    does the bounds of a trained temperature.
+    In training, scores are differentiable, in float32 or float64: `prepare` and `compare`, and the tiles of a
+    `TiledScore`. In search they are a function of the two texts alone, bit-identical for any batching of texts and any
+    number of ranks: `search_rows`, `exact` and `store`. A score that is only trained with has no methods of search.
+
+    Attributes:
+        default_temperature: divides scores in a softmax over documents, where a loss leaves it to the score.
+        temperature_bounds: those of a trained temperature, likewise.
+        kind: of model whose texts it compares, for messages; empty for one vector of each text.
+        one_vector: whether a text has one vector, which losses of vectors need.
+        named_by_loss: whether each loss chooses the score by its option `similarity`.
+        name: of this similarity in sentence-transformers.
+        is_symmetric: whether two texts are compared without saying which one is the query.
+        max_chunks_per_block: chunks whose representations a rank holds on its device before they are stored.
     """
 
     default_temperature = 1.0
     temperature_bounds: Sequence[float] = VECTOR_TEMPERATURE_BOUNDS
+    kind: str = ""
+    one_vector: bool = False
+    named_by_loss: bool = False
+    name: str
+    is_symmetric: bool = False
+    max_chunks_per_block: int = 16
 
     def pairs(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> Tensor:
         """The score of each document and its query: [M], float32 or float64, differentiable."""
@@ -74,6 +95,30 @@ class Score(ABC):
         each query, for the host.
         """
 
+    @property
+    def views(self) -> "Mapping[str, Score]":
+        """Scores of the same representations, which are measured besides: none by default."""
+        return {}
+
+    def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
+        """What an index and queries hold of the rows [R, D] of an encoder, or of their first dimensions."""
+        raise NotImplementedError(f"{type(self).__name__} has no search")
+
+    def search_part(self, part: Part) -> Part:
+        """The texts of an encoder as queries of an index."""
+        return part.with_values(self.search_rows(part.values))
+
+    def exact(self, first: Part, second: Part) -> Tensor:
+        """Scores of n pairs of texts as the encoder returns them: float32 [n] on the CPU."""
+        raise NotImplementedError(f"{type(self).__name__} has no search")
+
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> "DocumentStore":
+        """An empty store of an index; `expected` is the final number of documents on this rank.
+
+        Raises ConfigError if the index stores vectors in a way that this score cannot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no search")
+
 
 class TiledScore(Score):
     """A score by which all queries and all documents of a batch can be compared, tile by tile."""
@@ -83,7 +128,7 @@ class TiledScore(Score):
         """Prepared texts as candidates; differentiable."""
 
     @abstractmethod
-    def tile(self, anchors: Part, columns: Columns) -> Tile:
+    def tile(self, anchors: Part, columns: Columns) -> ScoreTile:
         """A tile of these anchors and candidates."""
 
     @abstractmethod
@@ -95,6 +140,7 @@ class VectorScore(TiledScore):
     """The similarity of one vector of the query and one of the document."""
 
     default_temperature = VECTOR_TEMPERATURE
+    one_vector = True
 
     def __init__(self, similarity: Similarity | None) -> None:
         self.similarity = similarity or Similarity.cosine
@@ -112,7 +158,7 @@ class VectorScore(TiledScore):
         """The candidates as they are."""
         return candidates
 
-    def tile(self, anchors: Part, columns: Columns) -> Tile:
+    def tile(self, anchors: Part, columns: Columns) -> ScoreTile:
         """Inner products."""
         return _VectorTile(anchors.values, columns.values)
 
@@ -126,7 +172,7 @@ class VectorScore(TiledScore):
         return rounding_tolerance(queries.values) * norms
 
 
-class _VectorTile(Tile):
+class _VectorTile(ScoreTile):
     def __init__(self, anchors: Tensor, candidates: Tensor) -> None:
         self.anchors, self.candidates = anchors, candidates
 
@@ -142,6 +188,8 @@ class _VectorTile(Tile):
 
 class PairScore(Score):
     """The scores themselves, which a cross-encoder computes: it encodes no queries, and its documents are pairs."""
+
+    one_vector = True
 
     def prepare(self, encoded: Encoded) -> Part:
         """The scores [N, 1]."""

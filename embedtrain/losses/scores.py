@@ -12,7 +12,7 @@ from embedtrain.config.loss_choices import Hardness, LossDirection, MarginKind
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates
-from embedtrain.losses.score import Columns, Tile, TiledScore
+from embedtrain.losses.score import Columns, ScoreTile, TiledScore
 from embedtrain.losses.similarity import rounding_tolerance
 
 
@@ -83,13 +83,13 @@ class ScoringRules:
     hardness_strength: float
     focal: float
 
-    def tile(self, direction: LossDirection, rows: Rows, candidates: Candidates) -> Tile:
+    def tile(self, direction: LossDirection, rows: Rows, candidates: Candidates) -> ScoreTile:
         """The anchors of the rows and the candidates of a direction."""
         return self.score.tile(rows.anchors(direction), candidates.of(direction))
 
     def scores(
         self,
-        tile: Tile,
+        tile: ScoreTile,
         direction: LossDirection,
         rows: Rows,
         candidates: Candidates,

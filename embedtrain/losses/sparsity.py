@@ -1,4 +1,4 @@
-"""Learned sparse models: their score, and the regularization that keeps most weights of words at zero.
+"""Learned sparse models: the regularization that keeps most weights of words at zero.
 
 B, M: queries and documents of this rank; N: texts of all ranks; V: words.
 """
@@ -8,28 +8,15 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.config.sparse import SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.encoded import Encoded
-from embedtrain.losses.score import VectorScore
 from embedtrain.losses.similarity import at_least_float32
 from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput, Prepared
 
 ACTIVE_WORDS, DENSITY, EMPTY_TEXTS = "active_words", "density", "empty_texts"
 _GROWTH = "sparsity_ramp"
 _MAX_DENSITY = 0.5
-
-
-class SparseScore(VectorScore):
-    """The inner product of the weights of words. Scores of 10 to 40 are usual."""
-
-    default_temperature = 1.0
-    temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
-
-    def __init__(self) -> None:
-        super().__init__(Similarity.dot)
 
 
 class SparsityRegularized(EncodedLoss):

@@ -52,9 +52,7 @@ class RowSearch:
     ) -> ShardedIndex:
         """An index of all documents in this format, or of those with these numbers. A collective."""
         texts = self.inputs.pool.formatted(document_format, documents)
-        index = ShardedIndex(
-            first_added_order(len(texts)), self.encoder.world, self.options.index, self.encoder.comparison
-        )
+        index = ShardedIndex(first_added_order(len(texts)), self.encoder.world, self.options.index, self.encoder.score)
         with self.encoder.report_progress(progress):
             index.add_texts(
                 self.encoder,

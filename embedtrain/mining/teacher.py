@@ -16,7 +16,7 @@ from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
 from embedtrain.inference.loading.encoder_model import open_encoder_source
 from embedtrain.inference.loading.load import load_model
-from embedtrain.inference.score import PairScorer, Selected
+from embedtrain.inference.pair_scorer import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.mining.inputs import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.mining.options import RowSearchOptions
@@ -111,7 +111,7 @@ class _BiEncoder:
         """Encode all documents."""
         prompt = self._encoder.document_prompt
         self._index = ShardedIndex(
-            first_added_order(len(pool)), self._encoder.world, self._options.index, self._encoder.comparison
+            first_added_order(len(pool)), self._encoder.world, self._options.index, self._encoder.score
         )
         with self._encoder.report_progress(progress):
             self._index.add_texts(
@@ -126,7 +126,7 @@ class _BiEncoder:
         """Encode the queries and score the pairs."""
         assert self._index is not None
         encoded = self._encoder.encode(queries, self._encoder.query_prompt, label="encoding queries with the teacher")
-        return scores_of(self._index, self._encoder.comparison.prepared(encoded), pairs)
+        return scores_of(self._index, self._encoder.score.search_part(encoded), pairs)
 
 
 class _CrossEncoder:

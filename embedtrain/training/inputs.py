@@ -10,6 +10,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.code import code_options
 from embedtrain.config.compressed import dims_of
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.m3 import HybridWeights
@@ -39,7 +40,6 @@ from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.sets import check_paths, load_sets, set_name
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Row, check_sets_of_kind, metric_names
 from embedtrain.formats.hub import require_export_support
-from embedtrain.inference.comparisons import comparison_of
 from embedtrain.losses.build import exit_layers, require_dimensions
 from embedtrain.losses.custom import load_loss_class
 from embedtrain.models.build import build_encoder
@@ -246,7 +246,8 @@ def read_inputs(run: Run) -> RunInputs:
         opened = source
         source, losses = with_similarity(recipe.model, opened, losses)
         if recipe.evaluation.sets and source.kind is not ModelKind.cross_encoder:
-            comparison_of(source).store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
+            score = load_kind(source.kind.value).score(source)
+            score.store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
     run.note(similarity_note(opened, source))
     if source.truncate_dim is not None:
         run.console.note(

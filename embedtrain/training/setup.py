@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.config.compose import to_plain
-from embedtrain.config.late_interaction import TokenSimilarity
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind, Recipe
@@ -34,15 +34,11 @@ from embedtrain.formats.onnx import require_graph
 from embedtrain.formats.replacement import require_only_export
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
-from embedtrain.losses.m3_score import M3Score
-from embedtrain.losses.maxsim import MaxSim
-from embedtrain.losses.score import PairScore, Score
-from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
+from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.early_exits import EarlyExits
 from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
-from embedtrain.models.types import ModelSource
 from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
@@ -188,12 +184,13 @@ def build_loss(
     num_batches = run_length(recipe, data)[1]
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
+        score = load_kind(model.source.kind.value).score(model.source)
         loss = build_losses(
             losses,
             dimension=dimension,
             guide_dimensions=guide_dimensions,
             seed=recipe.seed,
-            score=_score_of(model.source),
+            score=None if score.named_by_loss else score,
             num_batches=num_batches,
         )
         if model.source.words is not None:
@@ -205,17 +202,6 @@ def build_loss(
     for note in loss_notes(losses, data.names, loss, dimension):
         console.note(note)
     return loss
-
-
-def _score_of(source: ModelSource) -> Score | None:
-    """How the model compares a query and a document; None: by the similarity that a loss names."""
-    if source.token_vectors is not None:
-        return MaxSim(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)
-    if source.m3 is not None:
-        return M3Score(source.m3)
-    if source.words is not None:
-        return SparseScore()
-    return None if source.head is None else PairScore()
 
 
 def _ramp_batches(recipe: Recipe, data: TrainData) -> float:

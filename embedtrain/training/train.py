@@ -20,7 +20,7 @@ from embedtrain.evaluation.types import CompressedVectors
 from embedtrain.formats.model_card import OF_EXPORT
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel, quiet_libraries, verify_packing
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
 from embedtrain.report.changes import describe_outcome

@@ -12,7 +12,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import parse_best_metric, set_of_metric
 from embedtrain.evaluation.types import CompressedVectors, LoadedSet, metric_names
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
 from embedtrain.inference.quantised import CompressedIndex, sample_ranges, sampled_rows

@@ -19,8 +19,8 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.late_interaction import MaxSimComparison
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
+from embedtrain.kinds.late_interaction.score import MaxSim
 from tests.small import small_tokenizer
 
 
@@ -87,8 +87,8 @@ def token_encoder(world: World, *, chunk_tokens: int = 40, mean: bool = False, *
     encoder = TinyTokenEncoder()
     fully_shard(encoder, mesh=init_device_mesh("cpu", (world.size,)))
     tokenizer = TokenRowTokenizer(small_tokenizer(), 16, TOKEN_VECTORS)
-    comparison = MaxSimComparison(mean=mean)
-    return SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, comparison=comparison, **options)
+    score = MaxSim(mean=mean)
+    return SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, score=score, **options)
 
 
 class TinyCrossEncoder(nn.Module):

@@ -17,7 +17,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, FailedElsewhere
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.mining.folder import MiningFolder
 from tests.mine.models import save_cross_encoder

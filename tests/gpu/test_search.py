@@ -5,7 +5,7 @@ import torch
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.distributed.world import World
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, trec_order
 from tests.inference.test_index import exact_ranking, rows_of, sizes_of, vectors
 

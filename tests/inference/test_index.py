@@ -11,11 +11,11 @@ import torch
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.inference import index as index_module
-from embedtrain.inference import shard_search, vector_tiles
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference import shard_search, store
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
-from embedtrain.inference.vector_comparison import vector_comparison
+from embedtrain.inference.vectors import vector_score
 from embedtrain.losses.encoded import Part
 
 
@@ -46,7 +46,7 @@ def sizes_of(**sizes):
     """Set constants of the modules for a while."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in sizes.items():
-            module = {"TILE": vector_tiles, "QUERIES_PER_SCAN": index_module}.get(name, shard_search)
+            module = {"TILE": store, "QUERIES_PER_SCAN": index_module}.get(name, shard_search)
             patch.setattr(module, name, size)
         yield
 
@@ -56,7 +56,7 @@ def search_sharded(world, queries, documents, ids, k, sizes=None, all_on=None, s
     rows = list(range(world.rank, len(ids), world.size)) if all_on is None else []
     rows = list(range(len(ids)))[::-1] if all_on == world.rank else rows
     with sizes_of(**(sizes or {})):
-        index = ShardedIndex(trec_order(ids), world, comparison=vector_comparison(VectorSimilarity(similarity)))
+        index = ShardedIndex(trec_order(ids), world, score=vector_score(VectorSimilarity(similarity)))
         for batch in torch.tensor(rows, dtype=torch.int64).split(5):
             index.add(EncodedShard(documents[batch], batch))
         ranking = index.search(queries, k)
@@ -132,9 +132,7 @@ def test_similarities_of_vectors_that_are_not_normalised(ranks, similarity):
 
 
 def count_above(world, queries, documents, limits, similarity):
-    index = ShardedIndex(
-        first_added_order(len(documents)), world, comparison=vector_comparison(VectorSimilarity(similarity))
-    )
+    index = ShardedIndex(first_added_order(len(documents)), world, score=vector_score(VectorSimilarity(similarity)))
     rows = torch.arange(world.rank, len(documents), world.size)
     index.add(EncodedShard(documents[rows], rows))
     return index.count_above(queries, limits).tolist()
@@ -159,12 +157,12 @@ def test_scores_are_those_of_sentence_transformers(name):
     from sentence_transformers.util import SimilarityFunction
 
     first, second = vectors(1, 9) * 3, vectors(2, 9) * torch.linspace(0.1, 4, 9)[:, None]
-    comparison = vector_comparison(VectorSimilarity(name))
+    score = vector_score(VectorSimilarity(name))
     pairwise = SimilarityFunction.to_similarity_pairwise_fn(name)(first, second)
-    torch.testing.assert_close(comparison.similarities(Part(first), Part(second)), pairwise)
-    store = comparison.store(IndexConfig(), torch.device("cpu"), 9)
-    store.add(Part(comparison.prepare(second)))
-    queries = Part(comparison.prepare(first))
+    torch.testing.assert_close(score.exact(Part(first), Part(second)), pairwise)
+    store = score.store(IndexConfig(), torch.device("cpu"), 9)
+    store.add(Part(score.search_rows(second)))
+    queries = Part(score.search_rows(first))
     every = SimilarityFunction.to_similarity_fn(name)(first, second)
     ((_, tile),) = store.tiles()
     torch.testing.assert_close(tile.scores(queries), every)

@@ -10,12 +10,13 @@ import torch
 from embedtrain.config.evaluation import IndexConfig, Unshard, VectorDtype, VectorPlacement
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import TrainingError
-from embedtrain.inference import late_interaction, shard_search
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference import shard_search
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
-from embedtrain.inference.late_interaction import MaxSimComparison
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.kinds.late_interaction import score as late_interaction
+from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.encoded import Part, concatenate
 from tests.evaluation.tiny import TOKEN_VECTORS, TinyTokenEncoder, token_encoder
 from tests.inference.test_index import numbered, rows_of
@@ -72,9 +73,7 @@ def search(
             patch.setattr(late_interaction, "TILE_ROWS", tile_rows)
             patch.setattr(shard_search, "MAX_QUERY_ROWS", 6)
             patch.setattr(late_interaction, "BLOCK_NUMEL_CPU", 64)
-        index = ShardedIndex(
-            trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSimComparison(mean=mean)
-        )
+        index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSim(mean=mean))
         for batch in np.array_split(np.arange(world.rank, len(ids), world.size), 3):
             part = documents.take(torch.from_numpy(batch), batch)
             index.add(EncodedShard(part.values, torch.from_numpy(batch), part.sizes))
@@ -136,11 +135,11 @@ def test_a_score_does_not_depend_on_the_lengths_of_other_texts(ranks):
 
 
 def search_truncated(world):
-    index = ShardedIndex(trec_order(numbered(11)), world, comparison=MaxSimComparison(mean=False))
+    index = ShardedIndex(trec_order(numbered(11)), world, score=MaxSim(mean=False))
     local = np.arange(world.rank, 11, world.size)
     part = DOCUMENTS.take(torch.from_numpy(local), local)
     index.add(EncodedShard(part.values, torch.from_numpy(local), part.sizes))
-    ranking = index.truncated(3).search(QUERIES.with_values(index.comparison.prepare(QUERIES.values, 3)), 4)
+    ranking = index.truncated(3).search(QUERIES.with_values(index.score.search_rows(QUERIES.values, 3)), 4)
     return rows_of(ranking.scores, ranking.documents)
 
 

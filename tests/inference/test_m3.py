@@ -8,10 +8,10 @@ from torch.nn.functional import normalize, pad
 from embedtrain.config.evaluation import IndexConfig, VectorDtype
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.errors import ConfigError
-from embedtrain.inference import late_interaction
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, trec_order
-from embedtrain.inference.m3 import M3Comparison
+from embedtrain.kinds.late_interaction import score as late_interaction
+from embedtrain.kinds.m3.score import M3Score
 from embedtrain.losses.encoded import Part
 
 SETTINGS = M3Settings(dimension=6, token_dimension=4, weights=HybridWeights(0.7, 0.4, 1.1))
@@ -53,7 +53,7 @@ def search(world, view, tile_rows):
     default = late_interaction.TILE_ROWS
     late_interaction.TILE_ROWS = tile_rows
     try:
-        index = ShardedIndex(trec_order(IDS), world, comparison=M3Comparison(SETTINGS))
+        index = ShardedIndex(trec_order(IDS), world, score=M3Score(SETTINGS))
         rows = torch.arange(len(DOCUMENTS))[world.rank :: world.size]
         local = DOCUMENTS.take(rows, rows.numpy())
         for start in range(0, len(local), 2):
@@ -81,15 +81,15 @@ def test_rankings_do_not_depend_on_ranks_and_tiles(ranks, view):
 
 
 def test_similarities_are_those_of_the_index():
-    comparison = M3Comparison(SETTINGS)
+    score = M3Score(SETTINGS)
     chosen = np.array([5, 0, 6, 11])
     documents = DOCUMENTS.take(torch.from_numpy(chosen), chosen)
     expected = expected_scores(SETTINGS.weights)[torch.arange(4), torch.from_numpy(chosen)]
-    torch.testing.assert_close(comparison.similarities(QUERIES, documents).double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(score.exact(QUERIES, documents).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_first_stage_is_within_its_error():
-    store = M3Comparison(SETTINGS).store(IndexConfig(), torch.device("cpu"), len(DOCUMENTS))
+    store = M3Score(SETTINGS).store(IndexConfig(), torch.device("cpu"), len(DOCUMENTS))
     store.add(DOCUMENTS)
     ((_, tile),) = store.tiles()
     difference = (tile.scores(QUERIES).double() - expected_scores(SETTINGS.weights)).abs().amax(dim=1)
@@ -99,4 +99,4 @@ def test_the_first_stage_is_within_its_error():
 
 def test_ids_need_float32():
     with pytest.raises(ConfigError, match=r"index\.dtype=bf16: .*fp32"):
-        M3Comparison(SETTINGS).store(IndexConfig(dtype=VectorDtype.bf16), torch.device("cpu"), 1)
+        M3Score(SETTINGS).store(IndexConfig(dtype=VectorDtype.bf16), torch.device("cpu"), 1)

@@ -12,7 +12,7 @@ from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import Bitext, ClassificationSet, ClusteringSet, LabelledPairs, LoadedSet
-from embedtrain.inference import encode, vector_tiles
+from embedtrain.inference import encode, store
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order
@@ -28,7 +28,7 @@ QUERIES = 10
 
 def small_blocks(world: World, patch: pytest.MonkeyPatch) -> SentenceEncoder:
     patch.setattr(encode, "CHUNKS_PER_BLOCK", 4)
-    patch.setattr(vector_tiles, "TILE", 8)
+    patch.setattr(store, "TILE", 8)
     layout = parallel(Strategy.fsdp, precision=Precision.fp32)
     model = load_model(small_model("xlm-roberta"), layout, world, seed=0, tokenizer=small_tokenizer())
     return SentenceEncoder.from_model(model, world, chunk_tokens=16)

@@ -9,13 +9,13 @@ import torch
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorDtype, VectorPlacement
 from embedtrain.errors import ConfigError
 from embedtrain.inference import shard_search
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
-from embedtrain.inference.late_interaction import MaxSimComparison
-from embedtrain.inference.scanned import ScannedStore
-from embedtrain.inference.sparse import WordComparison
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.inference.vectors import ScannedStore
+from embedtrain.kinds.late_interaction.score import MaxSim
+from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.encoded import Part
 from tests.evaluation.tiny import sentence_encoder
 from tests.inference.test_index import exact_ranking, rows_of, sizes_of, vectors
@@ -141,7 +141,7 @@ def test_vectors_in_memory_mapped_files(ranks, tmp_path, scan_dtype):
         assert sum(in_memory for *_, in_memory in results) == num_repeated
 
 
-@pytest.mark.parametrize("comparison", [MaxSimComparison(mean=False), WordComparison()])
+@pytest.mark.parametrize("comparison", [MaxSim(mean=False), WordScore()])
 def test_models_without_one_dense_vector_per_text(comparison):
     for config, message in (
         (IndexConfig(scan_dtype=ScanDtype.int8), "index.scan_dtype=int8"),

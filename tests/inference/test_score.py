@@ -7,7 +7,7 @@ from sentence_transformers import CrossEncoder
 
 from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
 from embedtrain.errors import TrainingError
-from embedtrain.inference.score import PairScorer, Selected, best_first
+from embedtrain.inference.pair_scorer import PairScorer, Selected, best_first
 from tests.evaluation.tiny import pair_encoder, pair_scorer, pair_tokenizer, save_tiny_cross_encoder
 from tests.small import text
 

@@ -85,7 +85,7 @@ def search(world: World, config: IndexConfig, folder: Path) -> tuple[int, int, i
         plan = plan_encoding(PromptedTexts(TEXTS), encoder.tokenizer, None, 64, world)
         plan.exchange_tokens(range(len(plan)), world)
     index.add_texts(encoder, TEXTS, vector_cache=VectorCache(folder, {}))
-    queries = encoder.comparison.prepare(encoder.encode_all(TEXTS[:QUERIES]))
+    queries = encoder.score.search_rows(encoder.encode_all(TEXTS[:QUERIES]))
     with sent_bytes() as of_search:
         index.search(queries, TOP_K)
     store: Any = index._documents

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.inference import sparse
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, trec_order
-from embedtrain.inference.sparse import WordComparison
+from embedtrain.kinds.sparse import score as sparse
+from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.encoded import Part
 
 IDS = [f"d{number}" for number in range(23)]
@@ -27,7 +27,7 @@ def search(world, k):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "TILE_DOCUMENTS", 4)
         patch.setattr(sparse, "BLOCK_NUMEL", 200)
-        index = ShardedIndex(trec_order(IDS), world, comparison=WordComparison())
+        index = ShardedIndex(trec_order(IDS), world, score=WordScore())
         for rows in torch.arange(world.rank, len(IDS), world.size).split(3):
             index.add(EncodedShard(documents[rows], rows))
         ranking = index.search(queries, k)
@@ -51,4 +51,4 @@ def test_rankings_are_exact_on_any_number_of_ranks(ranks, world_size):
 def test_similarities_of_pairs():
     first, second = weights(1, 7), weights(2, 7)
     expected = (first.double() * second.double()).sum(dim=1).float()
-    torch.testing.assert_close(WordComparison().similarities(Part(first), Part(second)), expected)
+    torch.testing.assert_close(WordScore().exact(Part(first), Part(second)), expected)

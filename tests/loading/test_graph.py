@@ -21,7 +21,7 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
 from embedtrain.inference.loading.graph import GraphEncoder
 from embedtrain.inference.loading.reranker import load_reranker, open_reranker
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.source import open_model_source
 from embedtrain.tracking.console import Console
 from tests.small import text, write_beir

@@ -11,10 +11,12 @@ from embedtrain.config.loss_choices import KDLossType
 from embedtrain.config.losses import M3LossConfig
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.distributed.world import World
-from embedtrain.losses import lexical, m3, maxsim
+from embedtrain.kinds.late_interaction import score as maxsim
+from embedtrain.kinds.m3 import loss as m3
+from embedtrain.kinds.m3 import score as lexical
+from embedtrain.kinds.m3.score import M3Score
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded, Part
-from embedtrain.losses.m3_score import M3Score
 from tests.losses.global_batch import distributions
 from tests.losses.token_vectors import TokenBatch, token_batch
 

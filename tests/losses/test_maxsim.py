@@ -16,9 +16,9 @@ from embedtrain.config.losses import (
     XTRConfig,
 )
 from embedtrain.errors import ConfigError
+from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Part
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.score import VectorScore
 from tests.losses.token_vectors import GUIDE, TokenCase, check_tokens, token_batch
 

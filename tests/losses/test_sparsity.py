@@ -10,8 +10,9 @@ from torch import Tensor
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.distributed.world import World
+from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.sparsity import SparseScore, SparsityRegularized, sparsity_warning
+from embedtrain.losses.sparsity import SparsityRegularized, sparsity_warning
 from embedtrain.losses.types import BatchInfo
 
 CONFIG = SparsityConfig(query_weight=0.7, document_weight=0.4, ramp=0)
@@ -42,7 +43,7 @@ def local_loss(
         document_keys=torch.arange(2 * first, 2 * (first + number)) + 100,
         seed=step,
     )
-    loss = SparsityRegularized(InfoNCE(InfoNCEConfig(), SparseScore()), config, ramp)
+    loss = SparsityRegularized(InfoNCE(InfoNCEConfig(), WordScore()), config, ramp)
     output = loss(queries, documents, batch_info)
     output.local_loss.backward()
     values = {name: value.item() for name, value in output.metrics.items()}

@@ -24,10 +24,12 @@ from embedtrain.config.losses import (
     XTRConfig,
 )
 from embedtrain.distributed.world import World
-from embedtrain.losses import maxsim, softmax, xtr
+from embedtrain.kinds.late_interaction import score as maxsim
+from embedtrain.kinds.late_interaction import xtr
+from embedtrain.kinds.late_interaction.score import MaxSim
+from embedtrain.losses import softmax
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded, Part
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.types import BatchInfo, GlobalRows, Guide, Sizes
 from tests.losses.global_batch import distributions
 

@@ -12,8 +12,8 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precisi
 from embedtrain.data.token_rows import EXPANDED, TokenRowTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import ConfigError
+from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.encoded import Part
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch

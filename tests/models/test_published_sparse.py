@@ -41,7 +41,7 @@ def weights_and_ranking(world: World, directory: Path) -> tuple[torch.Tensor, to
     model = load_model(ModelConfig(path=str(directory), kind=ModelKind.sparse), parallel(), world, seed=0)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=64)
     queries, documents = (encoder.encode_all(texts) for texts in (QUERIES, DOCUMENTS))
-    index = ShardedIndex(trec_order([f"{n:02}" for n in range(len(DOCUMENTS))]), world, comparison=encoder.comparison)
+    index = ShardedIndex(trec_order([f"{n:02}" for n in range(len(DOCUMENTS))]), world, score=encoder.score)
     index.add_texts(encoder, DOCUMENTS)
     return queries, documents, index.search(queries, 5).documents.tolist()
 

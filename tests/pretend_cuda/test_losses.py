@@ -10,9 +10,9 @@ from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginM
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.data.text_format import TextFormat
 from embedtrain.distributed.world import World
+from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.losses.types import BatchInfo, Loss
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import GuideTokenizer

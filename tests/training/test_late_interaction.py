@@ -21,8 +21,8 @@ from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
-from embedtrain.losses.maxsim import MaxSim
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.source import open_model_source

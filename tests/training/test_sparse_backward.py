@@ -14,8 +14,9 @@ from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
+from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.models.sparse_encoder import SparseEncoder
@@ -75,7 +76,7 @@ def sharded_gradient(
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
     assert loaded.tokenizer.packed
-    loss = SparsityRegularized(InfoNCE(InfoNCEConfig(temperature=TEMPERATURE), SparseScore()), SPARSITY, ramp=0)
+    loss = SparsityRegularized(InfoNCE(InfoNCEConfig(temperature=TEMPERATURE), WordScore()), SPARSITY, ramp=0)
     backward = Backward(
         loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), reduce_per_step=cutting is ONE_CHUNK
     )

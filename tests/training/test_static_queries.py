@@ -13,8 +13,9 @@ from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Str
 from embedtrain.config.sparse import SparseConfig, SparseQueries, SparsityConfig
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.sparsity import SparseScore, SparsityRegularized
+from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.models.sparse_encoder import SparseEncoder
@@ -79,7 +80,7 @@ def sharded_gradient(
 ) -> tuple[float, dict[str, torch.Tensor], int]:
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
-    loss = SparsityRegularized(InfoNCE(InfoNCEConfig(temperature=TEMPERATURE), SparseScore()), SPARSITY, ramp=0)
+    loss = SparsityRegularized(InfoNCE(InfoNCEConfig(temperature=TEMPERATURE), WordScore()), SPARSITY, ramp=0)
     dummy = loaded.tokenizer.dummy()
     backward = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy, reduce_per_step=chunks is ONE_CHUNK)
     rows = tokenised(batch(num_rows), loaded.tokenizer)

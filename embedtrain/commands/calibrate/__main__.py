@@ -111,11 +111,11 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
 
 def _prepared(config: "ModelConfig", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":
     """What compares so many first dimensions of the vectors of the new directory, which may normalise all of them."""
+    from embedtrain.config.kinds import load_kind
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.loading.encoder_model import open_encoder_source
-    from embedtrain.inference.vector_comparison import vector_comparison
 
-    prepare = vector_comparison(source.similarity).prepare
+    prepare = load_kind(source.kind.value).score(source).search_rows
     if source.similarity is VectorSimilarity.dot and open_encoder_source(replace(config, normalize=None))[1].normalize:
         return lambda vectors, size: prepare(unit_vectors(vectors), size)
     return prepare

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.evaluation.types import CompressedVectors
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.loading.load import LoadedModel
-    from embedtrain.inference.score import PairScorer
+    from embedtrain.inference.pair_scorer import PairScorer
     from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
@@ -191,7 +191,7 @@ def _load_scorer(
 ) -> "PairScorer | SentenceEncoder | None":
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.loading.reranker import load_reranker
-    from embedtrain.inference.score import PairScorer
+    from embedtrain.inference.pair_scorer import PairScorer
 
     if source is None:
         return None

@@ -17,11 +17,10 @@ from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import FailedElsewhere
-from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.encoded_shard import EncodedShard
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex
+from embedtrain.inference.store import dtype_of
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.inference.vector_tiles import dtype_of
 from embedtrain.losses.encoded import Part
 
 # How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
@@ -148,12 +147,10 @@ class CommandChannel:
             case StartTask(task):
                 self._task, self._index = task, None
             case EncodeTexts(texts, prompt):
-                role = TextRole.query if self.encoder.comparison.is_symmetric else TextRole.document
+                role = TextRole.query if self.encoder.score.is_symmetric else TextRole.document
                 return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
             case NewIndex(priorities):
-                self._index = ShardedIndex(
-                    torch.from_numpy(priorities), self.world, self._config, self.encoder.comparison
-                )
+                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config, self.encoder.score)
             case AddDocuments(texts, prompt, first):
                 self._add_documents(texts, prompt, first)
             case SearchDocuments(queries, prompt, k):
@@ -165,7 +162,7 @@ class CommandChannel:
 
     def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
         def transform(vectors: Tensor) -> Tensor:
-            return self.encoder.comparison.prepare(vectors).to(dtype_of(self._config))
+            return self.encoder.score.search_rows(vectors).to(dtype_of(self._config))
 
         mapped = self._config.place is VectorPlacement.disk
         for block in self.encoder.encode_blocks(
@@ -174,7 +171,7 @@ class CommandChannel:
             self._current_index.add(EncodedShard(block.vectors, block.rows + first, block.sizes))
 
     def _encode_queries(self, texts: list[str], prompt: str) -> Part:
-        return self.encoder.comparison.prepared(self.encoder.encode(texts, prompt))
+        return self.encoder.score.search_part(self.encoder.encode(texts, prompt))
 
     @property
     def _current_index(self) -> ShardedIndex:

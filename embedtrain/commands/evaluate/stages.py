@@ -22,7 +22,7 @@ from embedtrain.evaluation.first_stage import has_scores, limit_candidates, with
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, required_depth
 from embedtrain.evaluation.types import CompressedVectors, LoadedSet, RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.report.changes import CONFIDENCE, interval
 from embedtrain.tracking.metrics import QueryMetrics

@@ -15,7 +15,7 @@ from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, check_sets_of_kind
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 

@@ -112,7 +112,7 @@ class ConsistencyFilter:
         encoded = search.encoder.encode(
             queries.inputs, max_length=source.text_format.query_max_length, existing_prompt=queries.prompts
         )
-        vectors = search.encoder.comparison.prepared(encoded)
+        vectors = search.encoder.score.search_part(encoded)
         pairs = QueryDocumentPairs(owners, documents.local_of[numbers])
         scores = scores_of(documents.index, vectors, pairs)
         excluded = documents.pairs(queries.excluded)

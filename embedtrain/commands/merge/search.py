@@ -28,7 +28,7 @@ from embedtrain.evaluation.types import check_sets_of_kind, metric_names_of_set
 from embedtrain.formats.model_directory import WeightRows
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel, load_model, verify_packing
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.tracking.console import Console
 
 # The value of weights on the sets that choose them, measured once for each.

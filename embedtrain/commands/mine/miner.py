@@ -107,7 +107,7 @@ class Miner:
         self, queries: UniqueQueries, max_length: int | None, index: ShardedIndex, progress: ProgressCallback
     ) -> BlockCandidates:
         encoded = self.encoder.encode(queries.inputs, max_length=max_length, existing_prompt=queries.prompts)
-        vectors = self.encoder.comparison.prepared(encoded)
+        vectors = self.encoder.score.search_part(encoded)
         window = find_window(index, vectors, queries.excluded, self.options.rank_max)
         answer_scores = scores_of(index, vectors, queries.answers)
         ranks = ranks_of(window, queries.answers, answer_scores)

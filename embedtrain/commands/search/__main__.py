@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import Ranking, ShardedIndex
     from embedtrain.inference.loading.load import LoadedModel
-    from embedtrain.inference.score import PairScorer
+    from embedtrain.inference.pair_scorer import PairScorer
     from embedtrain.inference.vector_cache import VectorCache
     from embedtrain.losses.encoded import Part
     from embedtrain.models.types import ModelSource
@@ -43,7 +43,7 @@ def main(options: SearchOptions) -> None:
     from embedtrain.inference.index import ShardedIndex, trec_order
     from embedtrain.inference.loading.encoder_model import load_encoder_model
     from embedtrain.inference.loading.reranker import open_reranker
-    from embedtrain.inference.score import best_first
+    from embedtrain.inference.pair_scorer import best_first
     from embedtrain.tracking.console import Console
 
     corpus = read_any_corpus(expand_user(options.corpus))
@@ -63,7 +63,7 @@ def main(options: SearchOptions) -> None:
         _check_vectors(options, model.source)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
-        index = ShardedIndex(trec_order(ids), world, options.index, encoder.comparison)
+        index = ShardedIndex(trec_order(ids), world, options.index, encoder.score)
         vector_cache = _open_cache(options, model, world)
         with console.phase(f"encoding {len(texts):,} texts"):
             index.add_texts(encoder, texts, encoder.document_prompt, vector_cache=vector_cache)
@@ -116,7 +116,7 @@ def _searching(
     from embedtrain.utils.formatting import format_count
 
     def scored(queries: "Part") -> "Part":
-        return encoder.comparison.prepared(queries)
+        return encoder.score.search_part(queries)
 
     form = options.vectors
     if form is None:
@@ -139,7 +139,7 @@ def _load_scorer(
 ) -> "PairScorer | SentenceEncoder | None":
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.loading.reranker import load_reranker
-    from embedtrain.inference.score import PairScorer
+    from embedtrain.inference.pair_scorer import PairScorer
 
     if source is None:
         return None
@@ -155,9 +155,9 @@ def _rerank(encoder: "SentenceEncoder", query: str, ids: Sequence[str], texts: S
     """These documents in the order of a model that encodes texts."""
     from embedtrain.inference.index import ShardedIndex, trec_order
 
-    index = ShardedIndex(trec_order(ids), encoder.world, comparison=encoder.comparison)
+    index = ShardedIndex(trec_order(ids), encoder.world, score=encoder.score)
     index.add_texts(encoder, texts, encoder.document_prompt)
-    return index.search(encoder.comparison.prepared(encoder.encode([query], encoder.query_prompt)), len(ids))
+    return index.search(encoder.score.search_part(encoder.encode([query], encoder.query_prompt)), len(ids))
 
 
 def _queries(query: str | None) -> Iterator[str]:

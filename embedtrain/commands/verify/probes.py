@@ -21,9 +21,9 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.loading.reranker import load_reranker, open_reranker
-from embedtrain.inference.score import PairScorer
+from embedtrain.inference.pair_scorer import PairScorer
+from embedtrain.kinds.m3.score import split_rows
 from embedtrain.losses.encoded import Part
-from embedtrain.losses.m3_score import split_rows
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.score_head import IDENTITY, SIGMOID

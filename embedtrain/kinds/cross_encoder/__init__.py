@@ -1,6 +1,12 @@
 """model.kind=cross_encoder: a score per pair of query and document (a reranker)."""
 
+from typing import TYPE_CHECKING
+
 from embedtrain.config.kinds import Kind
+
+if TYPE_CHECKING:
+    from embedtrain.losses.score import Score
+    from embedtrain.models.types import ModelSource
 
 
 class CrossEncoder(Kind):
@@ -8,3 +14,9 @@ class CrossEncoder(Kind):
 
     name = "cross_encoder"
     summary = "a score per pair of query and document (a reranker)"
+
+    def score(self, source: "ModelSource") -> "Score":
+        """The score itself, which the model computes of a pair."""
+        from embedtrain.losses.score import PairScore
+
+        return PairScore()

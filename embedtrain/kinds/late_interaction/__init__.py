@@ -1,6 +1,13 @@
 """model.kind=late_interaction: a vector per token of a text (ColBERT)."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
 from embedtrain.config.kinds import Kind
+
+if TYPE_CHECKING:
+    from embedtrain.losses.score import Score
+    from embedtrain.models.types import ModelSource
 
 
 class LateInteraction(Kind):
@@ -8,3 +15,12 @@ class LateInteraction(Kind):
 
     name = "late_interaction"
     summary = "a vector per token of a text (ColBERT)"
+    own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
+
+    def score(self, source: "ModelSource") -> "Score":
+        """MaxSim, or its mean over the tokens of the query."""
+        from embedtrain.config.late_interaction import TokenSimilarity
+        from embedtrain.kinds.late_interaction.score import MaxSim
+
+        assert source.token_vectors is not None
+        return MaxSim(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)

@@ -1,6 +1,13 @@
 """model.kind=m3: a vector, lexical weights and a vector per token (BGE-M3)."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
 from embedtrain.config.kinds import Kind
+
+if TYPE_CHECKING:
+    from embedtrain.losses.score import Score
+    from embedtrain.models.types import ModelSource
 
 
 class M3(Kind):
@@ -8,3 +15,11 @@ class M3(Kind):
 
     name = "m3"
     summary = "a vector, lexical weights and a vector per token (BGE-M3)"
+    own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
+
+    def score(self, source: "ModelSource") -> "Score":
+        """The weighted sum of the three scores."""
+        from embedtrain.kinds.m3.score import M3Score
+
+        assert source.m3 is not None
+        return M3Score(source.m3)

@@ -1,6 +1,12 @@
 """model.kind=sparse: a weight per word of the vocabulary (SPLADE)."""
 
+from typing import TYPE_CHECKING
+
 from embedtrain.config.kinds import Kind
+
+if TYPE_CHECKING:
+    from embedtrain.losses.score import Score
+    from embedtrain.models.types import ModelSource
 
 
 class Sparse(Kind):
@@ -8,3 +14,10 @@ class Sparse(Kind):
 
     name = "sparse"
     summary = "a weight per word of the vocabulary (SPLADE)"
+
+    def score(self, source: "ModelSource") -> "Score":
+        """The inner product of the weights of words."""
+        from embedtrain.kinds.sparse.score import WordScore
+
+        assert source.words is not None
+        return WordScore(is_symmetric=source.words.queries is None)

@@ -1,55 +1,101 @@
-"""Comparison of texts with three representations: the weighted sum of their dense, lexical and multi-vector scores.
+"""The score of two texts with three representations (BGE-M3): the weighted sum of three scores.
 
-All documents are compared by the sum. The token vectors and their scores are those of a `TokenStore`, tile by tile; the
-dense vectors and lexical weights, which are small beside them, are on the device.
+Dense vectors and vectors of tokens have inner products and MaxSim. Lexical scores are the sum, over the tokens that two
+texts share, of the product of their weights (Chen et al., 2024). A text has rows (weight, id) of its tokens, at most
+one of each id with a weight above 0. Only ids of the anchors of a tile matter: they are the columns of a table with a
+row per anchor, in which each candidate looks up its own.
 
-Shapes: T queries, n documents, t of them in a tile, P pairs.
+An index compares documents by the sum. Token vectors and their scores are those of a `TokenStore`, tile by tile; dense
+vectors and lexical weights, which are small beside them, are on the device.
+
+c, t: anchors and candidates of a tile; R, S: rows of texts; M: documents; N: texts; T: queries of a search; P: pairs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.errors import ConfigError
-from embedtrain.inference.comparison import Comparison, DocumentStore, Tile, require_kept_in_memory
 from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum_of_halves
-from embedtrain.inference.late_interaction import TokenStore
-from embedtrain.inference.transfer import to_device
-from embedtrain.losses.encoded import Part, concatenate
-from embedtrain.losses.lexical import LexicalTile
-from embedtrain.losses.m3_score import split_rows
+from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
+from embedtrain.kinds.late_interaction.score import MaxSim, TokenStore
+from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
+from embedtrain.losses.score import Columns, Score, ScoreTile, VectorScore
+from embedtrain.losses.similarity import at_least_float32
 
-# Comparisons of ids of two texts in one block.
+# Comparisons of ids of two texts in one block of a search.
 _BLOCK_NUMEL = 1 << 22
+DENSE, TOKENS = VectorScore(Similarity.dot), MaxSim(mean=True)
 
 
-class M3Comparison(Comparison):
-    """The sum of the three scores; `view` has the name of one of them alone."""
+class Parts(NamedTuple):
+    """The three representations of texts, from the rows of an `M3Encoder`."""
 
-    is_symmetric = False
+    dense: Part
+    lexical: Part  # rows (weight, id) of all tokens
+    tokens: Part  # vectors of all tokens but the first of each text
+
+    def slice(self, start: int, end: int) -> "Parts":
+        """The texts from `start` to `end`."""
+        return Parts(*(part.slice(start, end) for part in self))
+
+
+def split_rows(part: Part, settings: M3Settings) -> Parts:
+    """The representations; differentiable."""
+    sizes = part.sizes
+    assert sizes is not None, "a text has a row per token"
+    starts = np.cumsum(sizes) - sizes
+    others = np.ones(int(sizes.sum()), dtype=bool)
+    others[starts] = False
+    first, rest = (to_device(index, part.values.device) for index in (starts, np.flatnonzero(others)))
+    return Parts(
+        Part(part.values[first, : settings.dimension]),
+        Part(part.values[:, -2:], sizes),
+        Part(part.values[rest, : settings.token_dimension], sizes - 1),
+    )
+
+
+class M3Score(Score):
+    """The weighted sum of the three scores; views are each of them alone."""
+
+    kind = "m3"
     name = "cosine"  # sentence-transformers has no name for it
 
     def __init__(self, settings: M3Settings) -> None:
         self.settings = settings
 
-    def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
+    def prepare(self, encoded: Encoded) -> Part:
+        """The rows as they are."""
+        (part,) = encoded.parts
+        return Part(at_least_float32(part.values), part.sizes)
+
+    def compare(self, queries: Part, documents: Part, owners: Tensor, counts: NDArray[np.int64]) -> Tensor:
+        """The score of each document and its query, [M]."""
+        first, second = split_rows(queries, self.settings), split_rows(documents, self.settings)
+        return weighted_sum(self.settings.weights, compare_parts(first, second, owners, counts))
+
+    def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """The rows as they are; the encoder has normalised them."""
         assert dimension is None, "rejected for such models"
         return values
 
     @property
-    def views(self) -> Mapping[str, Comparison]:
+    def views(self) -> Mapping[str, Score]:
         """Each of the three scores alone."""
         names = HybridWeights._fields
         alone = {name: HybridWeights(*(float(name == field) for field in names)) for name in names}
-        return {name: M3Comparison(replace(self.settings, weights=weights)) for name, weights in alone.items()}
+        return {name: M3Score(replace(self.settings, weights=weights)) for name, weights in alone.items()}
 
-    def similarities(self, first: Part, second: Part) -> Tensor:
+    def exact(self, first: Part, second: Part) -> Tensor:
         """Scores of queries with documents."""
         store = self.store(IndexConfig(), second.values.device, len(second))
         store.add(second)
@@ -66,8 +112,90 @@ class M3Comparison(Comparison):
         return M3Store(config, device, self.settings)
 
 
-class _M3Tile(Tile):
-    def __init__(self, tokens: Tile, dense: Tensor, lexical: Part, settings: M3Settings) -> None:
+def compare_parts(queries: Parts, documents: Parts, owners: Tensor, counts: NDArray[np.int64]) -> list[Tensor]:
+    """The three scores of each document and its query, [M] each; see `Score.compare`."""
+    return [
+        DENSE.compare(queries.dense, documents.dense, owners, counts),
+        compare_lexical(queries.lexical, documents.lexical, owners),
+        TOKENS.compare(queries.tokens, documents.tokens, owners, counts),
+    ]
+
+
+def weighted_sum(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:
+    """Of scores of the same shape."""
+    return torch.stack([weight * score for weight, score in zip(weights, scores, strict=True)]).sum(dim=0)
+
+
+def compare_lexical(queries: Part, documents: Part, owners: Tensor) -> Tensor:
+    """The score of each document [M] and its query, whose indices are `owners` [M]; differentiable.
+
+    The keys (query, id) of all rows are sorted, so that memory grows with the rows alone.
+    """
+    device = queries.values.device
+    query_of = queries.per_row(torch.arange(len(queries), device=device))
+    document_of = documents.per_row(torch.arange(len(documents), device=device))
+    keys, order = (query_of * (1 << 32) + queries.values[:, 1].long()).sort()
+    document_keys = owners[document_of] * (1 << 32) + documents.values[:, 1].long()
+    if not len(keys):
+        return documents.values.new_zeros(len(documents))
+    first = torch.searchsorted(keys, document_keys).clamp(max=len(keys) - 1)
+    # A text may have several rows of an id, of which one has a weight.
+    groups = torch.searchsorted(keys, keys)
+    weights = queries.values.new_zeros(len(keys)).index_add(0, groups, queries.values[order, 0])
+    products = torch.where(keys[first] == document_keys, weights[first] * documents.values[:, 0], 0.0)
+    scores: Tensor = products.new_zeros(len(documents)).index_add(0, document_of, products)
+    return scores
+
+
+class LexicalTile(ScoreTile):
+    """Lexical scores of anchors and candidates, differentiated by torch."""
+
+    def __init__(self, anchors: Part, columns: Columns) -> None:
+        assert isinstance(columns, Part)
+        self.anchors, self.candidates = anchors, columns
+        self._weights = anchors.values[:, 0].detach().requires_grad_()
+        self._candidate_weights = columns.values[:, 0].detach().requires_grad_()
+
+    def scores(self, scale: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `ScoreTile`."""
+        if out is None:
+            return self._scores(self.anchors.values[:, 0], self.candidates.values[:, 0]) * scale
+        with torch.enable_grad():
+            self._computed = self._scores(self._weights, self._candidate_weights)
+        return torch.mul(self._computed.detach(), scale, out=out)
+
+    def _scores(self, weights: Tensor, candidate_weights: Tensor) -> Tensor:
+        anchors, candidates = self.anchors, self.candidates
+        if not len(weights) or not len(candidate_weights):
+            return weights.sum() * 0 + weights.new_zeros(len(anchors), len(candidates))
+        ids = anchors.values[:, 1].long()
+        ordered = ids.sort()[0]
+        texts = anchors.per_row(torch.arange(len(anchors), device=ids.device))
+        table = weights.new_zeros(len(ids), len(anchors))
+        table = table.index_put((torch.searchsorted(ordered, ids), texts), weights, accumulate=True)
+        document_ids = candidates.values[:, 1].long()
+        rows = torch.searchsorted(ordered, document_ids).clamp(max=len(ordered) - 1)
+        factors = torch.where(ordered[rows] == document_ids, candidate_weights, 0.0)
+        assert candidates.sizes is not None
+        offsets = to_device(np.cumsum(candidates.sizes) - candidates.sizes, ids.device)
+        sums = F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=factors)
+        return sums.T
+
+    def add_anchor_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        """See `ScoreTile`; `grads` are those of rows (weight, id)."""
+        self._add(grads, self._weights, tile_grads * weights)
+
+    def add_candidate_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
+        """See `ScoreTile`."""
+        self._add(grads, self._candidate_weights, tile_grads * weights)
+
+    def _add(self, grads: Tensor, weights: Tensor, tile_grads: Tensor) -> None:
+        (own,) = torch.autograd.grad(self._computed, weights, tile_grads, retain_graph=True)
+        grads[:, 0] += own
+
+
+class _M3Tile(DocumentTile):
+    def __init__(self, tokens: DocumentTile, dense: Tensor, lexical: Part, settings: M3Settings) -> None:
         self.tokens, self.dense, self.lexical, self.settings = tokens, dense, lexical, settings
 
     def __len__(self) -> int:
@@ -98,11 +226,11 @@ class M3Store(DocumentStore):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def viewed(self, comparison: Comparison) -> "M3Store":
+    def viewed(self, score: Score) -> "M3Store":
         """The same documents, compared by another score."""
-        assert isinstance(comparison, M3Comparison)
+        assert isinstance(score, M3Score)
         store = M3Store.__new__(M3Store)
-        store.__dict__ |= self.__dict__ | {"settings": comparison.settings}
+        store.__dict__ |= self.__dict__ | {"settings": score.settings}
         return store
 
     def add(self, documents: Part) -> None:
@@ -112,7 +240,7 @@ class M3Store(DocumentStore):
         self._dense.append(parts.dense.values.clone())
         self._lexical.append(parts.lexical.with_values(parts.lexical.values.clone()))
 
-    def tiles(self) -> Iterator[tuple[int, Tile]]:
+    def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
         """All documents, in the tiles of their token vectors."""
         dense, lexical = self._joined()
         for start, tile in self._tokens.tiles():
@@ -199,7 +327,7 @@ def _padded(part: Part, texts: Tensor, width: int) -> Tensor:
     sizes = part.sizes
     assert sizes is not None
     device = part.values.device
-    starts, lengths = (to_device(torch.from_numpy(index), device)[texts] for index in (np.cumsum(sizes) - sizes, sizes))
+    starts, lengths = (to_device(index, device)[texts] for index in (np.cumsum(sizes) - sizes, sizes))
     offsets = torch.arange(width, device=device)
     is_row = offsets < lengths.unsqueeze(1)
     rows: Tensor = part.values[torch.where(is_row, starts.unsqueeze(1) + offsets, starts.unsqueeze(1))]

@@ -1,4 +1,4 @@
-"""Comparison of weights of words: inner products over the words that both texts have, exact, on compressed rows.
+"""The score of weights of words: inner products over the words that both texts have; exact, on compressed rows.
 
 An index keeps the words of each document with a weight above 0 in host memory. The exact score adds the products of a
 document's words in their order in float64: a function of the two texts alone.
@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.inference.comparison import Comparison, DocumentStore, Tile, require_kept_in_memory
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.inference.exact import norms, pairwise_dot
+from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
 from embedtrain.losses.encoded import Part
+from embedtrain.losses.score import VectorScore
 
 # Numbers of a block of documents, or of pairs, with all words: 64 MiB of float32.
 BLOCK_NUMEL = 1 << 24
@@ -26,24 +29,27 @@ BLOCK_NUMEL = 1 << 24
 TILE_DOCUMENTS = 1 << 14
 
 
-class WordComparison(Comparison):
-    """Inner products of the weights of words.
+class WordScore(VectorScore):
+    """The inner product of the weights of words. Scores of 10 to 40 are usual.
 
     Args:
         is_symmetric: whether queries are encoded as documents.
     """
 
+    default_temperature = 1.0
+    temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     name = "dot"
     max_chunks_per_block = 2  # a chunk of 16,384 tokens may have 1,000 texts, of 122 KB each before they are compressed
 
     def __init__(self, *, is_symmetric: bool = True) -> None:
+        super().__init__(Similarity.dot)
         self.is_symmetric = is_symmetric
 
-    def prepare(self, values: Tensor, dimension: int | None = None) -> Tensor:
+    def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """The weights as they are."""
         return values[:, :dimension].float()
 
-    def similarities(self, first: Part, second: Part) -> Tensor:
+    def exact(self, first: Part, second: Part) -> Tensor:
         """Inner products."""
         return pairwise_dot(first.values, second.values).float().cpu()
 
@@ -106,7 +112,7 @@ class _Rows:
         return torch.from_numpy(values).to(device)
 
 
-class _WordTile(Tile):
+class _WordTile(DocumentTile):
     def __init__(self, rows: _Rows, device: torch.device) -> None:
         self._rows = rows
         parts = (torch.from_numpy(part) for part in (rows.starts, rows.words.astype(np.int64), rows.weights))
@@ -152,7 +158,7 @@ class WordStore(DocumentStore):
             self._parts = [_Rows.concatenate(self._parts)]
         return self._parts[0] if self._parts else None
 
-    def tiles(self) -> Iterator[tuple[int, Tile]]:
+    def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
         """All documents, in the order in which they were added."""
         rows = self._all()
         for first in range(0, len(self), TILE_DOCUMENTS):

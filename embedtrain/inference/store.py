@@ -1,13 +1,100 @@
-"""The document vectors of a rank, in tiles, on the device, on the host, or in memory-mapped files."""
+"""The documents of an index on a rank: what a search asks of them, and memory for their vectors.
 
+Vectors are in tiles, on the device, on the host, or in memory-mapped files; copies between host and device make neither
+wait for the other.
+
+Shapes: T queries, n documents of this rank, t of them in a tile, P pairs, D dimensions.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.distributed.device import free_memory
-from embedtrain.inference.transfer import HostCopy, to_device
+from embedtrain.errors import ConfigError
+from embedtrain.losses.encoded import Part, to_device
+from embedtrain.losses.score import Score
+
+
+class DocumentTile(Protocol):
+    """Some of the documents, on the device."""
+
+    def __len__(self) -> int: ...
+
+    def scores(self, queries: Part) -> Tensor:
+        """Approximate scores, float32 [T, t]; of an exact store, int32 and exact.
+
+        An exact score exceeds that of a tile by at most `rounding_error`, and is below it by at most `deficit`.
+        """
+        ...
+
+
+class DocumentStore(ABC):
+    """The documents of a rank, numbered from 0 in the order in which they were added.
+
+    Attributes:
+        is_exact: whether all scores are integers, int32, and those of tiles are exact.
+    """
+
+    is_exact: bool = False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number n of documents."""
+
+    def viewed(self, score: Score) -> "DocumentStore":
+        """The same documents, for one of the views of their score; only stores of scores with views."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def add(self, documents: Part) -> None:
+        """Add documents."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
+        """The number of each tile's first document, and the tile."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[Tensor, Part]]:
+        """All documents: their numbers, int64 on the CPU, and their representations as float32 on the device."""
+
+    @abstractmethod
+    def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
+        """Scores of pairs (query, document), int64 [P] each: float32 [P], a function of the two texts alone."""
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """The type of exact scores."""
+        return torch.int32 if self.is_exact else torch.float32
+
+    @abstractmethod
+    def rounding_error(self, queries: Part) -> Tensor:
+        """Bound, float64 [T], on how far an exact score may be above that of a tile."""
+
+    def deficit(self, queries: Part, documents: Tensor) -> Tensor:
+        """Bound, float64 [T, C] or [T, 1], on how far an exact score may be below that of a tile.
+
+        `documents`, int64 [T, C] or [1, C] on the device, are numbers of documents.
+        """
+        return self.rounding_error(queries).unsqueeze(1)
+
+    def candidate_limit(self, k: int) -> int:
+        """The candidates that a search collects for the best `k`, more than rounding makes necessary."""
+        return k + 32
+
+
+def require_kept_in_memory(config: IndexConfig, kind: str) -> None:
+    """Raise ConfigError for what only an index of one vector per text has; `kind` describes the model."""
+    if config.scan_dtype is not None:
+        value = config.scan_dtype.value
+        raise ConfigError(f"index.scan_dtype={value}: a {kind} is searched without a copy; leave it out")
+    if config.place is VectorPlacement.disk:
+        raise ConfigError(f"index.place=disk: the vectors of a {kind} are kept in memory; write auto, device or host")
+
 
 # Vectors per tile: as many are on the device at a time if vectors are kept on the host.
 TILE = 16384
@@ -162,3 +249,23 @@ class VectorTiles:
 def dtype_of(config: IndexConfig) -> torch.dtype:
     """The data type in which vectors are kept."""
     return _DTYPES[config.dtype]
+
+
+class HostCopy:
+    """A copy of a tensor in host memory, made while the device continues to compute; a tensor on the CPU itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Operations on the device after this line see the copy without `wait`: they run in the same order.
+        self.tensor = tensor
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self.tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """The copy, once the host may read it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self.tensor

@@ -32,12 +32,20 @@ from torch import Tensor
 from embedtrain.config.loss_choices import KDLossType, LossDirection
 from embedtrain.config.losses import M3LossConfig
 from embedtrain.distributed.collectives import gather_rows
+from embedtrain.kinds.late_interaction.score import SortedDocuments
+from embedtrain.kinds.m3.score import (
+    DENSE,
+    TOKENS,
+    LexicalTile,
+    M3Score,
+    Parts,
+    compare_parts,
+    split_rows,
+    weighted_sum,
+)
 from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.lexical import LexicalTile
-from embedtrain.losses.m3_score import DENSE, TOKENS, M3Score, Parts, compare_parts, split_rows, weighted_sum
-from embedtrain.losses.maxsim import SortedDocuments
-from embedtrain.losses.score import Columns, Score, Tile
+from embedtrain.losses.score import Columns, Score, ScoreTile
 from embedtrain.losses.similarity import rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward
 from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
@@ -269,7 +277,7 @@ class _Unified(GradientInForward):
         return row_losses.sum(), row_losses, entropies, num_correct
 
 
-def _tiles(rows: Parts, columns: tuple[Columns, Columns, Columns]) -> list[Tile]:
+def _tiles(rows: Parts, columns: tuple[Columns, Columns, Columns]) -> list[ScoreTile]:
     dense, lexical, tokens = columns
     assert isinstance(tokens, SortedDocuments)
     return [DENSE.tile(rows.dense, dense), LexicalTile(rows.lexical, lexical), TOKENS.tile(rows.tokens, tokens)]

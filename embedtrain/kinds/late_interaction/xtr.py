@@ -20,9 +20,10 @@ from torch import Tensor
 from embedtrain.config.loss_choices import LossDirection
 from embedtrain.config.losses import XTRConfig
 from embedtrain.distributed.collectives import gather_rows
+from embedtrain.kinds.late_interaction.score import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.maxsim import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
+from embedtrain.losses.score import Score
 from embedtrain.losses.similarity import Temperature, rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward, SoftmaxSums, row_max
 from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
@@ -43,7 +44,7 @@ class XTR(ExcludingLoss):
     A rank holds the rows of all documents, and a few of its queries' maxima at a time.
     """
 
-    def __init__(self, config: XTRConfig) -> None:
+    def __init__(self, config: XTRConfig, score: Score | None = None) -> None:
         super().__init__(Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates))
         self.top_k = config.top_k
         self.temperature = Temperature(

@@ -152,12 +152,9 @@ def make_step_context(
     optimizer = build_optimizer(model.encoder, optim)
     loss = loss or InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
     return StepContext(
-        world=world,
         module=EncoderWithLoss(model.encoder, loss),
-        optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=1),
         backward=Backward(model.encoder, loss, world, seed=0, dummy=model.tokenizer.dummy()),
-        optim=optim,
         state=TrainState(),
     )
 

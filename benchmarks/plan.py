@@ -177,12 +177,9 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
     optim, loss = OptimConfig(), InfoNCE(InfoNCEConfig())
     optimizer = build_optimizer(encoder, optim)
     run = StepContext(
-        world=world,
         module=EncoderWithLoss(encoder, loss),
-        optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
         backward=Backward(encoder, loss, world, seed=0, dummy=dummy, reduce_per_step=choice.reduce_per_step),
-        optim=optim,
         state=TrainState(),
     )
     texts = _Texts(rows, case.length)

@@ -88,8 +88,8 @@ def run(world: World, arguments: list[str]) -> tuple[str, np.ndarray, np.ndarray
     embeddings: list[np.ndarray] = []
     export_run = train.export_run
 
-    def export_and_encode(recipe: Any, model: Any, *rest: Any) -> Any:
-        exported = export_run(recipe, model, *rest)
+    def export_and_encode(started: Any, model: Any, *rest: Any) -> Any:
+        exported = export_run(started, model, *rest)
         trusted = recipe.model.trust_remote_code
         opened = SentenceTransformer(str(exported.directory), device="cpu", trust_remote_code=trusted)
         texts = [opened.prompts["document"] + probe for probe in PROBES]

@@ -35,6 +35,7 @@ from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.inputs import Run
 from embedtrain.training.state import EncoderWithLoss, TrainState
 
 
@@ -45,16 +46,15 @@ def exported_step(recipe: Recipe, state: TrainState) -> int:
 
 
 def export_run(
-    recipe: Recipe,
+    run: Run,
     model: LoadedModel,
     trained: EncoderWithLoss,
     encoder: SentenceEncoder,
     state: TrainState,
-    run_dir: RunDirectory,
-    world: World,
     tracker: Tracker,
 ) -> ExportResult:
     """Write `model/` from the live weights, after `read_best` if a best step was selected. Every rank calls it."""
+    recipe, run_dir, world = run.recipe, run.run_dir, run.world
     step = exported_step(recipe, state)
     config, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
     reference = _reference(model, encoder, recipe.parallel.precision, dtype) if config.check else None
@@ -112,17 +112,17 @@ def read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world:
     read_tensors(folder, trained, None, AVERAGE if has_average else WEIGHTS)
 
 
-def upload_run(recipe: Recipe, directory: Path, step: int, world: World, tracker: Tracker) -> None:
+def upload_run(run: Run, directory: Path, step: int, tracker: Tracker) -> None:
     """Upload the exported model of a run, if the recipe says where. A collective."""
-    repository = recipe.export.push_to_hub
+    repository = run.recipe.export.push_to_hub
     if repository is None:
         return
 
     def upload() -> None:
-        tracker.note(f"uploaded: {upload_model(directory, repository, private=recipe.export.private, step=step)}")
+        tracker.note(f"uploaded: {upload_model(directory, repository, private=run.recipe.export.private, step=step)}")
 
     with tracker.phase(f"uploading to {repository}"):
-        world.run_on_main("uploading the model", upload)
+        run.world.run_on_main("uploading the model", upload)
 
 
 def _reference(

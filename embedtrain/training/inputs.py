@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -180,6 +181,14 @@ class Run:
             self.console.note(line)
 
 
+class RunLength(NamedTuple):
+    """How long a run trains."""
+
+    steps: int  # of the optimizer
+    batches: int  # global batches; the last step may have fewer than the others
+    steps_per_epoch: float
+
+
 @dataclass(frozen=True)
 class RunInputs:
     """What a run reads: the model's files, training rows and evaluation sets."""
@@ -193,8 +202,7 @@ class RunInputs:
     sets: Sequence[LoadedSet]
     function: EvaluationFunction | None  # of the user, called after the sets
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`
-    total_steps: int  # optimizer steps
-    total_batches: int  # global batches; the last step may have fewer than the others
+    length: RunLength
 
 
 def read_inputs(run: Run) -> RunInputs:
@@ -219,7 +227,7 @@ def read_inputs(run: Run) -> RunInputs:
     with world.fail_together("reading training data"), run.console.progress() as progress:
         cache = Cache.of_world(directory, world, progress=progress)
         data, losses = load_recipe_data(recipe, source.prompts, cache)
-        total_steps, total_batches = run_length(recipe, data)
+        length = run_length(recipe, data)
     require_same_data(data, world)
     run.console.warn(*instruction_warnings(source, data))
     evaluation, best = recipe.evaluation, recipe.checkpoint.best_metric
@@ -256,9 +264,7 @@ def read_inputs(run: Run) -> RunInputs:
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     run.note([first_stage_note(loaded) for loaded in sets if loaded.first_stage_metrics is not None])
-    return RunInputs(
-        source, base_digest, cache, data, losses, path, sets, function, best_metric, total_steps, total_batches
-    )
+    return RunInputs(source, base_digest, cache, data, losses, path, sets, function, best_metric, length)
 
 
 def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[LoadedSet]:
@@ -272,14 +278,15 @@ def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[L
     ]
 
 
-def run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
-    """Optimizer steps and global batches."""
+def run_length(recipe: Recipe, data: TrainData) -> RunLength:
+    """The length of a run with this recipe on this data."""
     batches_per_step = recipe.train.gradient_accumulation_steps
+    steps_per_epoch = data.plan.steps_per_epoch / batches_per_step
     if recipe.train.epochs is None:
         steps = data.plan.total_steps(recipe.train.steps, None)
-        return steps, steps * batches_per_step
+        return RunLength(steps, steps * batches_per_step, steps_per_epoch)
     batches = data.plan.total_steps(None, recipe.train.epochs)
-    return -(-batches // batches_per_step), batches
+    return RunLength(-(-batches // batches_per_step), batches, steps_per_epoch)
 
 
 def import_code(recipe: Recipe) -> EvaluationFunction | None:

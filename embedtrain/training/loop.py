@@ -12,16 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import Recipe
-from embedtrain.data.cache.cache import Verification
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.signals import Notice, StopSignals, exit_code
 from embedtrain.distributed.watchdog.activity import set_activity
@@ -31,13 +26,13 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.losses.excluded import no_negatives_warning
 from embedtrain.losses.lists import constant_scores_warning
 from embedtrain.losses.sparsity import sparsity_warning
-from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.guides import GuideModel, StoredTeacher
+from embedtrain.training.inputs import Run, RunInputs
 from embedtrain.training.precision import FlopsReference
 from embedtrain.training.profile import BATCHES, StepProfiler, span
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
-from embedtrain.training.state import TrainState, as_dict
+from embedtrain.training.state import EncoderWithLoss, TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
 from embedtrain.utils.formatting import format_count
 
@@ -94,23 +89,20 @@ _CHECKED_STEPS = 10  # of a session, whose batches are searched for negatives
 class RankBatches:
     """The local part of every global batch of a run, tokenised and cut into chunks."""
 
-    data: TrainData
-    losses: Sequence[LossConfig]  # of each source
-    loss: Loss
-    dimension: int  # of the embeddings
+    inputs: RunInputs
+    module: EncoderWithLoss
     tokenizer: TextTokenizer
     chunk_options: ChunkOptions
     guides: Mapping[str, GuideModel | StoredTeacher]
     world: World
-    total: int  # global batches of the run
-    verification: Verification  # of the cached data
 
     def __call__(self, number: int) -> RankBatch:
         """The local part of global batch `number`, counted from 0; callable from any thread."""
-        self.verification.check()
-        batch = self.data.batch(number)
+        self.inputs.cache.verification.check()
+        data, losses = self.inputs.data, self.inputs.losses
+        batch = data.batch(number)
         source = batch.source or 0  # sources that are mixed in one batch share a loss and a teacher dimension
-        guides = {path: self.guides[path] for path in guide_paths(self.losses[source])}
+        guides = {path: self.guides[path] for path in guide_paths(losses[source])}
         rank_batch = make_rank_batch(
             batch,
             self.world.rank,
@@ -119,25 +111,19 @@ class RankBatches:
             self.chunk_options,
             guides={path: guide.texts for path, guide in guides.items() if isinstance(guide, GuideModel)},
             stored_guides={path: guide for path, guide in guides.items() if isinstance(guide, StoredTeacher)},
-            teacher_dimension=self.data.teacher_dimension(source),
+            teacher_dimension=data.teacher_dimension(source),
         )
-        rank_batch = rank_batch.prepared_for(self.loss, self.dimension)
+        rank_batch = rank_batch.prepared_for(self.module.loss, self.module.encoder.dimension)
         return rank_batch.pinned() if self.world.device.type == "cuda" else rank_batch
-
-
-@dataclass(frozen=True)
-class WeightsEvaluation:
-    """The evaluation of some weights of the run."""
-
-    evaluator: Evaluator
-    weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # puts them in place
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicEvaluation:
     """Evaluation during training, and the best step so far."""
 
-    evaluations: Sequence[WeightsEvaluation]  # those that are exported, and others, whose sets have other names
+    # Each with the context in which the weights that it measures are in place: those that are exported first, then
+    # others, whose sets have other names.
+    evaluators: Sequence[tuple[Evaluator, Callable[[], AbstractContextManager[None]]]]
     best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`; None if the recipe sets none
     state: TrainState
     tracker: Tracker
@@ -180,16 +166,14 @@ class PeriodicEvaluation:
         metrics: dict[str, dict[str, float]] = {}
         record = functools.partial(self.tracker.set_evaluated, step)
         record_queries = functools.partial(self.tracker.queries_evaluated, step)
-        evaluations = self.evaluations[:1] if in_place else self.evaluations
-        for evaluation in evaluations:
-            weights = contextlib.nullcontext() if in_place else evaluation.weights()
+        measured = self.evaluators[:1] if in_place else self.evaluators
+        for evaluator, put_weights in measured:
+            weights = contextlib.nullcontext() if in_place else put_weights()
             with self.tracker.progress() as progress, automatic_collection(), weights:
-                metrics |= evaluation.evaluator.evaluate(
-                    progress=progress, stop=stop, on_result=record, on_queries=record_queries
-                )
+                metrics |= evaluator.evaluate(progress=progress, stop=stop, on_result=record, on_queries=record_queries)
         if not metrics:
             return metrics
-        evaluators = [evaluation.evaluator for evaluation in evaluations]
+        evaluators = [evaluator for evaluator, _ in measured]
         speeds = ", ".join(f"{name} {evaluator.speed(name)}" for evaluator in evaluators for name in evaluator.seconds)
         footer = f"took {speeds}" if speeds else ""
         datasets = {name: info for evaluator in evaluators for name, info in evaluator.datasets.items()}
@@ -201,39 +185,40 @@ class PeriodicEvaluation:
 class TrainingLoop:
     """Trains to the last step, until the evaluation no longer improves, or until a signal arrives."""
 
-    recipe: Recipe
+    run: Run
     context: StepContext
     batches: RankBatches
     evaluation: PeriodicEvaluation
     checkpointer: Checkpointer
     tracker: Tracker
-    run_dir: RunDirectory
     stop_signals: StopSignals
     timeouts: Timeouts
     reference: FlopsReference  # of `mfu`
 
-    def run(self) -> Stopped | None:
+    def train(self) -> Stopped | None:
         """Train from the current state. After a signal, save a checkpoint and return why the run ends."""
         if not self._is_done or self.context.state.evaluation_due:
             with self.stop_signals.deferred():
-                self._train()
+                self._train_steps()
                 if self.stop_signals.agreed or self._agree_to_stop():
                     return self._stop()
         if self.context.state.step < self._total_steps:
             self.tracker.note(self._early_stop_note())
         return None
 
-    def _train(self) -> None:
-        state, recipe, world = self.context.state, self.recipe, self.context.world
+    def _train_steps(self) -> None:
+        state, recipe = self.context.state, self.run.recipe
         batches_per_step = recipe.train.gradient_accumulation_steps
         prefetcher = Prefetcher(
             self.batches,
             state.step * batches_per_step,
-            self.batches.total,
+            self.batches.inputs.length.batches,
             workers=recipe.data.workers,
             ahead=2 * batches_per_step,
         )
-        profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker, log_every=self._log_every)
+        profiler = StepProfiler(
+            recipe.tracking, self.run.world, self.run.run_dir.profile, self.tracker, log_every=self._log_every
+        )
         profiler.report_skipped_steps(state.step, self._total_steps)
         throughput, warned, last_checked = _Throughput(), False, state.step + _CHECKED_STEPS
         self.checkpointer.prepare_asynchronous(self.context.module, self.context.optimizer)
@@ -317,8 +302,9 @@ class TrainingLoop:
         self.timeouts.leave_steps()
         with context.world.fail_together("looking for the output directory"):
             if context.world.is_main:
-                self.run_dir.require_exists()
-            self.batches.verification.wait()  # a checkpoint never contains what was learned from damaged rows
+                self.run.run_dir.require_exists()
+            # A checkpoint never contains what was learned from damaged rows.
+            self.batches.inputs.cache.verification.wait()
         context.state.wandb_id = context.world.broadcast(self.tracker.wandb_id)
         self.checkpointer.save(context.module, context.optimizer, as_dict(context.state))
 
@@ -337,13 +323,13 @@ class TrainingLoop:
         rank, stop = next((rank, stop) for rank, stop in enumerate(received) if stop is not None)
         with world.fail_together("writing stopped.json"):
             if world.is_main:
-                self.run_dir.write_stopped(step, stop.name, rank)
+                self.run.run_dir.write_stopped(step, stop.name, rank)
         message = f"stopped by {stop.name} (rank {rank})"
         if step == 0:
             message += " before the first step: run the same command again"
         else:
             message += f" after step {step}, saved in {step_path(self.checkpointer.root, step)}"
-            if self.recipe.checkpoint.contents is CheckpointContents.model:
+            if self.run.recipe.checkpoint.contents is CheckpointContents.model:
                 message += (
                     " without optimizer state (checkpoint.contents=model): the same command starts a new run from "
                     "these weights"
@@ -359,7 +345,7 @@ class TrainingLoop:
     @property
     def _is_done(self) -> bool:
         """Whether all steps are complete, or `evaluation.patience` is exhausted."""
-        state, patience = self.context.state, self.recipe.evaluation.patience
+        state, patience = self.context.state, self.run.recipe.evaluation.patience
         return state.step >= self._total_steps or (patience is not None and state.not_better >= patience)
 
     def _is_logged(self, step: int) -> bool:
@@ -367,7 +353,7 @@ class TrainingLoop:
 
     @property
     def _log_every(self) -> int:
-        return self.recipe.train.log_every or min(10, max(1, self._total_steps // 10))
+        return self.run.recipe.train.log_every or min(10, max(1, self._total_steps // 10))
 
     def _early_stop_note(self) -> str:
         state = self.context.state

@@ -27,10 +27,10 @@ def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | No
 
 
 class Schedule:
-    """Sets the learning rates of all parameter groups."""
+    """The optimizer, with the learning rates of all parameter groups at every step, and the limit of the norm."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
-        self.optimizer, self.total_steps = optimizer, total_steps
+        self.optimizer, self.total_steps, self.max_grad_norm = optimizer, total_steps, optim.max_grad_norm
         self.rate = LearningRate(optim, total_steps)
 
     def apply(self, step: int) -> float:

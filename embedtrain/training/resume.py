@@ -4,7 +4,7 @@ A new run may start with the weights and the optimizer state of an earlier one: 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,12 @@ class RunStart:
     """Where a run starts: from scratch, from a checkpoint, or from the weights of one."""
 
     checkpoint: Checkpoint | None
-    state: TrainState = field(default_factory=TrainState)  # progress of the run, valid after `restore`
     has_finished: bool = False  # whether the recipe has no step left to train, valid after `check`
 
     @property
     def from_scratch(self) -> bool:
         """Whether weights and vocabulary come from the recipe instead of a checkpoint."""
         return self.checkpoint is None
-
-    @property
-    def resumed_step(self) -> int | None:
-        """The step after which training continues; None for a new run, also from the weights of a checkpoint."""
-        return self.state.step or None
 
     def check(self, identity: Mapping[str, Any], recipe: Recipe, total_steps: int, console: Console) -> None:
         """Reject a checkpoint of another run, and print which other options have changed since it was written.
@@ -101,10 +95,13 @@ class RunStart:
         total_steps: int,
         console: Console,
     ) -> TrainState:
-        """Read weights, optimizer and progress from the checkpoint, if there is one. A collective."""
+        """Read weights, optimizer and progress from the checkpoint, if there is one. A collective.
+
+        The step of the returned progress is 0 for a new run, also from the weights of a checkpoint.
+        """
+        state, best_metric = TrainState(), recipe.checkpoint.best_metric
         if self.checkpoint is not None:
-            self.state = self._read(self.checkpoint, checkpointer, module, optimizer, recipe, total_steps, console)
-        state, best_metric = self.state, recipe.checkpoint.best_metric
+            state = self._read(self.checkpoint, checkpointer, module, optimizer, recipe, total_steps, console)
         if state.best_by != best_metric:  # the best value of another metric cannot be compared
             state.best_by, state.best, state.best_step, state.not_better = best_metric, None, None, 0
         return state

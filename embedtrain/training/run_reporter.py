@@ -9,20 +9,17 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import ModelKind
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import Example
 from embedtrain.distributed.watchdog.activity import activity
-from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.evaluation.types import (
     Bitext,
@@ -50,14 +47,8 @@ from embedtrain.report.sample import (
 )
 from embedtrain.tracking.sessions import SessionClock, record_end, record_start
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.resume import RunStart
-
-
-class RunLength(NamedTuple):
-    """Optimizer steps of a run and of an epoch."""
-
-    total_steps: int
-    steps_per_epoch: float
+from embedtrain.training.inputs import Run, RunLength
+from embedtrain.training.state import TrainState
 
 
 class RunReporter:
@@ -68,36 +59,32 @@ class RunReporter:
 
     def __init__(
         self,
-        recipe: Recipe,
-        run_dir: RunDirectory,
-        world: World,
+        run: Run,
         encoder: SentenceEncoder,
         tracker: Tracker,
-        start: RunStart,
-        run_length: RunLength,
+        state: TrainState,
+        length: RunLength,
     ) -> None:
-        self._is_enabled, self._run_dir, self._world = recipe.tracking.report, run_dir, world
+        self._run, self._encoder, self._tracker, self._state, self._length = run, encoder, tracker, state, length
         # A cross-encoder has no vectors of texts.
-        self._has_sample = recipe.tracking.report and recipe.model.kind is ModelKind.dense
-        self._encoder, self._tracker, self._state = encoder, tracker, start.state
-        self._starts_at_zero = start.resumed_step is None
-        self._run_length = run_length
+        self._has_sample = run.recipe.tracking.report and run.recipe.model.kind is ModelKind.dense
+        self._starts_at_zero = state.step == 0
         self._has_warned = False
         self._clock = SessionClock()
 
     def __enter__(self) -> "RunReporter":
         """Record the start of a session."""
-        device = self._world.device
+        device = self._run.world.device
         devices = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
         def record() -> None:
             record_start(
-                self._run_dir.sessions,
+                self._run.run_dir.sessions,
                 self._clock,
                 step=self._state.step,
-                total_steps=self._run_length.total_steps,
-                steps_per_epoch=self._run_length.steps_per_epoch,
-                ranks=self._world.size,
+                total_steps=self._length.steps,
+                steps_per_epoch=self._length.steps_per_epoch,
+                ranks=self._run.world.size,
                 devices=devices,
                 from_scratch=self._starts_at_zero,
             )
@@ -120,7 +107,7 @@ class RunReporter:
 
         def choose_and_write() -> Sample:
             sample = choose()
-            write_texts(self._run_dir.sample, sample)
+            write_texts(self._run.run_dir.sample, sample)
             return sample
 
         self._encode(choose_and_write, BEFORE, step=0)
@@ -128,7 +115,7 @@ class RunReporter:
     def report_finished(self, step: int) -> None:
         """Encode the same sample with the exported weights, those of `step`, and write the report."""
         if self._has_sample:
-            self._encode(lambda: read_texts(self._run_dir.sample), AFTER, step)
+            self._encode(lambda: read_texts(self._run.run_dir.sample), AFTER, step)
         self._on_main_rank("sessions.jsonl", lambda: self._record_end("finished", exported=step))
         self._write_report()
 
@@ -138,7 +125,7 @@ class RunReporter:
         self._write_report()
 
     def _record_end(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
-        record_end(self._run_dir.sessions, self._clock, how, step=self._state.step, error=error, exported=exported)
+        record_end(self._run.run_dir.sessions, self._clock, how, step=self._state.step, error=error, exported=exported)
 
     def _encode(self, read_sample: Callable[[], Sample | None], which: str, step: int) -> None:
         """Encode the sample on all ranks, if there is one, and write its embeddings on rank 0."""
@@ -151,7 +138,7 @@ class RunReporter:
                     samples.append(sample)
 
             self._on_main_rank("the sample of the report", read)
-            sample = self._world.broadcast(samples[0] if samples else None, *SAMPLE_TYPES)
+            sample = self._run.world.broadcast(samples[0] if samples else None, *SAMPLE_TYPES)
             if sample is None:
                 return
             try:
@@ -159,7 +146,7 @@ class RunReporter:
             except TrainingError as error:  # on all ranks: an embedding is not finite
                 self._warn("the sample of the report", error)
                 return
-            directory = self._run_dir.sample
+            directory = self._run.run_dir.sample
             self._on_main_rank(str(directory), lambda: write_vectors(directory, which, embeddings, step))
 
     def _embeddings(self, sample: Sample) -> Tensor:
@@ -182,21 +169,21 @@ class RunReporter:
 
     def _write_report(self) -> None:
         """Write report.html on rank 0; the other ranks wait, so that none of them ends earlier."""
-        if not self._is_enabled:
+        if not self._run.recipe.tracking.report:
             return
-        path = self._run_dir.path / REPORT_FILE
+        path = self._run.run_dir.path / REPORT_FILE
 
         def write() -> None:
-            write_report([self._run_dir.path], path)
+            write_report([self._run.run_dir.path], path)
             self._tracker.note(f"report: {path}")
 
         with activity("writing the report"):
             self._on_main_rank(str(path), write)
-            self._world.barrier()
+            self._run.world.barrier()
 
     def _on_main_rank(self, what: str, action: Callable[[], None]) -> None:
         """Run an action on rank 0; any failure becomes a warning."""
-        if not self._world.is_main:
+        if not self._run.world.is_main:
             return
         try:
             action()

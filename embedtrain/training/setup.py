@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,13 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
+from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.compose import to_plain
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind, Recipe
-from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
@@ -40,7 +38,6 @@ from embedtrain.models.early_exits import EarlyExits
 from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.planning.workload import StepWorkload
-from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import (
@@ -51,12 +48,11 @@ from embedtrain.training.guides import (
     set_teacher_maps,
     teachers_identity,
 )
-from embedtrain.training.inputs import Run, RunInputs, run_length
-from embedtrain.training.optimizer import build_optimizer
+from embedtrain.training.inputs import Run, RunInputs, RunLength
 from embedtrain.training.precision import use_tf32_products
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.resume import RunStart, run_identity
-from embedtrain.training.state import EncoderWithLoss
+from embedtrain.training.state import TrainState
 from embedtrain.utils.checksums import CHECKSUMS, damaged_files, write_checksums
 from embedtrain.utils.files import remove_tree
 from embedtrain.utils.formatting import format_bytes
@@ -64,16 +60,15 @@ from embedtrain.utils.formatting import format_bytes
 _BLOCK_TEXTS = 1 << 16
 
 
-def load_or_train_vocabulary(
-    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, from_scratch: bool
-) -> PreTrainedTokenizerBase | None:
+def load_or_train_vocabulary(run: Run, data: TrainData, *, from_scratch: bool) -> PreTrainedTokenizerBase | None:
     """The vocabulary trained on the data, for a model from scratch without a tokenizer.
 
     A run that resumes reads its own unless it is damaged; any other trains one, because rows and options may differ.
     """
+    recipe, world, console = run.recipe, run.world, run.console
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
-    directory = run_dir.tokenizer
+    directory = run.run_dir.tokenizer
     with world.fail_together("training a vocabulary"):
         damaged = damaged_files(directory) if world.is_main and (directory / CHECKSUMS).exists() else []
         if damaged and not from_scratch:
@@ -95,18 +90,16 @@ def load_or_train_vocabulary(
     return tokenizer
 
 
-def tokenize_data(
-    data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console, *, from_scratch: bool
-) -> None:
+def tokenize_data(run: Run, inputs: RunInputs, model: LoadedModel, *, from_scratch: bool) -> None:
     """Tokenise all texts that are not in the cache, and print notes.
 
     A run from scratch computes the weights of static queries, if the model has none, from the documents.
     """
+    data, world, console = inputs.data, run.world, run.console
     require_same_tokenizer(model.tokenizer, world)
     with world.fail_together("tokenising"), console.progress() as progress:
-        notes = data.prepare(model.tokenizer, replace(cache, progress=progress))
-    for note in notes:
-        console.note(note)
+        notes = data.prepare(model.tokenizer, replace(inputs.cache, progress=progress))
+    run.note(notes)
     queries = None if model.source.words is None else model.source.words.queries
     if from_scratch and queries is not None and queries.path is None:
         assert data.tokens is not None
@@ -172,42 +165,35 @@ def _document_frequencies(store: TokenStore, documents: NDArray[np.int64], num_t
 
 
 def build_loss(
-    recipe: Recipe,
-    losses: Sequence[LossConfig],
-    data: TrainData,
-    model: LoadedModel,
-    guides: Mapping[str, GuideModel | StoredTeacher],
-    world: World,
-    console: Console,
+    run: Run, inputs: RunInputs, model: LoadedModel, guides: Mapping[str, GuideModel | StoredTeacher]
 ) -> Loss:
     """The loss of all sources, on this rank's device. Prints notes about it."""
-    num_batches = run_length(recipe, data)[1]
+    recipe, world, data = run.recipe, run.world, inputs.data
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
         score = load_kind(model.source.kind.value).score(model.source)
         loss = build_losses(
-            losses,
+            inputs.losses,
             dimension=dimension,
             guide_dimensions=guide_dimensions,
             seed=recipe.seed,
             score=None if score.named_by_loss else score,
-            num_batches=num_batches,
+            num_batches=inputs.length.batches,
         )
         if model.source.words is not None:
             sparsity = recipe.sparsity.resolved(model.source.words.query_mode)
-            loss = SparsityRegularized(loss, sparsity, _ramp_batches(recipe, data))
+            loss = SparsityRegularized(loss, sparsity, _ramp_batches(recipe, inputs.length))
         loss = loss.to(world.device)
     set_teacher_maps(loss, guides, world)
     use_tf32_products(loss, recipe.parallel.precision)
-    for note in loss_notes(losses, data.names, loss, dimension):
-        console.note(note)
+    run.note(loss_notes(inputs.losses, data.names, loss, dimension))
     return loss
 
 
-def _ramp_batches(recipe: Recipe, data: TrainData) -> float:
+def _ramp_batches(recipe: Recipe, length: RunLength) -> float:
     """The global batches over which the weights of regularizers grow."""
     ramp = recipe.sparsity.ramp
-    return ramp * (run_length(recipe, data)[1] if ramp < 1 else recipe.train.gradient_accumulation_steps)
+    return ramp * (length.batches if ramp < 1 else recipe.train.gradient_accumulation_steps)
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel | StoredTeacher], data: TrainData) -> list[dict[str, int]]:
@@ -258,25 +244,16 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
         timeout=run.recipe.parallel.timeout,
     )
     start = RunStart(checkpointer.newest())
-    start.check(identity, run.recipe, inputs.total_steps, run.console)
+    start.check(identity, run.recipe, inputs.length.steps, run.console)
     return checkpointer, start
 
 
-@dataclass(kw_only=True)
-class TrainedParts:
-    """What a run trains, and what it needs for that."""
-
-    model: LoadedModel
-    guides: Mapping[str, GuideModel | StoredTeacher]
-    loss: Loss
-    module: EncoderWithLoss
-    optimizer: torch.optim.Optimizer
-
-
-def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
-    """Load the model and build loss and optimizer. If there is a checkpoint, the weights are read from it later."""
+def load_models(
+    run: Run, inputs: RunInputs, start: RunStart
+) -> tuple[LoadedModel, dict[str, GuideModel | StoredTeacher]]:
+    """The model to train, and the guides by path. If there is a checkpoint, its weights are read from it later."""
     recipe, world, data = run.recipe, run.world, inputs.data
-    tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, from_scratch=start.from_scratch)
+    tokenizer = load_or_train_vocabulary(run, data, from_scratch=start.from_scratch)
     missing = encode_missing(run, inputs)  # before the model, which needs the memory
     with run.console.phase("loading the model"):
         model = load_model(
@@ -294,7 +271,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
         model.encoder.exits = exits
         model = replace(model, tokenizer=model.tokenizer.with_parts(1 + len(exits.layers)))
     _advise_when_exhausted(run, model)
-    tokenize_data(data, model, inputs.cache, world, run.console, from_scratch=start.from_scratch)
+    tokenize_data(run, inputs, model, from_scratch=start.from_scratch)
     guides, guide_notes = load_guides(
         list(dict.fromkeys(path for loss in inputs.losses for path in guide_paths(loss))),
         recipe.parallel,
@@ -308,10 +285,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
                 teacher.check([data.stores[source]], world)
     memory = f"memory in the lines of steps: {describe_peak_memory(world.device)}, on rank 0"
     run.note([*model.notes, *guide_notes, memory])
-    loss = build_loss(recipe, inputs.losses, data, model, guides, world, run.console)
-    optimizer = build_optimizer(model.encoder, recipe.optim, loss)
-    module = EncoderWithLoss(model.encoder, loss)
-    return TrainedParts(model=model, guides=guides, loss=loss, module=module, optimizer=optimizer)
+    return model, guides
 
 
 def _advise_when_exhausted(run: Run, model: LoadedModel) -> None:
@@ -338,18 +312,24 @@ def _advise_when_exhausted(run: Run, model: LoadedModel) -> None:
     advise_when_exhausted("", training)
 
 
-def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward:
+def build_backward(
+    run: Run,
+    inputs: RunInputs,
+    model: LoadedModel,
+    loss: Loss,
+    guides: Mapping[str, GuideModel | StoredTeacher],
+) -> Backward:
     """The computation of gradients."""
     losses, data = inputs.losses, inputs.data
     has_geometry = run.recipe.tracking.geometry and run.recipe.model.kind is ModelKind.dense
     return Backward(
-        parts.model.encoder,
-        parts.loss,
+        model.encoder,
+        loss,
         run.world,
         seed=run.recipe.seed,
-        dummy=parts.model.tokenizer.dummy(),
-        reduce_per_step=parts.model.reduce_per_step,
-        guides={path: guide for path, guide in parts.guides.items() if isinstance(guide, GuideModel)},
+        dummy=model.tokenizer.dummy(),
+        reduce_per_step=model.reduce_per_step,
+        guides={path: guide for path, guide in guides.items() if isinstance(guide, GuideModel)},
         sources=data.names if len(data.names) > 1 else None,
         row_specs=[row_spec_of(loss) for loss in losses] if has_geometry else None,
     )
@@ -363,13 +343,13 @@ def chunk_options(run: Run, model: LoadedModel) -> ChunkOptions:
     return ChunkOptions(run.recipe.train.chunk_tokens, model.activation_tokens, overhead)
 
 
-def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
+def open_tracker(run: Run, model: LoadedModel, state: TrainState, *, has_finished: bool) -> Tracker:
     """Write the recipe and the model's architecture into the run directory, and open its metrics and trackers."""
     recipe, run_dir = run.recipe, run.run_dir
     with run.world.fail_together("writing the run directory"):
         if run.world.is_main:
             run_dir.stopped.unlink(missing_ok=True)
-            if not start.has_finished or not run_dir.saved_recipe():
+            if not has_finished or not run_dir.saved_recipe():
                 run_dir.write_recipe(to_plain(recipe), run.world.size, model.source.commit)
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
@@ -387,8 +367,8 @@ def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
             recipe,
             run.world,
             run_dir.path,
-            resumed_step=start.resumed_step,
-            evaluated=not start.state.evaluation_due,
-            wandb_id=start.state.wandb_id,
+            resumed_step=state.step or None,
+            evaluated=not state.evaluation_due,
+            wandb_id=state.wandb_id,
             console=run.console,
         )

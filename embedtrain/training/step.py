@@ -8,7 +8,6 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from embedtrain.config.optim import OptimConfig
 from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.sharding import remove_guards
 from embedtrain.distributed.signals import Notice
@@ -45,17 +44,24 @@ class StepReport:
 class StepContext:
     """What a step reads and updates."""
 
-    world: World
     module: EncoderWithLoss
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    schedule: Schedule  # of the optimizer
     backward: Backward
-    optim: OptimConfig
     state: TrainState
     flops: ModelFlops = NO_FLOPS
     notices: Callable[[], Notice] = lambda: Notice(0)  # returns what this rank announces to the others
     # Called before weights change: an asynchronous checkpoint may still be copying them.
     wait_for_staging: Callable[[], None] = lambda: None
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.backward.world
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What changes the weights."""
+        return self.schedule.optimizer
 
 
 def train_step(context: StepContext, *batches: RankBatch, measured: bool = False) -> StepReport:
@@ -68,7 +74,7 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     output, finite = context.backward(*(batch.to(context.world.device) for batch in batches), measured=measured)
     context.schedule.drop_frozen_gradients(context.state.step)
     with span(NORM):
-        grad_norm = clip_grad_norm(context.module.parameters(), context.optim.max_grad_norm)
+        grad_norm = clip_grad_norm(context.module.parameters(), context.schedule.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     local = [*map(float, tokens), sum(context.flops.of(batch.lengths) for batch in batches)]
     with span(AGREE):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
@@ -19,7 +21,7 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import CompressedVectors
 from embedtrain.formats.model_card import OF_EXPORT
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.load import LoadedModel, quiet_libraries, verify_packing
+from embedtrain.inference.loading.load import quiet_libraries, verify_packing
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
@@ -30,23 +32,23 @@ from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.final_export import export_run, exported_step, read_best, upload_run
 from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length, truncate_dims
-from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop, WeightsEvaluation
-from embedtrain.training.optimizer import Schedule
+from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
+from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.precision import choose_precision, flops_reference
 from embedtrain.training.resume import RunStart, measures_otherwise, start_from
-from embedtrain.training.run_reporter import RunLength, RunReporter, choose_sample
+from embedtrain.training.run_reporter import RunReporter, choose_sample
 from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
-    TrainedParts,
     build_backward,
-    build_parts,
+    build_loss,
     chunk_options,
     claim_output_dir,
+    load_models,
     open_checkpoints,
     open_tracker,
     require_new,
 )
-from embedtrain.training.state import TrainState, WeightAverage
+from embedtrain.training.state import EncoderWithLoss, TrainState, WeightAverage
 from embedtrain.training.step import StepContext
 from embedtrain.utils.formatting import format_count
 
@@ -97,76 +99,88 @@ def _in_place(*replacements: WeightAverage | RopeTheta | None) -> Iterator[None]
         yield
 
 
-def _run_length(recipe: Recipe, inputs: RunInputs) -> RunLength:
-    batches_per_step = recipe.train.gradient_accumulation_steps
-    return RunLength(inputs.total_steps, inputs.data.plan.steps_per_epoch / batches_per_step)
-
-
 def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedModel:
     recipe, world, run_dir = run.recipe, run.world, run.run_dir
-    require_rates(recipe.optim, inputs.total_steps)
-    run.console.warn(*schedule_warnings(recipe.optim, inputs.total_steps))
+    require_rates(recipe.optim, inputs.length.steps)
+    run.console.warn(*schedule_warnings(recipe.optim, inputs.length.steps))
     checkpointer, start = open_checkpoints(run, inputs)
     reference = flops_reference(recipe, world, run.console)
-    parts = build_parts(run, inputs, start)
-    groups = describe_groups(trained_parameters(parts.model.encoder, recipe.optim, parts.loss), recipe.optim)
+    model, guides = load_models(run, inputs, start)
+    module = EncoderWithLoss(model.encoder, build_loss(run, inputs, model, guides))
+    schedule = Schedule(build_optimizer(module.encoder, recipe.optim, module.loss), recipe.optim, inputs.length.steps)
+    groups = describe_groups(trained_parameters(module.encoder, recipe.optim, module.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
-    run.console.note(checkpointer.require_disk_space(parts.module, inputs.total_steps, max(recipe.optim.state_bytes)))
-    average = _average(run, parts, checkpointer)
-    state = _restore(run, inputs, start, parts, checkpointer)
-    theta = recipe.export.rope_theta
-    served = None if theta is None else RopeTheta(parts.model.encoder, theta, "export.rope_theta")
+    run.console.note(checkpointer.require_disk_space(module, inputs.length.steps, max(recipe.optim.state_bytes)))
+    average = _average(run, module, checkpointer)
+    state = _restore(run, inputs, start, module, schedule.optimizer, checkpointer)
+    served = _served_theta(run, module)
     if average is not None:
-        parts.optimizer.register_step_post_hook(lambda *_: average.update(state.step))
-    model = parts.model
+        schedule.optimizer.register_step_post_hook(lambda *_: average.update(state.step))
     if not start.from_scratch:  # its weights have only now been read
         model = verify_packing(model, recipe.model, recipe.parallel, world, progress=run.console.note)
-    prompts = model.source.prompts
+    context = StepContext(
+        module=module,
+        schedule=schedule,
+        backward=build_backward(run, inputs, model, module.loss, guides),
+        state=state,
+        flops=model_flops(module.encoder),
+        notices=lambda: stop_signals.notice | checkpointer.notice,
+        wait_for_staging=checkpointer.wait_for_staging,
+    )
     encoder = SentenceEncoder.from_model(
         model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard, truncate=False
     )
     with (
-        open_tracker(run, model, start) as tracker,
+        open_tracker(run, model, state, has_finished=start.has_finished) as tracker,
         checkpointer,
-        RunReporter(recipe, run_dir, world, encoder, tracker, start, _run_length(recipe, inputs)) as reporter,
+        RunReporter(run, encoder, tracker, state, inputs.length) as reporter,
         world.watchdog_guard(),
         contextlib.ExitStack() as ending,
     ):
-        reporter.encode_before_training(lambda: choose_sample(inputs.sets, inputs.data, inputs.losses, prompts))
+        reporter.encode_before_training(
+            lambda: choose_sample(inputs.sets, inputs.data, inputs.losses, model.source.prompts)
+        )
+        evaluation = _evaluation(run, inputs, encoder, state, tracker, average, served)
         loop = TrainingLoop(
-            recipe=recipe,
-            context=_step_context(run, inputs, parts, state, checkpointer, stop_signals),
-            batches=_rank_batches(run, inputs, parts, model),
-            evaluation=_evaluation(run, inputs, encoder, state, tracker, average, served),
+            run=run,
+            context=context,
+            batches=RankBatches(
+                inputs=inputs,
+                module=module,
+                tokenizer=model.tokenizer,
+                chunk_options=chunk_options(run, model),
+                guides=guides,
+                world=world,
+            ),
+            evaluation=evaluation,
             checkpointer=checkpointer,
             tracker=tracker,
-            run_dir=run_dir,
             stop_signals=stop_signals,
             timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
             reference=reference,
         )
-        stopped = loop.run()
+        stopped = loop.train()
         if stopped is not None:
             reporter.report_stopped()
         else:
             checkpointer.wait()
             step = exported_step(recipe, state)
-            asked = start.has_finished and _lacks_evaluation(run, loop.evaluation, step)
+            asked = start.has_finished and _lacks_evaluation(run, evaluation, step)
             if asked and step == state.step:
-                loop.evaluation.measure(step)
+                evaluation.measure(step)
             ending.enter_context(_in_place(average, served))
             if step != state.step:
-                read_best(recipe, parts.module, step_path(run_dir.checkpoints, step), world)
+                read_best(recipe, module, step_path(run_dir.checkpoints, step), world)
                 tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
                 if asked:
-                    loop.evaluation.measure(step, in_place=True)
-            exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
+                    evaluation.measure(step, in_place=True)
+            exported = export_run(run, model, module, encoder, state, tracker)
             tracker.exported(exported.directory)
             if start.has_finished:
                 _update_recipe(run)
             _report_outcome(run, exported.directory, step)
             reporter.report_finished(step)
-            upload_run(recipe, exported.directory, step, world, tracker)
+            upload_run(run, exported.directory, step, tracker)
             metrics = world.broadcast(metrics_at(run_dir.path, step))
         world.run_on_main("closing the trackers", tracker.close)  # wandb may still upload the model
     if stopped is not None:
@@ -187,7 +201,7 @@ def _lacks_evaluation(run: Run, evaluation: PeriodicEvaluation, step: int) -> bo
     with run.world.fail_together("reading metrics.jsonl"):
         if run.world.is_main:
             done = datasets_at(run.run_dir.path, step)
-            asked = [item for one in evaluation.evaluations for item in one.evaluator.datasets.items()]
+            asked = [item for evaluator, _ in evaluation.evaluators for item in evaluator.datasets.items()]
             lacks = (
                 run.recipe.evaluation.function is not None  # whose code may have changed
                 or any(name not in done or done[name].counts != info.counts for name, info in asked)
@@ -196,20 +210,31 @@ def _lacks_evaluation(run: Run, evaluation: PeriodicEvaluation, step: int) -> bo
     return run.world.broadcast(lacks)
 
 
-def _average(run: Run, parts: TrainedParts, checkpointer: Checkpointer) -> WeightAverage | None:
+def _average(run: Run, module: EncoderWithLoss, checkpointer: Checkpointer) -> WeightAverage | None:
     """The average of the weights that the recipe asks for, which checkpoints contain."""
     ema = run.recipe.optim.ema
-    average = None if ema is None else WeightAverage(parts.module, ema, checkpointer.wait_for_staging)
+    average = None if ema is None else WeightAverage(module, ema, checkpointer.wait_for_staging)
     checkpointer.average = None if average is None else average.tensors
     return average
 
 
+def _served_theta(run: Run, module: EncoderWithLoss) -> RopeTheta | None:
+    """The base of the rotary embeddings that the export has instead of the trained one, if the recipe asks for it."""
+    theta = run.recipe.export.rope_theta
+    return None if theta is None else RopeTheta(module.encoder, theta, "export.rope_theta")
+
+
 def _restore(
-    run: Run, inputs: RunInputs, start: RunStart, parts: TrainedParts, checkpointer: Checkpointer
+    run: Run,
+    inputs: RunInputs,
+    start: RunStart,
+    module: EncoderWithLoss,
+    optimizer: torch.optim.Optimizer,
+    checkpointer: Checkpointer,
 ) -> TrainState:
     """Read what training starts from: a checkpoint of the run, or the one that `train.init_from` names."""
-    recipe, module, optimizer = run.recipe, parts.module, parts.optimizer
-    state = start.restore(checkpointer, module, optimizer, recipe, inputs.total_steps, run.console)
+    recipe = run.recipe
+    state = start.restore(checkpointer, module, optimizer, recipe, inputs.length.steps, run.console)
     if start.from_scratch and recipe.train.init_from is not None:
         start_from(recipe.train.init_from, checkpointer, module, optimizer, recipe, run.console)
     _warn_of_schedule(run, inputs, start, state)
@@ -220,46 +245,9 @@ def _warn_of_schedule(run: Run, inputs: RunInputs, start: RunStart, state: Train
     """Print how the learning rate of a resumed run continues, if the recipe's schedule has changed."""
     if start.checkpoint is not None and state.step:
         saved = start.checkpoint.manifest.recipe
-        change = schedule_change(saved, run.recipe, state.step, lambda other: run_length(other, inputs.data)[0])
+        change = schedule_change(saved, run.recipe, state.step, lambda other: run_length(other, inputs.data).steps)
         if change is not None:
             run.console.warn(change)
-
-
-def _step_context(
-    run: Run,
-    inputs: RunInputs,
-    parts: TrainedParts,
-    state: TrainState,
-    checkpointer: Checkpointer,
-    stop_signals: StopSignals,
-) -> StepContext:
-    return StepContext(
-        world=run.world,
-        module=parts.module,
-        optimizer=parts.optimizer,
-        schedule=Schedule(parts.optimizer, run.recipe.optim, inputs.total_steps),
-        backward=build_backward(run, inputs, parts),
-        optim=run.recipe.optim,
-        state=state,
-        flops=model_flops(parts.model.encoder),
-        notices=lambda: stop_signals.notice | checkpointer.notice,
-        wait_for_staging=checkpointer.wait_for_staging,
-    )
-
-
-def _rank_batches(run: Run, inputs: RunInputs, parts: TrainedParts, model: LoadedModel) -> RankBatches:
-    return RankBatches(
-        data=inputs.data,
-        losses=inputs.losses,
-        loss=parts.loss,
-        dimension=model.encoder.dimension,
-        tokenizer=model.tokenizer,
-        chunk_options=chunk_options(run, model),
-        guides=parts.guides,
-        world=run.world,
-        total=inputs.total_batches,
-        verification=inputs.cache.verification,
-    )
 
 
 def _evaluation(
@@ -284,11 +272,11 @@ def _evaluation(
         index=evaluation.index,
         function=inputs.function,
     )
-    evaluations = [WeightsEvaluation(evaluator, functools.partial(_in_place, average, theta))]
+    evaluators = [(evaluator, functools.partial(_in_place, average, theta))]
     if evaluation.trained_weights:
         trained = Evaluator(inputs.sets, model, run.world, index=evaluation.index, suffix=TRAINED)
-        evaluations.append(WeightsEvaluation(trained, functools.partial(_in_place, theta)))
-    return PeriodicEvaluation(evaluations=evaluations, best_metric=inputs.best_metric, state=state, tracker=tracker)
+        evaluators.append((trained, functools.partial(_in_place, theta)))
+    return PeriodicEvaluation(evaluators=evaluators, best_metric=inputs.best_metric, state=state, tracker=tracker)
 
 
 def _report_outcome(run: Run, model: Path, step: int) -> None:

@@ -47,12 +47,9 @@ def train(world: World, model: ModelConfig, precision: Precision, options: dict[
         loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), reduce_per_step=loaded.reduce_per_step
     )
     context = StepContext(
-        world=world,
         module=EncoderWithLoss(loaded.encoder, loss),
-        optimizer=optimizer,
         schedule=Schedule(optimizer, OPTIM, total_steps=STEPS),
         backward=backward,
-        optim=OPTIM,
         state=TrainState(),
     )
     reports = []

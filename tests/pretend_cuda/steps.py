@@ -87,12 +87,9 @@ def step_context(world: World, model: LoadedModel, config: LossConfig) -> StepCo
         row_specs=[row_spec_of(config)],
     )
     return StepContext(
-        world=world,
         module=EncoderWithLoss(model.encoder, loss),
-        optimizer=optimizer,
         schedule=Schedule(optimizer, OPTIM, 10),
         backward=backward,
-        optim=OPTIM,
         state=TrainState(),
     )
 

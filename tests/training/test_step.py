@@ -57,12 +57,9 @@ class Training:
         optim = OptimConfig(lr=1e-2, warmup=0, eps=1.0, max_grad_norm=max_grad_norm)
         optimizer = build_optimizer(loaded.encoder, optim, loss.to(world.device))
         context = StepContext(
-            world=world,
             module=EncoderWithLoss(loaded.encoder, loss),
-            optimizer=optimizer,
             schedule=Schedule(optimizer, optim, 10),
             backward=Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy()),
-            optim=optim,
             state=TrainState(),
         )
         return cls(context, loaded.tokenizer)

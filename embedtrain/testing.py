@@ -1,5 +1,6 @@
 """Checks of losses that users write: on any number of ranks the same loss and gradients as in one process.
 
+from embedtrain.losses.types import Origin
 from embedtrain.testing import check_loss
 
 check_loss("my_losses:MyLoss", {"margin": 0.1})
@@ -22,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.config.losses import CustomConfig
-from embedtrain.losses.custom import build_custom
-from embedtrain.losses.types import BatchInfo, Loss
+from embedtrain.losses.build import build_custom
+from embedtrain.losses.types import BatchInfo, Loss, Origin
 
 _SERVE = "from embedtrain import testing; testing._serve()"
 _TIMEOUT = 120.0  # seconds
@@ -61,7 +62,7 @@ class RandomBatch:
             document_keys=torch.tensor(indices, dtype=torch.int64) + 5000,
             scores=scores[indices] if self.scores else None,
             labels=torch.tensor(rows, dtype=torch.int64) % 3 if self.label else None,
-            seed=5,
+            origin=Origin(batch=5),
         )
         return queries[list(rows)], documents[indices], info, indices
 

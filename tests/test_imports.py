@@ -50,7 +50,7 @@ FORBIDDEN = [
     ("models", ("torch.distributed",)),
 ]
 # The files whose purpose is to use the classes of sentence-transformers.
-ADAPTERS = ("sentence_transformers.py", "sentence_transformers_classes.py")
+ADAPTERS = ("sentence_transformers.py",)
 
 
 def module_name(path: Path) -> str:

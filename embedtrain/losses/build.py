@@ -1,5 +1,6 @@
 """Builds the loss that the recipe describes."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from embedtrain.config.code import load_code
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kinds import own_loss
 from embedtrain.config.loss_choices import Similarity
@@ -26,20 +28,18 @@ from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka, Quantised
-from embedtrain.losses.custom import build_custom
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.layers import LAST_LAYER, Exit, LayerLoss
-from embedtrain.losses.listwise import BCE, MSE, ListNet, PListMLE, Softmax
+from embedtrain.losses.listwise import ADRMSE, BCE, MSE, LambdaLoss, ListNet, PListMLE, RankNet, Softmax
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
 from embedtrain.losses.quantisation import SmoothedRanges
-from embedtrain.losses.ranking import ADRMSE, LambdaLoss, RankNet
 from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.similarities import DistillSimilarities, SimilarityMSE
 from embedtrain.losses.triplets import BatchTriplet, Triplet
-from embedtrain.losses.types import FROM_ROWS, Loss
+from embedtrain.losses.types import FROM_ROWS, EncodedLoss, Loss
 
 # The losses that need only their options, by `loss.name`.
 _BY_NAME: dict[str, Callable[[Any], Loss]] = {
@@ -295,3 +295,32 @@ def _describe(config: LossConfig, configs: Sequence[LossConfig]) -> str:
         if any(getattr(other, field.name) != getattr(config, field.name) for other in same_kind)
     ]
     return config.name + (f" ({', '.join(options)})" if options else "")
+
+
+def load_loss_class(path: str, option: str = "loss.path") -> type[Loss]:
+    """Import a class; a ConfigError if it is no subclass of Loss."""
+    kind = load_code(path, option)
+    if not (isinstance(kind, type) and issubclass(kind, Loss)):
+        raise ConfigError(f"{option}={path}: must be a subclass of embedtrain.losses.types.Loss, not {kind!r}")
+    return kind
+
+
+def build_custom(config: CustomConfig, dimension: int, score: Score | None = None) -> Loss:
+    """An instance of the class. A constructor that takes `dimension` or `score` gets that of the model.
+
+    A class that takes one vector of each text raises a ConfigError for a score of texts with several.
+    """
+    kind = load_loss_class(config.path)
+    if score is not None and not score.one_vector and not issubclass(kind, EncodedLoss):
+        raise ConfigError(
+            f"loss.path={config.path}: takes one vector of each text, and model.kind={score.kind} has several; derive "
+            "the class from embedtrain.losses.types.EncodedLoss"
+        )
+    kwargs = dict(config.kwargs)
+    for name, value in (("dimension", dimension), ("score", score)):
+        if value is not None and name in inspect.signature(kind).parameters:
+            kwargs.setdefault(name, value)
+    try:
+        return kind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"loss.kwargs={config.kwargs}: {config.path}: {error}") from error

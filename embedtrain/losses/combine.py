@@ -77,11 +77,11 @@ class LossPerSource(EncodedLoss):
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """What the loss of the batch's source needs."""
-        return self.for_source(batch_info.source).prepare(batch_info, dimension)
+        return self.for_source(batch_info.origin.source).prepare(batch_info, dimension)
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
-        output: LossOutput = self.for_source(batch_info.source)(queries, documents, batch_info)
+        output: LossOutput = self.for_source(batch_info.origin.source)(queries, documents, batch_info)
         return output
 
 
@@ -119,7 +119,7 @@ class Quantised(EncodedLoss):
     def _drawn(self, batch_info: BatchInfo) -> list[tuple[VectorPrecision, float]]:
         """The precisions of this batch and their weights, the most precise first."""
         first, *others = self.weights.items()
-        drawn = draw(len(others), self.per_step - 1, self.seed, batch_info.seed, Drawn.precisions)
+        drawn = draw(len(others), self.per_step - 1, self.seed, batch_info.origin.batch, Drawn.precisions)
         return [first, *(others[index] for index in drawn)]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
@@ -134,8 +134,8 @@ class Quantised(EncodedLoss):
         ranges = None
         if self.ranges is not None:
             chosen_vectors = [vectors for vectors, chosen in zip(unit, quantised, strict=True) if chosen]
-            ranges = self.ranges.update(chosen_vectors, batch_info.layer)
-        growth = min(1.0, batch_info.seed / self.warmup) if self.warmup > 0 else 1.0
+            ranges = self.ranges.update(chosen_vectors, batch_info.origin.layer)
+        growth = min(1.0, batch_info.origin.batch / self.warmup) if self.warmup > 0 else 1.0
         local_loss, metrics = texts[0].new_zeros(()), dict[str, Tensor]()
         row_losses: Tensor | None = texts[0].detach().new_zeros(batch_info.num_queries)
         for precision, weight in self._drawn(batch_info):
@@ -171,7 +171,7 @@ class Matryoshka(EncodedLoss):
 
     def _drawn(self, batch_info: BatchInfo) -> list[int]:
         """Indices of the dimensions of this batch, the largest first."""
-        drawn = draw(len(self.dims) - 1, self.per_step - 1, self.seed, batch_info.seed, Drawn.dims)
+        drawn = draw(len(self.dims) - 1, self.per_step - 1, self.seed, batch_info.origin.batch, Drawn.dims)
         return [0, *(1 + index for index in drawn)]
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:

@@ -3,22 +3,23 @@
 B, M: queries and documents of this rank; D: dimensions of the model; T: of the teacher.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig
-from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherMap
+from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherConfig, TeacherMap
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded
-from embedtrain.losses.lists import score_range
+from embedtrain.losses.listwise import score_range
 from embedtrain.losses.score import Score, VectorScore
 from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, positions_in_row, sum_by_row
-from embedtrain.losses.teachers import teacher_dimension, teacher_vectors
-from embedtrain.losses.types import BatchInfo, EncodedLoss, Loss, LossOutput
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, EncodedLoss, Guide, Loss, LossOutput
 
 
 class DistillScores(EncodedLoss):
@@ -188,3 +189,31 @@ def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
 def _is_largest(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
     """Bool [M], where a document has its row's largest score."""
     return scores == group_max(scores, owners, num_rows)[owners]
+
+
+def teacher_dimension(config: TeacherConfig, guide_dimensions: Mapping[str, int]) -> int | None:
+    """T; None if the dimension of a teacher is unknown, as of vectors in the rows."""
+    widths = [guide_dimensions.get(path) for path in config.teacher_paths or [FROM_ROWS]]
+    known = [width for width in widths if width is not None]
+    return sum(known) if len(known) == len(widths) else None
+
+
+def teacher_vectors(config: TeacherConfig, batch_info: BatchInfo) -> Guide:
+    """Queries [B, T] and documents [M, T].
+
+    The vectors of several teachers are normalised, unless a teacher compares by inner product, multiplied by the square
+    root of their weights, which sum to 1, and concatenated (Zhang et al., 2024, "Jasper and Stella"): the similarity of
+    two texts is the weighted mean of the teachers' similarities.
+    """
+    guides = [batch_info.guides[path] for path in config.teacher_paths or [FROM_ROWS]]
+    if len(guides) == 1:
+        return guides[0]
+    weights = config.teacher_weights or [1.0] * len(guides)
+    factors = [math.sqrt(weight / sum(weights)) for weight in weights]
+    comparable = [guide.comparable() for guide in guides]
+    of_queries, of_documents = (
+        torch.cat([part * factor for part, factor in zip(parts, factors, strict=True)], dim=1)
+        for parts in ([guide.queries for guide in comparable], [guide.documents for guide in comparable])
+    )
+    has_dot = any(guide.similarity is Similarity.dot for guide in guides)
+    return Guide(of_queries, of_documents, Similarity.dot if has_dot else Similarity.cosine)

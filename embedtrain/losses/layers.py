@@ -63,13 +63,15 @@ class LayerLoss(EncodedLoss):
         of_queries, of_documents = (encoded.parts[0].values.detach() for encoded in (queries, documents))
         teacher = Guide(of_queries, of_documents, self.similarity)
         guided = replace(batch_info, guides={**batch_info.guides, LAST_LAYER: teacher})
-        drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.seed, Drawn.layers)
+        drawn = draw(len(self.exits), self.per_step, self.seed, batch_info.origin.batch, Drawn.layers)
         for layer, part, weight in (self.exits[index] for index in drawn):
             losses = [("loss", self.inner, weight)]
             if self.divergence is not None:
                 losses.append(("kl", self.divergence, self.divergence_weight))
             for name, loss, factor in losses:
-                of_layer = loss(*_of_part(queries, documents, part), replace(guided, layer=layer))
+                of_layer = loss(
+                    *_of_part(queries, documents, part), replace(guided, origin=guided.origin._replace(layer=layer))
+                )
                 local_loss = local_loss + factor / len(drawn) * of_layer.local_loss
                 row_losses = add_row_losses(row_losses, factor / len(drawn), of_layer.row_losses)
                 metrics[f"{name}@layer{layer}"] = of_layer.local_loss.detach()

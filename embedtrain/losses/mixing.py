@@ -72,7 +72,7 @@ class Draws:
         rows = batch_info.rows
         counts = rows.local_num_documents[:, None] - 1
         starts = rows.local_positives[:, None]
-        uniform = _uniform(rows, num_pairs, seed, batch_info.seed)
+        uniform = _uniform(rows, num_pairs, seed, batch_info.origin.batch)
         first = (uniform[0] * counts).astype(np.int64)
         others = np.maximum(counts - 1, 1)
         second = (first + 1 + (uniform[1] * others).astype(np.int64)) % np.maximum(counts, 1)

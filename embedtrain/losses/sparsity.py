@@ -63,7 +63,7 @@ class SparsityRegularized(EncodedLoss):
         ]
         # One collective for both, which is why it is not skipped where only one of them needs it.
         means = sum_over_ranks(torch.stack(sums))
-        growth = min(1.0, (batch_info.seed + 1) / self.ramp) ** 2 if self.ramp > 0 else 1.0
+        growth = min(1.0, (batch_info.origin.batch + 1) / self.ramp) ** 2 if self.ramp > 0 else 1.0
         local_loss, metrics = output.local_loss, dict(output.metrics)
         for index, (name, factor) in enumerate(
             (("queries", config.query_weight), ("documents", config.document_weight))

@@ -153,6 +153,14 @@ class Prepared(Protocol):
         ...
 
 
+class Origin(NamedTuple):
+    """Where the vectors that a loss compares come from; the same on every rank."""
+
+    batch: int = 0  # the number of the global batch since the start of the run
+    source: int = 0  # the training source of all rows, if batches are made by source
+    layer: int | None = None  # the number of layers of the encoder that computed the vectors; None: all
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInfo:
     """What a loss needs besides embeddings. B queries and M documents on this rank; either may be 0.
@@ -168,9 +176,7 @@ class BatchInfo:
     scores: Tensor | None = None  # float32 [M], relevance of a document to its query, by annotators or a teacher
     labels: Tensor | None = None  # int64 [B], classes of the rows
     guides: Mapping[str, Guide] = field(default_factory=dict)  # by the path of the model, or FROM_ROWS
-    seed: int = 0  # the number of the global batch since the start of the run, the same on every rank
-    source: int = 0  # the training source of all rows, if batches are made by source
-    layer: int | None = None  # the number of layers whose vectors are compared; None: all
+    origin: Origin = field(default_factory=Origin)
     global_rows: GlobalRows | None = None  # None: the ranks exchange them when the loss is called, see `complete`
     prepared: Mapping[Hashable, Prepared] = field(default_factory=dict)  # by `Loss.prepare`
 
@@ -285,3 +291,28 @@ class EncodedLoss(Loss):
     @abstractmethod
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss. A cross-encoder encodes no queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSources:
+    """Which source each of this rank's B rows is of. In `BatchInfo.prepared` under this class."""
+
+    sources: Sequence[int]  # those that the global batch has rows of
+    indices: Tensor  # int64 [B], index in `sources` of each row's
+    scales: Tensor  # float64 [B], rows of the global batch per row of its source
+
+    @classmethod
+    def of(cls, row_sources: NDArray[np.int64], rank: int, size: int) -> Self:
+        """From the source of each row of the global batch, [N]."""
+        sources, indices, counts = np.unique(row_sources, return_inverse=True, return_counts=True)
+        local = indices[rank::size]
+        return cls(sources.tolist(), torch.from_numpy(local), torch.from_numpy(len(row_sources) / counts[local]))
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with `change` applied to all tensors."""
+        return replace(self, indices=change(self.indices), scales=change(self.scales))
+
+    def local_losses(self, row_losses: Tensor) -> dict[int, Tensor]:
+        """By source, this rank's part of the mean over its rows, from `LossOutput.row_losses` [B]."""
+        sums = self.scales.new_zeros(len(self.sources)).index_add_(0, self.indices, row_losses.double() * self.scales)
+        return dict(zip(self.sources, sums.unbind(), strict=True))

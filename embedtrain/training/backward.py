@@ -21,8 +21,7 @@ from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.encoded import split_queries
-from embedtrain.losses.row_sources import RowSources
-from embedtrain.losses.types import Loss, LossOutput
+from embedtrain.losses.types import Loss, LossOutput, RowSources
 from embedtrain.models.attention_kernels import grad_independent_attention
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.profile import BACKWARD, ENCODE, LOSS, span
@@ -85,7 +84,9 @@ class Backward:
                 weights[name] = weights.get(name, 0.0) + weight
             finite = finite & batch_finite
         metrics = {name: value / weights[name] for name, value in metrics.items()}
-        losses = {id(loss): loss for loss in (self.loss.for_source(batch.batch_info.source) for batch in batches)}
+        losses = {
+            id(loss): loss for loss in (self.loss.for_source(batch.batch_info.origin.source) for batch in batches)
+        }
         average_gradients(itertools.chain(*(loss.parameters() for loss in losses.values())))
         return LossOutput(local_loss, metrics), finite
 
@@ -94,7 +95,7 @@ class Backward:
         if self.sources is None:
             return output.metrics
         row_sources = batch.batch_info.prepared.get(RowSources)
-        losses = {batch.batch_info.source: output.local_loss}
+        losses = {batch.batch_info.origin.source: output.local_loss}
         if isinstance(row_sources, RowSources):
             losses = {} if output.row_losses is None else row_sources.local_losses(output.row_losses)
         return {**output.metrics, **{f"loss/{self.sources[source]}": loss for source, loss in losses.items()}}
@@ -148,7 +149,7 @@ class Backward:
         ]
         output = self.loss_backward(rows, batch, weight)
         if sample is not None and self.row_specs is not None:
-            vectors, row_spec = rows[0].detach(), self.row_specs[batch.batch_info.source]
+            vectors, row_spec = rows[0].detach(), self.row_specs[batch.batch_info.origin.source]
             queries, documents = vectors[: batch.num_queries], vectors[batch.num_queries :]
             output.metrics.update(batch_statistics(queries, documents, batch.batch_info, sample, row_spec))
         grads = [

@@ -41,8 +41,7 @@ from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.sets import check_paths, load_sets, set_name
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Row, check_sets_of_kind, metric_names
 from embedtrain.formats.hub import require_export_support
-from embedtrain.losses.build import exit_layers, require_dimensions
-from embedtrain.losses.custom import load_loss_class
+from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
 from embedtrain.models.build import build_encoder
 from embedtrain.models.early_exits import ExitPath, exit_path
 from embedtrain.models.hub import download_configuration, require_hub_id, split_revision

@@ -24,7 +24,7 @@ from embedtrain.distributed.world import Timeouts, World
 from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.losses.excluded import no_negatives_warning
-from embedtrain.losses.lists import constant_scores_warning
+from embedtrain.losses.listwise import constant_scores_warning
 from embedtrain.losses.sparsity import sparsity_warning
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.guides import GuideModel, StoredTeacher

@@ -18,8 +18,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch, Row
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.losses.encoded import row_indices
-from embedtrain.losses.row_sources import RowSources
-from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss, Sizes
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss, Origin, RowSources, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +294,7 @@ def _make_batch_info(
         scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(owners) else None,
         labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(query_keys) else None,
         guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(known_rows, teacher_dimension)},
-        seed=step,
-        source=source,
+        origin=Origin(batch=step, source=source),
         global_rows=global_rows,
         prepared={} if row_sources is None else {RowSources: row_sources},
     )

@@ -20,7 +20,7 @@ from embedtrain.distributed.world import World
 from embedtrain.losses import similarity
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.score import PairScore
-from embedtrain.losses.types import BatchInfo, Guide, Loss
+from embedtrain.losses.types import BatchInfo, Guide, Loss, Origin
 
 DIMENSION = 8
 
@@ -63,7 +63,7 @@ class GlobalVectors:
                 name: Guide(take(guide.queries, rows).to(dtype), take(guide.documents, indices).to(dtype))
                 for name, guide in self.guides.items()
             },
-            seed=5,
+            origin=Origin(batch=5),
         )
         queries = take(self.queries, rows) if len(self.queries) else self.queries.clone()
         return queries.to(dtype), take(self.documents, indices).to(dtype), batch_info

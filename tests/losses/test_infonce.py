@@ -24,7 +24,7 @@ from embedtrain.losses import excluded, softmax
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.excluded import Exclusion, no_negatives_warning
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
-from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
+from embedtrain.losses.sentence_transformers import PlaceholderModel, placeholder_tokenizer
 from embedtrain.losses.types import BatchInfo, Counts, GlobalRows, Guide
 from tests.losses.global_batch import Case, GlobalVectors, check, check_all, vectors
 from tests.losses.reference_loss import PrecomputedVectors

@@ -31,7 +31,7 @@ from embedtrain.config.listwise_losses import (
 )
 from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import DistillScoresConfig, LossConfig, MarginMSEConfig
-from embedtrain.losses.lists import constant_scores_warning
+from embedtrain.losses.listwise import constant_scores_warning
 from tests.losses.global_batch import Case, GlobalVectors, check_all, run, run_in_chunks, scored_pairs, vectors
 
 UNEVEN = (2, 5, 1, 3, 2, 4)

@@ -17,6 +17,7 @@ from embedtrain.kinds.m3 import score as lexical
 from embedtrain.kinds.m3.score import M3Score
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded, Part
+from embedtrain.losses.types import Origin
 from tests.losses.global_batch import distributions
 from tests.losses.token_vectors import TokenBatch, token_batch
 
@@ -135,7 +136,7 @@ def run(
         for config in CASES.values():
             loss = build_loss(config, dimension=6, seed=0, score=M3Score(SETTINGS)).double()
             queries, documents, info = batch.of_rank(world.rank, rows_of_rank, torch.float64)
-            output = loss(Encoded((queries,)), Encoded((documents,)), replace(info, seed=STEP))
+            output = loss(Encoded((queries,)), Encoded((documents,)), replace(info, origin=Origin(batch=STEP)))
             output.local_loss.backward()
             torch.testing.assert_close(output.row_losses.sum(), output.local_loss.detach())
             grads = [

@@ -10,7 +10,7 @@ from embedtrain.config.loss_choices import Hardness, Implementation, LossDirecti
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.mixing import Draws
-from embedtrain.losses.types import BatchInfo, GlobalRows
+from embedtrain.losses.types import BatchInfo, GlobalRows, Origin
 from tests.losses.global_batch import Case, GlobalVectors, check_all, vectors
 
 # Rows with 4, 2, 1, 0 and 3 hard negatives: the third and the fourth have nothing to mix.
@@ -47,7 +47,7 @@ def info_of(batch: GlobalVectors) -> BatchInfo:
         owners=torch.arange(len(batch.sizes)).repeat_interleave(torch.tensor(batch.sizes)),
         query_keys=batch.query_keys,
         document_keys=batch.document_keys,
-        seed=5,  # that of GlobalVectors.of_rank
+        origin=Origin(batch=5),  # that of GlobalVectors.of_rank
         global_rows=rows,
     )
 
@@ -122,7 +122,10 @@ def test_draws():
     assert counts.tolist() == pytest.approx([400] * 5, rel=0.25)
     assert draws.fraction.mean().item() == pytest.approx(0.5, abs=0.01)
     assert draws.fraction.var().item() == pytest.approx(0.05, abs=0.003)
-    for other in (Draws.of(info, 4, seed=2), Draws.of(BatchInfo(**{**_fields(info), "seed": 6}), 4, seed=1)):
+    for other in (
+        Draws.of(info, 4, seed=2),
+        Draws.of(BatchInfo(**{**_fields(info), "origin": Origin(batch=6)}), 4, seed=1),
+    ):
         assert not other.fraction.equal(draws.fraction)
 
 

@@ -23,7 +23,7 @@ from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, MATRYOSH
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.build import build_loss
-from embedtrain.losses.types import FROM_ROWS, Guide
+from embedtrain.losses.types import FROM_ROWS, Guide, Origin
 from tests.losses.global_batch import DIMENSION, GlobalVectors, check, run, vectors
 from tests.marks import slow_but
 
@@ -484,7 +484,9 @@ def draws(world: World) -> list[float]:
     queries, documents, batch_info = case.batch().of_rank([world.rank], torch.float64)
     random.seed(world.rank)
     torch.manual_seed(world.rank)
-    values = [loss(queries, documents, replace(batch_info, seed=seed)).local_loss.item() for seed in range(8)]
+    values = [
+        loss(queries, documents, replace(batch_info, origin=Origin(batch=seed))).local_loss.item() for seed in range(8)
+    ]
     next_random, next_torch = random.random(), torch.rand(1).item()
     random.seed(world.rank)
     torch.manual_seed(world.rank)

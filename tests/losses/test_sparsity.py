@@ -13,7 +13,7 @@ from embedtrain.distributed.world import World
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparsityRegularized, sparsity_warning
-from embedtrain.losses.types import BatchInfo
+from embedtrain.losses.types import BatchInfo, Origin
 
 CONFIG = SparsityConfig(query_weight=0.7, document_weight=0.4, ramp=0)
 # Rows of each rank.
@@ -41,7 +41,7 @@ def local_loss(
         owners=torch.arange(number).repeat_interleave(2),
         query_keys=keys,
         document_keys=torch.arange(2 * first, 2 * (first + number)) + 100,
-        seed=step,
+        origin=Origin(batch=step),
     )
     loss = SparsityRegularized(InfoNCE(InfoNCEConfig(), WordScore()), config, ramp)
     output = loss(queries, documents, batch_info)

@@ -80,7 +80,8 @@ class M3Loss(ExcludingLoss):
         terms = _Terms(
             config=self.config,
             weights=self.settings.weights,
-            distils=self.config.self_distillation and batch_info.seed >= self.config.self_distillation_start_step,
+            distils=self.config.self_distillation
+            and batch_info.origin.batch >= self.config.self_distillation_start_step,
         )
         excluded = ExcludedCandidates.of(self.exclusion, batch_info)
         own = _OwnDocuments.of(batch_info, self.config)

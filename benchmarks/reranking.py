@@ -32,7 +32,7 @@ from benchmarks.products import LIMIT_HEADER, Measured, limit_cells, measure_sha
 from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.listwise_losses import BCEConfig, ListNetConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Precision, TrainConfig
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, TrainConfig
 from embedtrain.data.pairs import Pair
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World, joined_world
@@ -186,7 +186,7 @@ def saved_reranker() -> Iterator[str]:
 
 
 def load_reranker(folder: str, precision: Precision, world: World, max_length: int) -> LoadedModel:
-    config = ModelConfig(path=folder, kind=ModelKind.cross_encoder, max_length=max_length)
+    config = ModelConfig(path=folder, kind="cross_encoder", max_length=max_length)
     return load_model(config, ParallelConfig(precision=precision), world, seed=0)
 
 

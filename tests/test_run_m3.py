@@ -8,7 +8,7 @@ import torch
 
 from embedtrain import evaluate, load_encoder
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
 from embedtrain.models.m3_files import LAYERS
 from embedtrain.models.source import open_model_source
@@ -64,8 +64,8 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
     for name in LAYERS:
         state = torch.load(model / f"{name}.pt", weights_only=True)
         assert set(state) == {"weight", "bias"} and (model / f"{name}.safetensors").is_file()
-    source = open_model_source(ModelConfig(path=str(model), kind=ModelKind.m3))
-    assert source.m3 is not None and not source.has_new_head and source.m3.token_dimension == 8
+    source = open_model_source(ModelConfig(path=str(model), kind="m3"))
+    assert source.kind.name == "m3" and not source.has_new_head and source.settings.token_dimension == 8
     reported = evaluate(model, [str(inputs / "dev")], precision="fp32", quiet=True)
     assert {name: reported[name]["ndcg@10"] for name in ROWS} == pytest.approx(measured, abs=1e-6)
     lexical = evaluate(model, [str(inputs / "dev")], precision="fp32", quiet=True, hybrid_weights=[0, 1, 0])

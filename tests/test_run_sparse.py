@@ -7,7 +7,6 @@ import pytest
 from sentence_transformers import SparseEncoder
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_language_model, small_model, text, write_beir, write_rows
@@ -26,7 +25,7 @@ def inputs(tmp_path_factory):
     write_rows(folder / "train.jsonl", 26)
     write_beir(folder / "dev", 6)
     for architecture in ("bert", "qwen3"):
-        small = small_model(architecture, kind=ModelKind.sparse, pooling=None)
+        small = small_model(architecture, kind="sparse", pooling=None)
         save_language_model(small, folder / architecture)
     return folder
 

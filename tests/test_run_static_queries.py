@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
 
-from embedtrain.config.recipe import ModelKind
 from tests.runs import losses, metric_rows, rewind_run
 from tests.small import batch, save_language_model, small_model, small_tokenizer, text, write_beir, write_rows
 from tests.test_run_sparse import run
@@ -22,7 +21,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("static")
     write_rows(folder / "train.jsonl", 26)
     write_beir(folder / "dev", 6)
-    small = small_model("bert", kind=ModelKind.sparse, pooling=None)
+    small = small_model("bert", kind="sparse", pooling=None)
     small.config["vocab_size"] = len(small_tokenizer())
     save_language_model(small, folder / "bert")
     return folder

@@ -13,7 +13,6 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from sentence_transformers.sparse_encoder.modules import Transformer as SparseTransformer
 
 from embedtrain import evaluate, load_encoder
-from embedtrain.config.recipe import ModelKind
 from tests.commands import call
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, save_language_model, small_model, text
@@ -30,7 +29,7 @@ METRICS = ["ndcg@10", "mrr@10", "map@100"]
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which most weights of words are 0."""
     folder = tmp_path_factory.mktemp("sparse")
-    backbone = save_language_model(small_model("bert", kind=ModelKind.sparse, pooling=None), folder / "backbone")
+    backbone = save_language_model(small_model("bert", kind="sparse", pooling=None), folder / "backbone")
     transformer = SparseTransformer(str(backbone), transformer_task="fill-mask", max_seq_length=48)
     with torch.no_grad():
         transformer.auto_model.get_output_embeddings().bias -= 1.0

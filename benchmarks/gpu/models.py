@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from benchmarks.inputs import MINILM
-from embedtrain.config.recipe import Attention, ModelConfig, ModelKind, ParallelConfig, Pooling, Precision
+from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Precision
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -47,7 +47,7 @@ class Sized:
     pooling: Pooling
     pairs: int
     chunk_tokens: int
-    kind: ModelKind = ModelKind.dense
+    kind: str = "dense"
 
 
 _XLMR = {
@@ -104,7 +104,7 @@ MODELS = (
         pooling=Pooling.cls,
         pairs=256,
         chunk_tokens=32768,
-        kind=ModelKind.cross_encoder,
+        kind="cross_encoder",
     ),
     Sized(
         name="XLM-R-base ColBERT",
@@ -112,7 +112,7 @@ MODELS = (
         pooling=Pooling.cls,
         pairs=512,
         chunk_tokens=65536,
-        kind=ModelKind.late_interaction,
+        kind="late_interaction",
     ),
     Sized(
         name="BERT-base SPLADE",
@@ -120,7 +120,7 @@ MODELS = (
         pooling=Pooling.cls,
         pairs=256,
         chunk_tokens=32768,
-        kind=ModelKind.sparse,
+        kind="sparse",
     ),
     Sized(
         name="Qwen3-0.6B",
@@ -139,9 +139,9 @@ MODELS = (
 )
 
 
-_CLASSES: dict[ModelKind, Any] = {
-    ModelKind.cross_encoder: AutoModelForSequenceClassification,
-    ModelKind.sparse: AutoModelForMaskedLM,
+_CLASSES: dict[str, Any] = {
+    "cross_encoder": AutoModelForSequenceClassification,
+    "sparse": AutoModelForMaskedLM,
 }
 
 
@@ -171,13 +171,13 @@ def saved(model: Sized, device: torch.device) -> Iterator[Path]:
         torch.manual_seed(0)
         with torch.device(device):
             model_class = _CLASSES.get(model.kind, AutoModel)
-            labels = {"num_labels": 1} if model.kind is ModelKind.cross_encoder else {}
+            labels = {"num_labels": 1} if model.kind == "cross_encoder" else {}
             config = AutoConfig.for_model(values.pop("model_type"), **values, **labels)
             backbone = model_class.from_config(config)
         backbone.to(torch.bfloat16).save_pretrained(folder)
         del backbone
         AutoTokenizer.from_pretrained(MINILM, model_max_length=LONGEST).save_pretrained(folder)
-        if model.kind is ModelKind.dense:
+        if model.kind == "dense":
             _write_sentence_transformers_files(model, Path(folder))
         yield Path(folder)
 
@@ -206,7 +206,7 @@ def load(
     *,
     attention: Attention = Attention.auto,
     compiled: bool = False,
-    kind: ModelKind = ModelKind.dense,
+    kind: str = "dense",
 ) -> LoadedModel:
     """Load the saved model as a bf16 run does: weights in fp32, computation in bf16."""
     config = ModelConfig(path=str(folder), attention=attention, kind=kind)

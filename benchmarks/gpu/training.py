@@ -14,7 +14,7 @@ from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.config.listwise_losses import BCEConfig
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import Attention, ModelKind
+from embedtrain.config.recipe import Attention
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.inference.loading.load import LoadedModel
@@ -201,14 +201,14 @@ def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainC
     )
 
 
-def loss_of(kind: ModelKind) -> Loss | None:
+def loss_of(kind: str) -> Loss | None:
     """The loss of a kind of model; None: InfoNCE of vectors."""
     match kind:
-        case ModelKind.cross_encoder:
+        case "cross_encoder":
             return BCE(BCEConfig(), PairScore())
-        case ModelKind.late_interaction:
+        case "late_interaction":
             return InfoNCE(InfoNCEConfig(), MaxSim(mean=False))
-        case ModelKind.sparse:
+        case "sparse":
             return InfoNCE(InfoNCEConfig(temperature=1.0), WordScore())
         case _:
             return None

@@ -29,7 +29,6 @@ from embedtrain.config.recipe import (
     OPENVINO,
     DataConfig,
     ExportConfig,
-    ModelKind,
     ParallelConfig,
     Recipe,
     Strategy,
@@ -63,35 +62,35 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
-    check_heads(recipe.model.heads, kind=recipe.model.kind.value, exports_adapter=ADAPTER in recipe.export.formats)
-    if recipe.model.kind is ModelKind.cross_encoder:
+    check_heads(recipe.model.heads, kind=recipe.model.kind, exports_adapter=ADAPTER in recipe.export.formats)
+    if recipe.model.kind == "cross_encoder":
         _check_cross_encoder(recipe)
     check_kind_loss(recipe.loss, recipe.model.kind)
     for index, source in enumerate(recipe.data.train):
         check_kind_loss(source_loss(source, recipe.loss), recipe.model.kind, f"data.train[{index}].loss")
     check_sparsity(recipe)
     OptionChecks(recipe.export, "export.").require(
-        recipe.model.kind is ModelKind.cross_encoder or LOGIT_SCORE not in recipe.export.formats,
+        recipe.model.kind == "cross_encoder" or LOGIT_SCORE not in recipe.export.formats,
         "formats",
         f"{LOGIT_SCORE} is for model.kind=cross_encoder; leave it out",
     )
     OptionChecks(recipe.export, "export.").require(
-        recipe.model.kind is not ModelKind.late_interaction or recipe.export.truncate_dim is None,
+        recipe.model.kind != "late_interaction" or recipe.export.truncate_dim is None,
         "truncate_dim",
         "is for the vectors of model.kind=dense, not late_interaction; set model.late_interaction.dim",
     )
     OptionChecks(recipe.export, "export.").require(
-        recipe.model.kind is not ModelKind.late_interaction or ADAPTER not in recipe.export.formats,
+        recipe.model.kind != "late_interaction" or ADAPTER not in recipe.export.formats,
         "formats",
         NO_PROJECTION,
     )
     OptionChecks(recipe.data, "data.").require(
-        recipe.model.kind is ModelKind.cross_encoder or not recipe.data.batch_negatives,
+        recipe.model.kind == "cross_encoder" or not recipe.data.batch_negatives,
         "batch_negatives",
-        f"is for model.kind=cross_encoder; loss=infonce compares each query of a {recipe.model.kind.value} model with "
+        f"is for model.kind=cross_encoder; loss=infonce compares each query of a {recipe.model.kind} model with "
         "all documents of the batch; leave it out",
     )
-    if recipe.model.kind is ModelKind.m3:
+    if recipe.model.kind == "m3":
         _check_m3(recipe)
     for source in recipe.data.train:
         source_requirements(source, source_loss(source, recipe.loss), recipe)
@@ -178,16 +177,15 @@ def _check_evaluation(recipe: Recipe) -> None:
     check.at_least(1, "rerank_depth")
     check_index(evaluation.index, "evaluation.index.", stores_vectors=False)
     OptionChecks(evaluation.index, "evaluation.index.").require(
-        evaluation.index.scan_dtype is None or recipe.model.kind is ModelKind.dense,
+        evaluation.index.scan_dtype is None or recipe.model.kind == "dense",
         "scan_dtype",
-        f"is for models with one dense vector per text, not for model.kind={recipe.model.kind.value}; leave it out",
+        f"is for models with one dense vector per text, not for model.kind={recipe.model.kind}; leave it out",
     )
     for name in ("rerank_depth", "document_windows"):
         check.require(
-            recipe.model.kind is ModelKind.cross_encoder
-            or getattr(evaluation, name) == getattr(EvaluationConfig, name),
+            recipe.model.kind == "cross_encoder" or getattr(evaluation, name) == getattr(EvaluationConfig, name),
             name,
-            f"is for model.kind=cross_encoder, not {recipe.model.kind.value}; leave it out",
+            f"is for model.kind=cross_encoder, not {recipe.model.kind}; leave it out",
         )
     if evaluation.patience is not None:
         check.require(

@@ -51,7 +51,7 @@ from embedtrain.config.parsing import (
     parse_losses,
     parse_sources,
 )
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
@@ -222,7 +222,7 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
         with contextlib.suppress(ConfigError):  # the recipe needs the loss of the command line
             config, choices_of_groups = _compose("config", others, Recipe, config_dir)
             changes_loss = chosen not in (choices_of_groups["loss"], config.loss.name)
-            is_cross_encoder = config.model.kind is ModelKind.cross_encoder
+            is_cross_encoder = config.model.kind == "cross_encoder"
     if is_cross_encoder:
         assert chosen is not None
         check_reranker_loss(chosen)

@@ -7,7 +7,7 @@ from typing import Any
 
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorPrecision
 from embedtrain.config.parsing import merge_options, parse_items
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -133,12 +133,10 @@ def check_evaluated_vectors(recipe: Recipe) -> None:
         check_kind_of_vectors(recipe.model.kind, "evaluation.vectors")
 
 
-def check_kind_of_vectors(kind: ModelKind, option: str) -> None:
+def check_kind_of_vectors(kind: str, option: str) -> None:
     """Raise a ConfigError for a model that does not compute one vector per text."""
-    if kind is not ModelKind.dense:
-        raise ConfigError(
-            f"{option}: is for one vector of each text (model.kind=dense), not {kind.value}; leave it out"
-        )
+    if kind != "dense":
+        raise ConfigError(f"{option}: is for one vector of each text (model.kind=dense), not {kind}; leave it out")
 
 
 def check_truncate_dims(dims: Sequence[int] | None, option: str) -> None:

@@ -16,7 +16,6 @@ from embedtrain.config.losses import (
     M3LossConfig,
     XTRConfig,
 )
-from embedtrain.config.recipe import ModelKind
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -31,18 +30,16 @@ class _Allowed:
 
 # A dense model has every loss but those of other kinds.
 _ALLOWED = {
-    ModelKind.cross_encoder: _Allowed(
+    "cross_encoder": _Allowed(
         SCORE_LOSSES, "compares vectors, and model.kind={kind} scores pairs", "loss=softmax for rows with negatives"
     ),
-    ModelKind.late_interaction: _Allowed(
+    "late_interaction": _Allowed(
         (InfoNCEConfig.name, XTRConfig.name, *SCORE_LOSSES),
         "compares one vector of each text, and model.kind={kind} has one of each token",
         "loss=infonce",
     ),
-    ModelKind.m3: _Allowed(
-        (M3LossConfig.name, *SCORE_LOSSES), "is not for the three scores of model.kind={kind}", "loss=m3"
-    ),
-    ModelKind.sparse: _Allowed(
+    "m3": _Allowed((M3LossConfig.name, *SCORE_LOSSES), "is not for the three scores of model.kind={kind}", "loss=m3"),
+    "sparse": _Allowed(
         (InfoNCEConfig.name, *SCORE_LOSSES),
         "is for vectors, and model.kind={kind} has weights of words",
         "loss=infonce",
@@ -51,7 +48,7 @@ _ALLOWED = {
 }
 
 
-def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> None:
+def check_kind_loss(loss: LossConfig, kind: str, option: str = "loss") -> None:
     """Raise a ConfigError for a loss, or an option of it, that this kind of model cannot be trained with.
 
     `loss` has passed `check_loss`; `option` is its name in the recipe.
@@ -65,47 +62,47 @@ def check_kind_loss(loss: LossConfig, kind: ModelKind, option: str = "loss") -> 
         _check(loss, kind, option, f"{option}.")
 
 
-def _check_vectors(loss: LossConfig, kind: ModelKind, prefix: str) -> None:
+def _check_vectors(loss: LossConfig, kind: str, prefix: str) -> None:
     """Reject what is computed from the vectors of texts, in a loss or a part of one, for a kind that has none."""
     check = OptionChecks(loss, prefix)
     if loss.precisions is not None:
         check_kind_of_vectors(kind, f"{prefix}precisions")
     reasons = {
-        ModelKind.cross_encoder: "is for vectors, and model.kind={kind} computes a score; leave it out",
-        ModelKind.m3: "is for vectors of one kind, and model.kind={kind} has two; leave it out",
-        ModelKind.sparse: "is not for model.kind={kind}; leave it out",
+        "cross_encoder": "is for vectors, and model.kind={kind} computes a score; leave it out",
+        "m3": "is for vectors of one kind, and model.kind={kind} has two; leave it out",
+        "sparse": "is not for model.kind={kind}; leave it out",
     }
     if kind in reasons:
-        check.require(loss.matryoshka_dims is None, "matryoshka_dims", reasons[kind].format(kind=kind.value))
+        check.require(loss.matryoshka_dims is None, "matryoshka_dims", reasons[kind].format(kind=kind))
     check.require(
-        kind is ModelKind.dense or loss.matryoshka_layers is None,
+        kind == "dense" or loss.matryoshka_layers is None,
         "matryoshka_layers",
-        f"is for the vectors of model.kind=dense, not {kind.value}; leave it out",
+        f"is for the vectors of model.kind=dense, not {kind}; leave it out",
     )
 
 
-def _check(loss: LossConfig, kind: ModelKind, option: str, prefix: str) -> None:
+def _check(loss: LossConfig, kind: str, option: str, prefix: str) -> None:
     check = OptionChecks(loss, prefix)
     allowed = _ALLOWED.get(kind)
     is_custom = allowed is not None and allowed.custom and loss.name == CustomConfig.name
     if allowed is not None and not is_custom and loss.name not in allowed.losses:
         raise ConfigError(
-            f"{option}={loss.name}: {allowed.reason.format(kind=kind.value)}; write one of "
+            f"{option}={loss.name}: {allowed.reason.format(kind=kind)}; write one of "
             f"{', '.join(allowed.losses)}, such as {allowed.example}"
         )
     if allowed is None:
         _check_dense(loss, option)
     else:
         written_for = {
-            ModelKind.cross_encoder: "computes the score itself; leave it out",
-            ModelKind.late_interaction: "has model.late_interaction.similarity; write that",
-            ModelKind.m3: "has three scores of its own; leave it out",
-            ModelKind.sparse: "has the inner product; leave it out",
+            "cross_encoder": "computes the score itself; leave it out",
+            "late_interaction": "has model.late_interaction.similarity; write that",
+            "m3": "has three scores of its own; leave it out",
+            "sparse": "has the inner product; leave it out",
         }
         check.require(
             getattr(loss, "similarity", None) is getattr(type(loss), "similarity", None),
             "similarity",
-            f"is for the vectors of model.kind=dense, and model.kind={kind.value} {written_for[kind]}",
+            f"is for the vectors of model.kind=dense, and model.kind={kind} {written_for[kind]}",
         )
     if isinstance(loss, InfoNCEConfig):
         _check_infonce(loss, kind, check)
@@ -122,18 +119,18 @@ def _check_dense(loss: LossConfig, option: str) -> None:
         )
 
 
-def _check_infonce(loss: InfoNCEConfig, kind: ModelKind, check: OptionChecks) -> None:
+def _check_infonce(loss: InfoNCEConfig, kind: str, check: OptionChecks) -> None:
     check.require(
-        kind is not ModelKind.late_interaction or loss.directions == [LossDirection.query_document],
+        kind != "late_interaction" or loss.directions == [LossDirection.query_document],
         "directions",
-        f"must be [query_document] for model.kind={kind.value}, whose score is not that of the texts exchanged",
+        f"must be [query_document] for model.kind={kind}, whose score is not that of the texts exchanged",
     )
     check.require(
-        not loss.mixes_negatives or kind is ModelKind.dense,
+        not loss.mixes_negatives or kind == "dense",
         "mixed_pairs" if loss.mixed_pairs else "mixed_list",
-        f"mixes one vector of each text, which model.kind={kind.value} has not; leave it out",
+        f"mixes one vector of each text, which model.kind={kind} has not; leave it out",
     )
-    of_tokens = kind in (ModelKind.late_interaction, ModelKind.sparse)
+    of_tokens = kind in ("late_interaction", "sparse")
     low, high = loss.temperature_bounds or (TOKEN_TEMPERATURE_BOUNDS if of_tokens else VECTOR_TEMPERATURE_BOUNDS)
     # The default of late interaction follows from the score, which the model's directory may choose.
     default = None if of_tokens else VECTOR_TEMPERATURE

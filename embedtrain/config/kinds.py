@@ -5,6 +5,7 @@ they are called.
 """
 
 import importlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
+
+from embedtrain.errors import ConfigError
 
 _KINDS = {
     "dense": "embedtrain.kinds.dense:Dense",
@@ -29,29 +32,44 @@ class Kind(ABC):
     Attributes:
         name: the value of `model.kind`.
         summary: what the model computes, in a few words.
+        aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
     own_losses: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The name and the aliases, in lower case and without underscores."""
+        return (self.name.replace("_", ""), *self.aliases)
 
     @abstractmethod
     def score(self, source: "ModelSource") -> "Score":
         """How two texts that the model has encoded compare, in training and in search."""
 
 
+def load_kind(name: str, option: str = "model.kind") -> Kind:
+    """The kind that the value of an option names; a ConfigError if there is none."""
+    if name not in _KINDS:
+        simplified = re.sub(r"[\W_]", "", name.lower())
+        meant = next((f": write {option}={kind.name}" for kind in kinds() if simplified in kind.all_names), "")
+        raise ConfigError(f"{option}={name}: expected one of {', '.join(_KINDS)}{meant}")
+    return _instance(name)
+
+
 @cache
-def load_kind(name: str) -> Kind:
-    """The kind that `model.kind` names."""
+def _instance(name: str) -> Kind:
     kind: Kind = _load(_KINDS[name])()
     return kind
 
 
 def kinds() -> tuple[Kind, ...]:
     """All kinds of the package."""
-    return tuple(map(load_kind, _KINDS))
+    return tuple(map(_instance, _KINDS))
 
 
 def own_loss(name: str) -> Callable[..., Any] | None:

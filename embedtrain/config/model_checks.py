@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.m3 import M3Config, check_hybrid_weights
 from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS
@@ -13,7 +14,6 @@ from embedtrain.config.recipe import (
     ALL_LINEAR,
     LoraConfig,
     ModelConfig,
-    ModelKind,
     Pooling,
     ScoreHead,
 )
@@ -31,6 +31,7 @@ _ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
 def check_model(model: ModelConfig) -> None:
     """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
     check = OptionChecks(model, "model.")
+    load_kind(model.kind)
     if model.path is None and model.config is None:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config for random weights")
     if model.path is not None and model.config is not None:
@@ -46,7 +47,7 @@ def check_model(model: ModelConfig) -> None:
         "has no effect without model.tokenizer: the model's own tokenizer has the model's revision",
     )
     _check_kind(model, check)
-    if model.kind is ModelKind.dense and model.config is not None and model.pooling is None:
+    if model.kind == "dense" and model.config is not None and model.pooling is None:
         raise ConfigError("model.config does not define pooling: set model.pooling to cls, mean or last")
     check.length("max_length")
     if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
@@ -58,8 +59,8 @@ def check_model(model: ModelConfig) -> None:
 
 # The options that only models of one kind have.
 _OPTIONS_OF_KIND = {
-    ModelKind.dense: ("pooling", "normalize", "similarity", "include_prompt", "append_eos"),
-    ModelKind.cross_encoder: ("pair_template", "score_head", "score_tokens", "score_labels"),
+    "dense": ("pooling", "normalize", "similarity", "include_prompt", "append_eos"),
+    "cross_encoder": ("pair_template", "score_head", "score_tokens", "score_labels"),
 }
 
 
@@ -67,21 +68,20 @@ def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
     defaults = ModelConfig()
     for kind, names in _OPTIONS_OF_KIND.items():
         foreign = [name for name in names if getattr(model, name) != getattr(defaults, name)]
-        if foreign and model.kind is not kind:
+        if foreign and model.kind != kind:
             unset = " ".join(f"model.{name}={written(getattr(defaults, name))}" for name in foreign)
             check.require(
                 False,
                 foreign[0],
-                f"is for model.kind={kind.value}, not {model.kind.value}; leave it out, or write {unset} where a "
-                "recipe sets it",
+                f"is for model.kind={kind}, not {model.kind}; leave it out, or write {unset} where a recipe sets it",
             )
     _check_late_interaction(model)
     _check_m3(model)
     for name, default in vars(SparseConfig()).items():
         OptionChecks(model.sparse, "model.sparse.").require(
-            model.kind is ModelKind.sparse or getattr(model.sparse, name) == default,
+            model.kind == "sparse" or getattr(model.sparse, name) == default,
             name,
-            f"is for model.kind=sparse, not {model.kind.value}; leave it out",
+            f"is for model.kind=sparse, not {model.kind}; leave it out",
         )
     if model.pair_template is not None:
         _check_pair_template(model.pair_template, check)
@@ -101,9 +101,9 @@ def _check_late_interaction(model: ModelConfig) -> None:
     check = OptionChecks(options, "model.late_interaction.")
     for name, default in vars(defaults).items():
         check.require(
-            model.kind is ModelKind.late_interaction or getattr(options, name) == default,
+            model.kind == "late_interaction" or getattr(options, name) == default,
             name,
-            f"is for model.kind=late_interaction, not {model.kind.value}; leave it out",
+            f"is for model.kind=late_interaction, not {model.kind}; leave it out",
         )
     check.at_least(1, "dim")
     for name in ("query_length", "document_length", "expansion_length"):
@@ -131,9 +131,9 @@ def _check_m3(model: ModelConfig) -> None:
     options, check = model.m3, OptionChecks(model.m3, "model.m3.")
     for name, default in vars(M3Config()).items():
         check.require(
-            model.kind is ModelKind.m3 or getattr(options, name) == default,
+            model.kind == "m3" or getattr(options, name) == default,
             name,
-            f"is for model.kind=m3, not {model.kind.value}; leave it out",
+            f"is for model.kind=m3, not {model.kind}; leave it out",
         )
     check.at_least(1, "dim")
     check_hybrid_weights(options.hybrid_weights, check)

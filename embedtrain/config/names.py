@@ -15,7 +15,7 @@ from embedtrain.config.conversions import Answer, Flag, Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import CombinedConfig, LossConfig
-from embedtrain.config.recipe import ModelKind, Recipe, TrainSource
+from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.validation import did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
@@ -30,14 +30,6 @@ _RECIPE_ROWS = (
 )
 _CODE = re.compile(r"`([^`=]+)[^`]*`")
 _KIND = re.compile(r"kind: (\w+)")
-# Other names of `model.kind`, without underscores.
-_MODEL_KINDS = {
-    **dict.fromkeys(("reranker", "ranker", "reranking", "crossencoder", "cross"), ModelKind.cross_encoder),
-    **dict.fromkeys(("colbert", "multivector", "multivectorencoder"), ModelKind.late_interaction),
-    **dict.fromkeys(("bgem3", "hybrid"), ModelKind.m3),
-    **dict.fromkeys(("splade", "sparseencoder", "learnedsparse"), ModelKind.sparse),
-    **dict.fromkeys(("biencoder", "embedder", "embedding", "sentencetransformer"), ModelKind.dense),
-}
 _EVALUATOR = re.compile(r"\[?\w+Evaluator\w*\]?")
 # Options of a recipe under the names that commands have for them.
 _OF_COMMANDS = {"model.path": "model", "data.train": "data", "evaluation.sets": "sets", "model.lora.path": "adapter"}
@@ -106,9 +98,6 @@ def option_names() -> list[str]:
 def counterpart(option: str, value: str) -> str | None:
     """The assignment of a valid value to an option that has the value of another library; None if it is not known."""
     name = option.rpartition(".")[2]
-    if option == "model.kind":
-        kind = _MODEL_KINDS.get(_simplified(value))
-        return None if kind is None else f"{option}={kind.value}"
     if name == "kind":
         row = _row_of(value, migration.EVALUATORS)
         match = None if row is None else _KIND.search(row.ours)

@@ -71,21 +71,6 @@ class Pooling(str, Enum):
     weighted_mean = "weighted_mean"
 
 
-class ModelKind(str, Enum):
-    """What the model computes.
-
-    `dense`: a vector per text. `cross_encoder`: a score per pair of query and document (a reranker).
-    `late_interaction`: a vector per token of a text (ColBERT). `m3`: a vector, lexical weights and a vector per token
-    (BGE-M3). `sparse`: a weight per word of the vocabulary (SPLADE).
-    """
-
-    dense = "dense"
-    cross_encoder = "cross_encoder"
-    late_interaction = "late_interaction"
-    m3 = "m3"
-    sparse = "sparse"
-
-
 class ScoreHead(str, Enum):
     """How a cross-encoder's score is computed from the last layer.
 
@@ -204,7 +189,7 @@ class OnError(str, Enum):
 class ModelConfig:
     """The model to train, and how it turns a text into an embedding, or a pair of texts into a score."""
 
-    kind: ModelKind = ModelKind.dense
+    kind: str = "dense"  # dense, cross_encoder, late_interaction, m3 or sparse
     path: str | None = None  # Hub id, Hugging Face directory or sentence-transformers directory
     config: Any = None  # instead, for random weights: a mapping with `model_type`, or the path of a config.json
     tokenizer: str | None = None  # Hub id or directory; default: the model's, or one trained on the data

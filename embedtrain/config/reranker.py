@@ -6,7 +6,7 @@ from typing import Any
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.model_checks import check_model
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind
+from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
@@ -34,7 +34,7 @@ class RerankerConfig:
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
         """The options of the model, as a recipe has them."""
         return ModelConfig(
-            kind=ModelKind.cross_encoder,
+            kind="cross_encoder",
             path=self.path,
             lora=LoraConfig(path=self.adapter),
             revision=self.revision,

@@ -6,7 +6,7 @@ from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig, XTRConfig
-from embedtrain.config.recipe import BatchMode, DataConfig, ModelKind, Recipe, TrainSource
+from embedtrain.config.recipe import BatchMode, DataConfig, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
 from embedtrain.config.validation import OptionChecks
@@ -38,7 +38,7 @@ def source_requirements(source: TrainSource, loss: LossConfig, recipe: Recipe) -
     them.
     """
     needs, count = row_requirements(loss), recipe.data.batch_negatives
-    if recipe.model.kind is not ModelKind.cross_encoder or source.in_batch_negatives is False:
+    if recipe.model.kind != "cross_encoder" or source.in_batch_negatives is False:
         return needs
     if count == 0 and needs.scores is not ScoreRequirement.teacher:
         return replace(

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ModelKind, Recipe
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, Recipe
 from embedtrain.config.sparse import SparseConfig, SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.config.validation import OptionChecks
 
@@ -11,14 +11,14 @@ IDF = "idf"
 
 def check_sparsity(recipe: Recipe) -> None:
     """Regularizers of a model that has weights of words, and what such a model cannot do."""
-    check, is_sparse = OptionChecks(recipe.sparsity, "sparsity."), recipe.model.kind is ModelKind.sparse
+    check, is_sparse = OptionChecks(recipe.sparsity, "sparsity."), recipe.model.kind == "sparse"
     if not is_sparse:
         defaults = SparsityConfig()
         for name in (field.name for field in fields(defaults)):
             check.require(
                 getattr(recipe.sparsity, name) == getattr(defaults, name),
                 name,
-                f"is for model.kind=sparse, not {recipe.model.kind.value}; leave it out",
+                f"is for model.kind=sparse, not {recipe.model.kind}; leave it out",
             )
         return
     for name in ("query_weight", "document_weight"):

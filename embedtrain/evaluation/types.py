@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from embedtrain.config.compressed import VectorFormat, stored_bytes
 from embedtrain.config.evaluation import Classifier, SetKind, VectorPrecision
-from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import (
     BINARY_CLASSIFICATION_METRICS,
@@ -211,10 +210,10 @@ def kind_of(data: EvaluationData) -> SetKind:
             return SetKind.clustering
 
 
-_PER_TOKEN = {ModelKind.late_interaction: "late-interaction", ModelKind.m3: "BGE-M3"}
+_PER_TOKEN = {"late_interaction": "late-interaction", "m3": "BGE-M3"}
 
 
-def check_sets_of_kind(sets: Sequence[LoadedSet], kind: ModelKind, option: str) -> None:
+def check_sets_of_kind(sets: Sequence[LoadedSet], kind: str, option: str) -> None:
     """Raise ConfigError for a set that models of this kind, which encode texts, cannot measure."""
     for loaded in sets if kind in _PER_TOKEN else ():
         if isinstance(loaded.data, ClassificationSet | ClusteringSet):

@@ -61,7 +61,7 @@ def compared_pairs(tokenizer: TextTokenizer, texts: tuple[str, ...], prompts: Ma
 
 def formatted_pairs(source: ModelSource, texts: tuple[str, ...]) -> list[tuple[str, str]]:
     """`probe_pairs` as texts for the tokenizer, which adds what precedes and follows both."""
-    template = None if source.head is None else source.head.template
+    template = None if source.kind.name != "cross_encoder" else source.settings.template
     query, document = (
         (Prompt(), Prompt()) if template is None else (Prompt(*template.query), Prompt(*template.document))
     )
@@ -98,8 +98,8 @@ def write_cross_encoder_settings(
     Versions from 5.4 on read the activation from config_sentence_transformers.json, older ones from config.json: with
     one of them alone, a model whose scores are used as they are would get a sigmoid elsewhere.
     """
-    assert source.head is not None
-    activation = {"activation_fn": source.head.activation}
+    assert source.kind.name == "cross_encoder"
+    activation = {"activation_fn": source.settings.activation}
     prompts = {} if has_chat else {role: text for role, text in source.prompts.items() if text}
     name = classifier_class(source.config).__name__
     if config.get("pad_token_id") is None:
@@ -137,9 +137,9 @@ def with_pair_format(tokenizer: PairTokenizer, source: ModelSource) -> tuple[Pre
     Other libraries then need no `pair_template`: sentence-transformers renders pairs with the chat template, which has
     the prompts as well. Raises a ModelError if the template cannot be written into the tokenizer.
     """
-    assert source.head is not None
-    assert source.head.template is not None
-    template, pair_format = source.head.template, tokenizer.pair_format
+    assert source.kind.name == "cross_encoder"
+    assert source.settings.template is not None
+    template, pair_format = source.settings.template, tokenizer.pair_format
     copied = copy.deepcopy(tokenizer.tokenizer)
     special: tuple[Sequence[str], Sequence[str]] = ([], [])
     if template.special_tokens:
@@ -229,7 +229,7 @@ def scores_of_sentence_transformers(
 
     Raises CheckpointError if it cannot open the directory, or with another activation or maximal length.
     """
-    assert source.head is not None
+    assert source.kind.name == "cross_encoder"
     has_chat = renders_pairs(directory)
     with opening(directory):
         model = load_model("CrossEncoder", directory, source)
@@ -244,9 +244,10 @@ def scores_of_sentence_transformers(
             show_progress_bar=False,
         )
         length = model.max_seq_length
-    if activation != source.head.activation:
+    expected = source.settings.activation
+    if activation != expected:
         raise CheckpointError(
-            f"sentence-transformers opens {directory} with the activation {activation}, not {source.head.activation}"
+            f"sentence-transformers opens {directory} with the activation {activation}, not {expected}"
         )
     if length != max_length:
         raise CheckpointError(f"sentence-transformers opens {directory} for pairs of {length} tokens, not {max_length}")

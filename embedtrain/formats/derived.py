@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from embedtrain.checkpoint.tensor_files import TensorSpec
-from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import ExportConfig, ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.formats.cross_encoder import compared_pairs
 from embedtrain.formats.model_card import hub_id
@@ -38,7 +38,7 @@ class DerivedModel:
 
 
 def open_model(
-    path: str, revision: str | None, kind: ModelKind | None, pooling: Pooling | None, *, trust_remote_code: bool
+    path: str, revision: str | None, kind: str | None, pooling: Pooling | None, *, trust_remote_code: bool
 ) -> ModelSource:
     """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory."""
     name, own_revision = split_revision(path)
@@ -94,7 +94,7 @@ def write_derived(
 
 def _card(model: DerivedModel, title: str, dimension: int, architecture: Path) -> str:
     """README.md of the model."""
-    kind, base = model.source.kind, hub_id(split_revision(model.original)[0])
+    kind, base = model.source.kind.name, hub_id(split_revision(model.original)[0])
     metadata = {
         "base_model": base,
         "library_name": "sentence-transformers",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from embedtrain.config.recipe import ModelKind
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.formats.cross_encoder import open_checked
 from embedtrain.formats.reopen import add_heads, open_encoder
@@ -37,23 +37,23 @@ def output_names(source: ModelSource) -> list[str]:
 
     Without the tokens of the prompt (`include_prompt=false`) the graph would need a mask that no client passes.
     """
-    match source.kind:
-        case ModelKind.cross_encoder:
+    match source.kind.name:
+        case "cross_encoder":
             return [LOGITS]
-        case ModelKind.sparse:
+        case "sparse":
             return [LOGITS, VECTORS]
-        case ModelKind.late_interaction:
+        case "late_interaction":
             return [HIDDEN, TOKEN_VECTORS]
-        case ModelKind.m3:
+        case "m3":
             return [HIDDEN, VECTORS, *_M3]
-        case ModelKind.dense:
+        case _:
             has_vectors = source.include_prompt or not any(source.prompts.values())
             return [HIDDEN, VECTORS] if has_vectors else [HIDDEN]
 
 
 def compared_names(source: ModelSource) -> list[str]:
     """The outputs by which a smaller graph is compared: the model's own, with everything applied."""
-    return _M3 if source.m3 is not None else output_names(source)[-1:]
+    return _M3 if source.kind.name == "m3" else output_names(source)[-1:]
 
 
 def dynamic_axes(source: ModelSource, inputs: list[str]) -> dict[str, dict[int, str]]:
@@ -61,7 +61,7 @@ def dynamic_axes(source: ModelSource, inputs: list[str]) -> dict[str, dict[int, 
     axes = {name: {0: "batch", 1: "length"} for name in inputs}
     for name in output_names(source):
         axes[name] = {0: "batch"} | ({1: _LENGTHS[name]} if name in _LENGTHS else {})
-    if source.words is not None:
+    if source.kind.name == "sparse":
         axes[LOGITS] = {0: "batch", 1: "length"}
     return axes
 
@@ -74,9 +74,9 @@ class TracedModel(nn.Module):
         self._source = source
         self.encoder: Encoder | None = None
         self.model: nn.Module
-        if source.head is not None:
+        if source.kind.name == "cross_encoder":
             self.model = open_checked(AutoModelForSequenceClassification, directory, source).eval()
-        elif source.words is not None:
+        elif source.kind.name == "sparse":
             self.model = open_checked(language_model_class(source.config), directory, source).eval()
         else:
             self.encoder = open_encoder(directory, source)
@@ -90,8 +90,8 @@ class TracedModel(nn.Module):
         output, mask = self.model(**values), values["attention_mask"]
         if self.encoder is None:
             logits = output.logits
-            words = self._source.words
-            return (logits,) if words is None else (logits, pooled_words(logits, mask, words))
+            words = self._source.settings
+            return (logits,) if self._source.kind.name != "sparse" else (logits, pooled_words(logits, mask, words))
         hidden = output.last_hidden_state
         if isinstance(self.encoder, LateInteractionEncoder):
             return hidden, self.encoder.token_vectors(hidden)
@@ -118,9 +118,10 @@ class ComparedOutputs:
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
+        of_vectors = replace(source, kind=load_kind("dense"), settings=None) if source.kind.name == "m3" else source
         # The dense vector of three representations is that of any model of one vector.
         has_hidden = HIDDEN in output_names(source)
-        self._heads = add_heads(nn.Identity(), replace(source, m3=None)) if has_hidden else None
+        self._heads = add_heads(nn.Identity(), of_vectors) if has_hidden else None
 
     def rows(self, name: str, output: Tensor, mask: Tensor) -> list[Tensor]:
         """Of each text [R, D] from an output of N texts with the mask [N, L]; a row of numbers of its tokens [1, L]."""
@@ -129,10 +130,12 @@ class ComparedOutputs:
             assert self._heads is not None
             with torch.no_grad():
                 vectors: Tensor = self._heads.vectors(output, mask)
-            sizes = real.sum(dim=1) if self._source.token_vectors is not None else torch.ones_like(real[:, 0]).long()
+            sizes = (
+                real.sum(dim=1) if self._source.kind.name == "late_interaction" else torch.ones_like(real[:, 0]).long()
+            )
             return list(vectors.split(sizes.tolist()))
-        if name == LOGITS and self._source.words is not None:
-            output = pooled_words(output, mask, self._source.words)
+        if name == LOGITS and self._source.kind.name == "sparse":
+            output = pooled_words(output, mask, self._source.settings)
         if name == TOKEN_VECTORS:
             return [row[is_real] for row, is_real in zip(output, real, strict=True)]
         if name == M3_TOKENS:
@@ -143,4 +146,4 @@ class ComparedOutputs:
 
     def joined(self, name: str, rows: list[Tensor]) -> Tensor:
         """The rows of texts as one matrix; single numbers as one row: one near 0 has no relative difference."""
-        return torch.cat(rows, dim=1 if name == M3_LEXICAL or self._source.head is not None else 0)
+        return torch.cat(rows, dim=1 if name == M3_LEXICAL or self._source.kind.name == "cross_encoder" else 0)

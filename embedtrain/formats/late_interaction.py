@@ -40,8 +40,7 @@ _PROBES = ("a", "two words", "What is it?")
 
 def write_late_interaction_settings(directory: Path, source: ModelSource, tokenizer: TokenRowTokenizer) -> None:
     """Write the files with which other libraries compute the same vectors."""
-    settings = source.token_vectors
-    assert settings is not None
+    settings: TokenVectors = source.settings
     words = [word for word in settings.skiplist_words if word not in tokenizer.unknown_words]
     lengths = {"query": tokenizer.limit(TextRole.query), "document": tokenizer.limit(TextRole.document)}
     stored: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
@@ -97,8 +96,7 @@ def _pylate_settings(
 
     PyLate inserts prefixes always, and the other prompts if it is asked for them by name.
     """
-    settings = source.token_vectors
-    assert settings is not None
+    settings: TokenVectors = source.settings
     prefixes = {role: pylate_prefix(tokenizer, source.prompts.get(role, "")) for role in ("query", "document")}
     mean = settings.similarity is TokenSimilarity.meanmaxsim
     return {
@@ -169,22 +167,22 @@ def token_vectors_of_transformers(
     encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]
 ) -> Tensor:
     """`probe_token_vectors` of an encoder whose backbone and tokenizer transformers has opened."""
-    assert source.token_vectors is not None
-    rows = TokenRowTokenizer(tokenizer, resolve_max_length(source, tokenizer), source.token_vectors)
+    assert source.kind.name == "late_interaction"
+    rows = TokenRowTokenizer(tokenizer, resolve_max_length(source, tokenizer), source.settings)
     return probe_token_vectors(encoder.eval(), rows, texts, source.prompts, torch.device("cpu"))
 
 
 def token_vectors_of_sentence_transformers(directory: Path, source: ModelSource, texts: tuple[str, ...]) -> Tensor:
     """The same by sentence-transformers; CheckpointError if it cannot open the directory, or has another score."""
-    assert source.token_vectors is not None
+    assert source.kind.name == "late_interaction"
     with opening(directory):
         model = load_model("MultiVectorEncoder", directory, source)
         queries = model.encode_query(list(texts), batch_size=BATCH_SIZE, show_progress_bar=False)
         documents = model.encode_document(list(texts), batch_size=BATCH_SIZE, show_progress_bar=False)
         similarity = model.similarity_fn_name
-    if similarity != source.token_vectors.similarity.value:
+    if similarity != source.settings.similarity.value:
         raise CheckpointError(
             f"sentence-transformers opens {directory} with the similarity {similarity}, not "
-            f"{source.token_vectors.similarity.value}"
+            f"{source.settings.similarity.value}"
         )
     return torch.cat([torch.as_tensor(vectors).float().cpu() for vectors in (*queries, *documents)])

@@ -51,7 +51,7 @@ class LogitScoreExport:
 
 def require_logit_score(base: ModelSource, architecture: Path) -> None:
     """Raise a ConfigError if a model cannot be exported in this format; `architecture` is that of the run."""
-    if base.head is None or not base.head.tokens:
+    if base.kind.name != "cross_encoder" or not base.settings.tokens:
         raise ConfigError(
             f"export.formats: {FORMAT} is for rerankers that start from the score of tokens (model.score_head=tokens); "
             "leave it out"
@@ -95,10 +95,10 @@ def write_logit_score(directory: Path, export: LogitScoreExport) -> Path:
 
 def _trained_head(base: ModelSource, stored: Mapping[str, TensorLocation]) -> Tensor:
     """The vocabulary head [V, H] with the trained score, in the type of the export."""
-    assert base.head is not None
+    assert base.kind.name == "cross_encoder"
     score = _read(stored[_SCORE])
     head = vocabulary_head(base).to(score.dtype)
-    first, *second = base.head.tokens
+    first, *second = base.settings.tokens
     # Added to the row as it is stored, so that one rounding is left.
     row = score[0].float() + sum(head[token].float() for token in second)
     head[first] = row.to(score.dtype)
@@ -106,7 +106,7 @@ def _trained_head(base: ModelSource, stored: Mapping[str, TensorLocation]) -> Te
 
 
 def _write_settings(directory: Path, folder: Path, base: ModelSource) -> None:
-    tokens = () if base.head is None else base.head.tokens
+    tokens: tuple[int, ...] = () if base.kind.name != "cross_encoder" else base.settings.tokens
     config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(base.config)].__name__
     config = {key: value for key, value in config.items() if key not in _OF_CLASSIFIERS}

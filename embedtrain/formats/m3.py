@@ -34,9 +34,9 @@ def convert_layers(directory: Path) -> None:
 
 def m3_encoder(backbone: torch.nn.Module, source: ModelSource) -> M3Encoder:
     """The encoder of a backbone and the layers of a directory."""
-    assert source.m3 is not None
+    assert source.kind.name == "m3"
     assert source.directory is not None
-    encoder = M3Encoder(backbone, source.m3)
+    encoder = M3Encoder(backbone, source.settings)
     for name, weight in read_m3_layers(source.directory, hidden_size(source.config)).items():
         encoder.get_parameter(name).data.copy_(weight)
     return encoder.eval()

@@ -11,7 +11,7 @@ from embedtrain import __version__
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
 from embedtrain.config.evaluation import TRAINED
-from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.formats.usage import (
     LOGIT_SCORE_USAGE,
@@ -151,8 +151,8 @@ def _metadata(
     return str(data.to_yaml())
 
 
-def _kind(recipe: Mapping[str, Any]) -> ModelKind:
-    return ModelKind(recipe["model"].get("kind") or ModelKind.dense.value)
+def _kind(recipe: Mapping[str, Any]) -> str:
+    return str(recipe["model"].get("kind") or "dense")
 
 
 def _evaluation(

@@ -100,7 +100,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     write_config(directory, source.config)
     _write_dtype(directory, stored_dtype(source))
     own, has_chat = tokenizer.tokenizer, False
-    if source.head is not None and source.head.template is not None:
+    if source.kind.name == "cross_encoder" and source.settings.template is not None:
         assert isinstance(tokenizer, PairTokenizer)
         own, has_chat = with_pair_format(tokenizer, source)
     static = is_static(source.config)
@@ -109,12 +109,12 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     else:
         write_tokenizer(directory, own, tokenizer.max_length)
     _write_code(directory, source)
-    if source.head is not None:
+    if source.kind.name == "cross_encoder":
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         assert isinstance(tokenizer, PairTokenizer)
         write_cross_encoder_settings(directory, source, config, tokenizer, has_chat=has_chat)
         return
-    if source.words is not None:
+    if source.kind.name == "sparse":
         write_sparse_settings(directory, source, tokenizer)
         return
     if pooler := pooler_weights(source):
@@ -122,8 +122,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     if isinstance(tokenizer, TokenRowTokenizer):
         write_late_interaction_settings(directory, source, tokenizer)
         return
-    if source.m3 is not None:
-        write_m3_settings(directory, source.m3)
+    if source.kind.name == "m3":
+        write_m3_settings(directory, source.settings)
     modules = [("", STATIC_EMBEDDING)] if static else [("", "Transformer"), ("1_Pooling", "Pooling")]
     if not static:
         write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))

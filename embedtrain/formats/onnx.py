@@ -114,7 +114,7 @@ def batched_rows(source: ModelSource) -> range:
 
     Of a sparse model all but the longest: its graph has logits of all words for each token, and for padding as well.
     """
-    return range(len(PROBES) - (source.words is not None))
+    return range(len(PROBES) - (source.kind.name == "sparse"))
 
 
 class OpenGraph:
@@ -139,7 +139,7 @@ class OpenGraph:
 
 def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: Sequence[int]) -> BatchEncoding:
     """These rows of PROBES, or of the pairs of them that a cross-encoder is compared on, as one padded batch."""
-    if source.head is None:
+    if source.kind.name != "cross_encoder":
         return tokenize_padded(tokenizer, [PROBES[row] for row in rows])
     queries, documents = zip(*(formatted_pairs(source, PROBES)[row] for row in rows), strict=True)
     return tokenize_padded(tokenizer, list(queries), list(documents))

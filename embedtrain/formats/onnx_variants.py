@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.recipe import ONNX, ONNX_FP16, ONNX_INT8, OPENVINO, ModelKind
+from embedtrain.config.recipe import ONNX, ONNX_FP16, ONNX_INT8, OPENVINO
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.graph_outputs import LOGITS, compared_names
 from embedtrain.formats.onnx import (
@@ -29,11 +29,11 @@ from embedtrain.models.types import ModelSource
 from embedtrain.utils.formatting import format_bytes
 
 _MEASURES = {
-    ModelKind.dense: "smallest cosine of a vector",
-    ModelKind.cross_encoder: "1 - largest difference of a probability",
-    ModelKind.late_interaction: "smallest mean cosine of the vectors of a text",
-    ModelKind.sparse: "smallest cosine of the weights of words",
-    ModelKind.m3: "smallest cosine of dense vectors, lexical weights and vectors of tokens (mean of a text)",
+    "dense": "smallest cosine of a vector",
+    "cross_encoder": "1 - largest difference of a probability",
+    "late_interaction": "smallest mean cosine of the vectors of a text",
+    "sparse": "smallest cosine of the weights of words",
+    "m3": "smallest cosine of dense vectors, lexical weights and vectors of tokens (mean of a text)",
 }
 FILES = {
     ONNX_FP16: "onnx/model_fp16.onnx",
@@ -91,7 +91,7 @@ def write_variants(
         agreement = _agreement(OpenGraph(path, source).run(batch), expected, source)
         if not agreement >= min_agreement:  # also true of NaN
             raise CheckpointError(
-                f"{path}: {_MEASURES[source.kind]}, compared with {GRAPH}, is {agreement:.4f}, below "
+                f"{path}: {_MEASURES[source.kind.name]}, compared with {GRAPH}, is {agreement:.4f}, below "
                 f"onnx_min_agreement={min_agreement}; leave {name} out of formats, or lower the bound"
             )
         metrics = {} if measure is None else measure(source, name)
@@ -100,7 +100,7 @@ def write_variants(
 
 
 def _agreement(outputs: ProbeRows, expected: ProbeRows, source: ModelSource) -> float:
-    if source.head is not None:
+    if source.kind.name == "cross_encoder":
         scores, references = (torch.cat(rows[LOGITS]).float().sigmoid() for rows in (outputs, expected))
         return 1 - float((scores - references).abs().max())
     cosines = [
@@ -130,7 +130,7 @@ def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
     names, lines = "".join(f" {name} |" for name in metrics), " ---: |" * len(metrics)
     return (
         f"\n## Other graphs\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
-        f"| file | size | {_MEASURES[source.kind]} |{names}\n| --- | ---: | ---: |{lines}\n{rows}\n"
+        f"| file | size | {_MEASURES[source.kind.name]} |{names}\n| --- | ---: | ---: |{lines}\n{rows}\n"
     )
 
 

@@ -37,7 +37,7 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
     source = open_model_source(
         ModelConfig(path=str(directory), kind=stored_kind(directory), trust_remote_code=trust_remote_code)
     )
-    if source.words is not None:
+    if source.kind.name == "sparse":
         encoder = build_encoder(source)
         shapes = {name: list(tensor.shape) for name, tensor in encoder.state_dict().items()}
         if (queries := shapes.pop(QUERY_WEIGHTS, None)) is not None:
@@ -45,7 +45,7 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
         _compare_shapes(directory, {encoder.stored_name(name): shape for name, shape in shapes.items()})
         return source
     with init_empty_weights(include_buffers=False):
-        kind = AutoModel if source.head is None else AutoModelForSequenceClassification
+        kind = AutoModel if source.kind.name != "cross_encoder" else AutoModelForSequenceClassification
         backbone = kind.from_config(source.config, trust_remote_code=trust_remote_code)
     _compare_shapes(directory, {name: list(tensor.shape) for name, tensor in backbone.state_dict().items()})
     for head in source.dense:
@@ -82,9 +82,9 @@ def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
                 head.get_parameter(name).data.copy_(file.get_tensor(location.key))
         heads.append(head)
     own = cast("PreTrainedModel", backbone)
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         return LateInteractionEncoder(own, heads).eval()
-    if source.m3 is not None:
+    if source.kind.name == "m3":
         return m3_encoder(own, source)
     return Encoder(own, source.pooling, normalize=source.normalize, dense=heads).eval()
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.recipe import ModelKind, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.formats.graph_outputs import VECTORS, output_names
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.models.attention_direction import attends_causally, is_decoder
@@ -20,11 +20,11 @@ from embedtrain.models.types import ModelSource
 
 # What cards and messages call models.
 KIND_NAMES = {
-    ModelKind.dense: "models of one vector per text",
-    ModelKind.cross_encoder: "rerankers",
-    ModelKind.late_interaction: "late-interaction models",
-    ModelKind.sparse: "sparse models",
-    ModelKind.m3: "models of three representations",
+    "dense": "models of one vector per text",
+    "cross_encoder": "rerankers",
+    "late_interaction": "late-interaction models",
+    "sparse": "sparse models",
+    "m3": "models of three representations",
 }
 
 
@@ -125,7 +125,7 @@ class ServedModel:
         """The properties of this model that some engines lose."""
         source, graph_has_vectors = self.source, VECTORS in output_names(self.source)
         is_truncated = source.truncate_dim is not None and source.truncate_dim < source.dimension
-        is_dense = source.kind is ModelKind.dense
+        is_dense = source.kind.name == "dense"
         has = {
             Trait.custom_code: bool(self.config.get("auto_map")),
             Trait.dense: is_dense and bool(source.dense),
@@ -136,7 +136,7 @@ class ServedModel:
             Trait.pooling: is_dense and source.pooling in (Pooling.max, Pooling.weighted_mean),
             Trait.scaled_positions: _has_scaled_positions(source),
             Trait.static: is_static(source.config),
-            Trait.logit_scores: source.head is not None and bool(source.head.tokens),
+            Trait.logit_scores: source.kind.name == "cross_encoder" and bool(source.settings.tokens),
             Trait.truncation: is_truncated,
             Trait.vector_length: is_dense and (is_truncated or not source.normalize),
         }
@@ -163,7 +163,7 @@ class Engine:
     title: str  # as its own documentation writes it
     source: str  # the version whose source was read
     # The kinds of models that it computes, and what it leaves out of them if the text is not empty.
-    kinds: Mapping[ModelKind, str]
+    kinds: Mapping[str, str]
     lost: frozenset[Trait] = frozenset()
     model_types: frozenset[str] | None = None  # None: all of transformers
     files: tuple[str, ...] = ("config.json", "model.safetensors", "tokenizer.json")  # that it reads, besides settings
@@ -177,7 +177,7 @@ class Engine:
         Of a model that it does not open, only the reasons for that. What a client can do is no loss: prepend prompts,
         format pairs, and request float32 or vectors without normalisation.
         """
-        kind, losses = model.source.kind, []
+        kind, losses = model.source.kind.name, []
         if kind not in self.kinds:
             losses.append(Loss(Effect.refused, f"it does not serve {KIND_NAMES[kind]}"))
         elif self.kinds[kind]:

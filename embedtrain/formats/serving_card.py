@@ -4,12 +4,11 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 
-from embedtrain.config.recipe import ModelKind
 from embedtrain.formats.serving import BEARABLE, Effect, ServedModel
 from embedtrain.formats.serving_engines import ENGINES
 
 _IMAGE = "ghcr.io/huggingface/text-embeddings-inference"
-_VLLM_CLASSES = {ModelKind.sparse: "BertSpladeSparseEmbeddingModel", ModelKind.m3: "BgeM3EmbeddingModel"}
+_VLLM_CLASSES = {"sparse": "BertSpladeSparseEmbeddingModel", "m3": "BgeM3EmbeddingModel"}
 # Of late interaction; the projection is read from 1_Dense.
 _VLLM_COLBERT = {"bert": "HF_ColBERT", "modernbert": "ColBERTModernBertModel"}
 _MAX_BATCH_TOKENS = 16384  # of text-embeddings-inference by default
@@ -20,7 +19,7 @@ Start = Callable[[ServedModel, str], str]
 def _text_embeddings_inference(tag: str, options: str) -> Start:
     def start(model: ServedModel, name: str) -> str:
         arguments = [f"--model-id {name}", *([options] if options else [])]
-        if model.source.kind is ModelKind.sparse:
+        if model.source.kind.name == "sparse":
             arguments.append("--pooling splade")
         length = model.source.tokenization.max_length or 0
         if length > _MAX_BATCH_TOKENS:
@@ -32,18 +31,18 @@ def _text_embeddings_inference(tag: str, options: str) -> Start:
 
 
 def _vllm(model: ServedModel, name: str) -> str:
-    kind, arguments = model.source.kind, ["--runner pooling"]
-    if kind is ModelKind.dense:
+    kind, arguments = model.source.kind.name, ["--runner pooling"]
+    if kind == "dense":
         pooling = {"pooling_type": model.source.pooling.value.upper(), "use_activation": model.source.normalize}
         arguments += ["--convert embed", f"--pooler-config {shlex.quote(json.dumps(pooling))}"]
-    colbert = _VLLM_COLBERT.get(model.model_type, "") if kind is ModelKind.late_interaction else ""
+    colbert = _VLLM_COLBERT.get(model.model_type, "") if kind == "late_interaction" else ""
     if class_name := _VLLM_CLASSES.get(kind, colbert):
         arguments.append(f"--hf-overrides {shlex.quote(json.dumps({'architectures': [class_name]}))}")
     return f"vllm serve {name} {' '.join(arguments)} --dtype float32"
 
 
 def _llama_cpp(model: ServedModel, name: str) -> str:
-    is_pair = model.source.kind is ModelKind.cross_encoder
+    is_pair = model.source.kind.name == "cross_encoder"
     options = "--reranking" if is_pair else f"--embedding --pooling {model.source.pooling.value}"
     options += " --attention non-causal" if model.is_bidirectional_decoder else ""
     dense = " --sentence-transformers-dense-modules" if model.source.dense else ""
@@ -54,9 +53,9 @@ def _llama_cpp(model: ServedModel, name: str) -> str:
 
 
 def _flag_embedding(model: ServedModel, name: str) -> str:
-    if model.source.kind is ModelKind.cross_encoder:
+    if model.source.kind.name == "cross_encoder":
         return f'FlagReranker("{name}", use_fp16=False)'
-    if model.source.kind is ModelKind.m3:
+    if model.source.kind.name == "m3":
         return f'BGEM3FlagModel("{name}", use_fp16=False)'
     last = model.source.pooling.value == "last"
     pooling = "" if last else f', pooling_method="{model.source.pooling.value}"'

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from embedtrain.config.recipe import ModelKind, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.formats.serving import Effect, Engine, Loss, ServedModel, Trait
 
-_DENSE, _PAIRS, _TOKENS = ModelKind.dense, ModelKind.cross_encoder, ModelKind.late_interaction
-_SPARSE, _M3 = ModelKind.sparse, ModelKind.m3
+_DENSE, _PAIRS, _TOKENS = "dense", "cross_encoder", "late_interaction"
+_SPARSE, _M3 = "sparse", "m3"
 _VECTOR_OF_M3 = "it computes the vector of a text, not the weights and vectors of its tokens"
 _GRAPH_FILES = (GRAPH, "tokenizer.json")
 _GRAPH = frozenset({Trait.no_graph, Trait.no_vectors_in_graph, Trait.static, Trait.logit_scores})
@@ -33,11 +33,11 @@ _VLLM_BIDIRECTIONAL = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 def _check_candle(model: ServedModel) -> Iterator[Loss]:
     """Conditions of the implementations in backends/candle of text-embeddings-inference."""
     source, config, kind = model.source, model.config, model.model_type
-    if source.kind is _PAIRS and kind not in _TEI_RERANKERS:
+    if source.kind.name == _PAIRS and kind not in _TEI_RERANKERS:
         yield Loss(Effect.refused, f"it has no reranker of {kind}")
-    if source.kind is _SPARSE:
+    if source.kind.name == _SPARSE:
         yield from _check_splade(model, _TEI_SPARSE)
-    if source.kind is _DENSE and kind in _ENCODERS and source.pooling is Pooling.last:
+    if source.kind.name == _DENSE and kind in _ENCODERS and source.pooling is Pooling.last:
         yield Loss(Effect.refused, f"it does not pool the last token of {kind}")
     if kind == "gemma3_text" and source.pooling is Pooling.cls:
         yield Loss(Effect.refused, "it does not pool the first token of gemma3_text")
@@ -76,7 +76,7 @@ def _check_attention_of_candle(model: ServedModel) -> Iterator[Loss]:
 def _check_cpu_image(model: ServedModel) -> Iterator[Loss]:
     """The image for CPUs runs the graph if there is one, and else what `_check_candle` is about."""
     source = model.source
-    if model.has_graph and source.kind in (_DENSE, _PAIRS):
+    if model.has_graph and source.kind.name in (_DENSE, _PAIRS):
         if Trait.no_vectors_in_graph in model.traits:
             yield Loss(Effect.changed, "the graph cannot leave out the tokens of the prompt (include_prompt=false)")
         return
@@ -91,7 +91,7 @@ def _check_cpu_image(model: ServedModel) -> Iterator[Loss]:
 
 
 def _check_splade(model: ServedModel, model_types: frozenset[str]) -> Iterator[Loss]:
-    words = model.source.words
+    words = model.source.settings
     assert words is not None
     if model.model_type not in model_types:
         yield Loss(Effect.refused, f"it has no sparse vectors of {model.model_type}")
@@ -104,9 +104,9 @@ def _check_splade(model: ServedModel, model_types: frozenset[str]) -> Iterator[L
 def _check_vllm(model: ServedModel) -> Iterator[Loss]:
     if model.is_bidirectional_decoder and model.model_type not in _VLLM_BIDIRECTIONAL:
         yield Loss(Effect.changed, f"its attention is causal in {model.model_type}")
-    if model.source.kind is _SPARSE:
+    if model.source.kind.name == _SPARSE:
         yield from _check_splade(model, frozenset({"bert"}))
-    if model.source.kind is _TOKENS and model.model_type not in ("bert", "modernbert"):
+    if model.source.kind.name == _TOKENS and model.model_type not in ("bert", "modernbert"):
         yield Loss(Effect.refused, f"it has no late interaction of {model.model_type}")
 
 
@@ -119,7 +119,7 @@ def _check_llama_cpp(model: ServedModel) -> Iterator[Loss]:
         yield Loss(Effect.refused, "its converter requires the tokenizer.model of Gemma: copy it from the base model")
     if model.model_type == "llama" and (model.config.get("rope_scaling") or {}).get("rope_type") == "llama3":
         yield Loss(Effect.refused, "its converter fails on the rotary positions of Llama 3.1 (rope_type llama3)")
-    if model.source.kind is _PAIRS:
+    if model.source.kind.name == _PAIRS:
         if model.config.get("type_vocab_size", 1) > 1:
             yield Loss(Effect.changed, "it gives both texts of a pair the token type 0")
         yield Loss(Effect.some_texts, "it rejects pairs beyond the maximum length")
@@ -130,7 +130,7 @@ def _check_llama_cpp(model: ServedModel) -> Iterator[Loss]:
 
 
 def _check_transformers_js(model: ServedModel) -> Iterator[Loss]:
-    if model.source.kind is _PAIRS:
+    if model.source.kind.name == _PAIRS:
         yield Loss(Effect.some_texts, "it cuts pairs beyond the maximum length with the tokens that end them")
     if model.model_type == "xlm-roberta":
         yield Loss(Effect.some_texts, "it replaces the joiners in emoji of several characters by spaces")

@@ -44,10 +44,10 @@ def write_sparse_settings(directory: Path, source: ModelSource, tokenizer: TextT
 
     With static queries the transformer stays at the root, as in OpenSearch's directories: transformers opens it there.
     """
-    assert source.words is not None
+    assert source.kind.name == "sparse"
     config = read_json(directory / "config.json")
     write_json(directory / "config.json", config | {"architectures": [language_model(source.config).__name__]})
-    queries, pooling = source.words.queries, SPLADE_FOLDER
+    queries, pooling = source.settings.queries, SPLADE_FOLDER
     if queries is None:
         write_modules(directory, {"": TRANSFORMER_MODULE, pooling: _POOLING})
     else:
@@ -62,8 +62,8 @@ def write_sparse_settings(directory: Path, source: ModelSource, tokenizer: TextT
     write_json(
         directory / pooling / "config.json",
         {
-            "pooling_strategy": source.words.pooling.value,
-            "activation_function": source.words.activation.value,
+            "pooling_strategy": source.settings.pooling.value,
+            "activation_function": source.settings.activation.value,
             "embedding_dimension": source.dimension,
         },
     )
@@ -125,7 +125,7 @@ def query_weight_locations(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def write_query_weights(directory: Path, source: ModelSource) -> None:
     """Write the weights of static queries for OpenSearch, if the model has these."""
-    if source.words is not None and source.words.queries is not None:
+    if source.kind.name == "sparse" and source.settings.queries is not None:
         write_idf(directory, read_tokenizer(directory, trust_remote_code=False))
 
 
@@ -146,8 +146,8 @@ def probe_words(
 
 def _looked_up(directory: Path, source: ModelSource, texts: tuple[str, ...]) -> list[Tensor]:
     """Weights of words in queries, [V] each, from the files alone."""
-    assert source.words is not None
-    if source.words.queries is None:
+    assert source.kind.name == "sparse"
+    if source.settings.queries is None:
         return []
     weights = load_file(directory / QUERY_FOLDER / WEIGHTS)[STORED_WEIGHT].float()
     tokenizer, rows = AutoTokenizer.from_pretrained(directory / QUERY_FOLDER), []
@@ -168,23 +168,23 @@ def word_weights_of_transformers(
     directory: Path, source: ModelSource, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]
 ) -> Tensor:
     """Weights of words by the logits of transformers' class, [N, V], one text per forward pass."""
-    assert source.words is not None
+    assert source.kind.name == "sparse"
     model = open_checked(language_model_class(source.config), directory, source).eval()
     rows = []
     with torch.no_grad():
         for text in texts:
             logits = model(**tokenizer(text, truncation=True, return_tensors="pt")).logits[0]
-            weights = activate(logits, source.words.activation)
-            rows.append(weights.amax(dim=0) if source.words.pooling is SparsePooling.max else weights.sum(dim=0))
+            weights = activate(logits, source.settings.activation)
+            rows.append(weights.amax(dim=0) if source.settings.pooling is SparsePooling.max else weights.sum(dim=0))
     return torch.stack([*rows, *_looked_up(directory, source, texts)])
 
 
 def word_weights_of_sentence_transformers(directory: Path, source: ModelSource, texts: tuple[str, ...]) -> Tensor:
     """Weights of words by sentence-transformers, [N, V]; a CheckpointError if it cannot open the directory."""
-    assert source.words is not None
+    assert source.kind.name == "sparse"
     with opening(directory):
         model = load_model("SparseEncoder", directory, source)
-        tasks = ["document"] if source.words.queries is None else ["document", "query"]
+        tasks = ["document"] if source.settings.queries is None else ["document", "query"]
         weights = torch.cat(
             [
                 model.encode(

@@ -13,7 +13,6 @@ from pathlib import Path
 import yaml
 from safetensors.torch import save
 
-from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.adapters import AdapterCheckpoint, copy_adapter_config
 from embedtrain.formats.sentence_transformers import load_model
@@ -114,7 +113,7 @@ def tasks_card(
     adapters: Sequence[TaskAdapter], *, title: str, name: str, base: str | None, dimension: int, max_length: int
 ) -> str:
     """README.md of the directory; `name` is the Hub id or the path that its code opens, `base` the base model's id."""
-    kind = ModelKind.dense
+    kind = "dense"
     metadata = {
         "base_model": base,
         "base_model_relation": "adapter" if base else None,

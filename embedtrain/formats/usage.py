@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import ModelKind
 from embedtrain.formats.cross_encoder import renders_pairs
 from embedtrain.formats.late_interaction import pylate_usage
 from embedtrain.formats.sparse import usage_of_words
@@ -13,31 +12,31 @@ from embedtrain.models.module_settings import SETTINGS
 
 # What the card calls a model.
 _KINDS = {
-    ModelKind.dense: "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens",
-    ModelKind.cross_encoder: (
+    "dense": "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens",
+    "cross_encoder": (
         "A reranker: a cross-encoder that scores pairs of a query and a document of up to {max_length} tokens together"
     ),
-    ModelKind.late_interaction: (
+    "late_interaction": (
         "A late-interaction model (ColBERT): a vector of {dimension} dimensions for each token of a text of up to "
         "{max_length} tokens, and the sum of the largest similarities of a query's tokens as score"
     ),
-    ModelKind.m3: (
+    "m3": (
         "A model of three representations of a text of up to {max_length} tokens, in the manner of BGE-M3: a vector of "
         "{dimension} dimensions, a weight of each token, and a vector of each token"
     ),
-    ModelKind.sparse: (
+    "sparse": (
         "A learned sparse model (SPLADE): weights of the {dimension} words of a vocabulary, most of them 0, for texts "
         "of up to {max_length} tokens"
     ),
 }
 TAGS = {
-    ModelKind.dense: ["sentence-similarity", "feature-extraction"],
-    ModelKind.cross_encoder: ["cross-encoder", "reranker"],
-    ModelKind.sparse: ["sparse-encoder", "splade", "sparse", "feature-extraction"],
-    ModelKind.late_interaction: ["multi-vector", "ColBERT", "late-interaction", "feature-extraction"],
-    ModelKind.m3: ["sentence-similarity", "feature-extraction", "multi-vector", "sparse", "bge-m3"],
+    "dense": ["sentence-similarity", "feature-extraction"],
+    "cross_encoder": ["cross-encoder", "reranker"],
+    "sparse": ["sparse-encoder", "splade", "sparse", "feature-extraction"],
+    "late_interaction": ["multi-vector", "ColBERT", "late-interaction", "feature-extraction"],
+    "m3": ["sentence-similarity", "feature-extraction", "multi-vector", "sparse", "bge-m3"],
 }
-_PIPELINES = {ModelKind.dense: "sentence-similarity", ModelKind.cross_encoder: "text-ranking"}
+_PIPELINES = {"dense": "sentence-similarity", "cross_encoder": "text-ranking"}
 LOGIT_SCORE_USAGE = [
     "`logit_score` is the same model as a causal language model, whose score is the logit of a token, or the "
     "difference of two, for sentence-transformers 6 (`LogitScore`).",
@@ -46,23 +45,23 @@ LOGIT_SCORE_USAGE = [
 _MAX_PROMPT = 60  # characters in the table of prompts
 
 
-def describe_model(kind: ModelKind, *, dimension: int, max_length: int) -> str:
+def describe_model(kind: str, *, dimension: int, max_length: int) -> str:
     """What the card calls a model, without a full stop."""
     return _KINDS[kind].format(dimension=dimension, max_length=max_length)
 
 
-def pipeline_tag(kind: ModelKind) -> str:
+def pipeline_tag(kind: str) -> str:
     """The task of the Hub."""
     return _PIPELINES.get(kind, "feature-extraction")
 
 
-def usage(kind: ModelKind, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+def usage(kind: str, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
     """How libraries open the model `name` and compute its outputs; `architecture` has its files."""
     by_kind = {
-        ModelKind.cross_encoder: _usage_of_scores,
-        ModelKind.late_interaction: _usage_of_token_vectors,
-        ModelKind.m3: _usage_of_m3,
-        ModelKind.sparse: usage_of_words,
+        "cross_encoder": _usage_of_scores,
+        "late_interaction": _usage_of_token_vectors,
+        "m3": _usage_of_m3,
+        "sparse": usage_of_words,
     }
     return by_kind.get(kind, _usage_of_vectors)(name, prompts, architecture)
 
@@ -76,24 +75,24 @@ _SIMILARITIES = {
 
 # What the outputs of the ONNX graph are, by the kind of model.
 _GRAPHS = {
-    ModelKind.dense: (
+    "dense": (
         "from token ids to `last_hidden_state` and, unless a prompt is left out of pooling, `sentence_embedding`, the "
         "vectors with everything applied"
     ),
-    ModelKind.cross_encoder: "from the tokens of pairs to `logits`, the scores before the activation",
-    ModelKind.late_interaction: (
+    "cross_encoder": "from the tokens of pairs to `logits`, the scores before the activation",
+    "late_interaction": (
         "from token ids to `last_hidden_state` and `token_embeddings`, the normalised vectors of all tokens: clients "
         "add the tokens that expand queries, and leave out padding and the words of the skip list"
     ),
-    ModelKind.sparse: "from token ids to `logits` and `sentence_embedding`, the weights of words",
-    ModelKind.m3: (
+    "sparse": "from token ids to `logits` and `sentence_embedding`, the weights of words",
+    "m3": (
         "from token ids to `last_hidden_state`, `dense_vecs` (also named `sentence_embedding`), `sparse_vecs`, the "
         "lexical weight of each token, and `colbert_vecs`, the vectors of all tokens but the first"
     ),
 }
 
 
-def graph_usage(kind: ModelKind) -> list[str]:
+def graph_usage(kind: str) -> list[str]:
     """The paragraph about the ONNX graph."""
     return [
         f"`onnx/model.onnx` is the same model in fp32, {_GRAPHS[kind]}, for onnxruntime, or for sentence-transformers "

@@ -193,10 +193,10 @@ def _effect_fraction(vectors: Tensor, reference: ExportReference) -> float | Non
 
 def check_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
     """Open the directory with plain transformers; the largest relative difference of its embeddings or scores."""
-    if source.head is not None:
+    if source.kind.name == "cross_encoder":
         scores = scores_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
         return _require_scores(scores, reference, f"transformers opens {directory}")
-    if source.words is not None:
+    if source.kind.name == "sparse":
         weights = word_weights_of_transformers(directory, source, open_tokenizer(directory, source), PROBES)
         return require_match(weights, reference, f"transformers opens {directory}")
     vectors = _encode(open_encoder(directory, source), source, open_tokenizer(directory, source))
@@ -205,9 +205,9 @@ def check_transformers(directory: Path, source: ModelSource, reference: ExportRe
 
 def _encode(encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """`probe_vectors` of a model of vectors that transformers has opened."""
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         return token_vectors_of_transformers(encoder, source, tokenizer, PROBES)
-    if source.m3 is not None:
+    if source.kind.name == "m3":
         return m3_of_transformers(encoder, source, tokenizer, PROBES)
     return encode_probes(encoder.eval(), tokenizer)
 
@@ -217,13 +217,13 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
 
     Raises CheckpointError if embeddings, prompts or maximum length differ.
     """
-    if source.head is not None:
+    if source.kind.name == "cross_encoder":
         scores = scores_of_sentence_transformers(directory, source, reference.max_length, PROBES)
         return _require_scores(scores, reference, f"sentence-transformers opens {directory}")
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         vectors = token_vectors_of_sentence_transformers(directory, source, PROBES)
         return require_match(vectors, reference, f"sentence-transformers opens {directory}")
-    if source.words is not None:
+    if source.kind.name == "sparse":
         weights = word_weights_of_sentence_transformers(directory, source, PROBES)
         return require_match(weights, reference, f"sentence-transformers opens {directory}")
     with opening(directory):
@@ -241,7 +241,7 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
             f"sentence-transformers opens {directory} for texts of {length} tokens, not {reference.max_length}"
         )
     # Of a model of three representations, sentence-transformers computes the first.
-    reference = reference.truncated(source.truncate_dim if source.m3 is None else source.dimension)
+    reference = reference.truncated(source.truncate_dim if source.kind.name != "m3" else source.dimension)
     return require_match(vectors, reference, f"sentence-transformers opens {directory}")
 
 
@@ -268,7 +268,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
     `source` is the merged model, whose tokenizer the adapter shares.
     """
     weights = full_state_dict(base.source, base.seed)
-    if base.source.head is None:
+    if base.source.kind.name != "cross_encoder":
         encoder = assemble_encoder(base.source)
         encoder.load_state_dict(weights)
         model: nn.Module = encoder.backbone
@@ -284,7 +284,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
         raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
     assert source.directory is not None
     tokenizer = open_tokenizer(source.directory, source)
-    if base.source.head is None:
+    if base.source.kind.name != "cross_encoder":
         encoder.backbone = model
         vectors = _encode(encoder, source, tokenizer)
     else:
@@ -295,7 +295,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
         rounding = export_tolerance(torch.bfloat16, exact_encoder=True)
         reference = replace(reference, tolerance=max(reference.tolerance, rounding))
     subject = f"PEFT opens {directory}"
-    return (require_match if base.source.head is None else _require_scores)(vectors, reference, subject)
+    return (require_match if base.source.kind.name != "cross_encoder" else _require_scores)(vectors, reference, subject)
 
 
 def encode_probes(encoder: Encoder, tokenizer: PreTrainedTokenizerBase) -> Tensor:

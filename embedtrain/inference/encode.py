@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Unshard
-from embedtrain.config.kinds import load_kind
 from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
@@ -152,7 +151,7 @@ class SentenceEncoder:
             document_prompt=prompts.get("document", ""),
             unshard=unshard,
             truncate_dim=model.source.truncate_dim if truncate else None,
-            score=load_kind(model.source.kind.value).score(model.source),
+            score=model.source.kind.score(model.source),
             precision=model.precision,
         )
 

@@ -43,19 +43,19 @@ def model_identity(
     options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
     if source.truncate_dim is not None:
         options["truncate_dim"] = source.truncate_dim
-    if source.token_vectors is not None:  # a dense model may have the same files
-        options[SIMILARITY] = source.token_vectors.similarity.value
-        options["token_vectors"] = {name: str(value) for name, value in asdict(source.token_vectors).items()}
+    if source.kind.name == "late_interaction":  # a dense model may have the same files
+        options[SIMILARITY] = source.settings.similarity.value
+        options["token_vectors"] = {name: str(value) for name, value in asdict(source.settings).items()}
     elif source.similarity is not VectorSimilarity.cosine:
         options[SIMILARITY] = source.similarity.value
-    if source.words is not None:  # likewise
-        options["words"] = [source.words.pooling.value, source.words.activation.value]
+    if source.kind.name == "sparse":  # likewise
+        options["words"] = [source.settings.pooling.value, source.settings.activation.value]
     return options | {
         "files": contents,
         "version": _VERSION,
         # Models are computed by its code, which minor versions correct.
         "transformers": ".".join(transformers.__version__.split(".")[:2]),
-        "kind": source.kind.value,
+        "kind": source.kind.name,
         "pooling": source.pooling.value,
         "normalize": source.normalize,
         "lowercase": source.tokenization.lowercase,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Precision
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
@@ -64,7 +64,7 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
     )
     path = str(options.teacher)
     template, labels = options.teacher_pair_template, options.teacher_score_labels
-    reranker = replace(model, kind=ModelKind.cross_encoder, pair_template=template, score_labels=labels)
+    reranker = replace(model, kind="cross_encoder", pair_template=template, score_labels=labels)
     try:
         with command_option_names(TEACHER_OPTION_NAMES):
             if template is None and labels is None:
@@ -76,7 +76,7 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
             source = open_model_source(reranker)
     except ModelError as error:
         raise ConfigError(f"teacher={path}: {str(error).removeprefix(f'teacher={path}').lstrip(': ')}") from None
-    if source.head is None or source.head.is_new:
+    if source.kind.name != "cross_encoder" or source.settings.is_new:
         kinds = ", ".join(source.config.architectures or [source.config.model_type])
         raise ConfigError(
             f"teacher={path}: it is a {kinds}; a teacher is a sentence-transformers directory that defines its "

@@ -62,14 +62,14 @@ def assemble_encoder(source: ModelSource) -> Encoder:
             f"cannot build a model from this {source.config.model_type} configuration "
             f"({type(error).__name__}: {one_line(error)})"
         ) from None
-    if source.head is not None:
+    if source.kind.name == "cross_encoder":
         return CrossEncoder(*split_classifier(model), source.pooling)
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         return LateInteractionEncoder(prepare_backbone(model), heads)
-    if source.m3 is not None:
-        return M3Encoder(prepare_backbone(model), source.m3)
-    if source.words is not None:
-        return sparse_encoder_of(model, source.words)
+    if source.kind.name == "m3":
+        return M3Encoder(prepare_backbone(model), source.settings)
+    if source.kind.name == "sparse":
+        return sparse_encoder_of(model, source.settings)
     kind = StaticEncoder if is_static(source.config) else Encoder
     return kind(prepare_backbone(model), source.pooling, normalize=source.normalize, dense=heads)
 
@@ -88,21 +88,25 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         encoder.get_parameter(name).data.copy_(weight)
     if source.directory is None:
         return dict(encoder.state_dict())
-    has_tokens = source.head is not None and bool(source.head.tokens)
+    has_tokens = source.kind.name == "cross_encoder" and bool(source.settings.tokens)
     weights, missing = (_read_causal_weights if has_tokens else _read_weights)(source, source.directory)
-    if source.head is not None and source.head.linear is not None:
-        location = _linear_location(source.head.linear)
+    if source.kind.name == "cross_encoder" and source.settings.linear is not None:
+        location = _linear_location(source.settings.linear)
         with safe_open(location.path, framework="pt") as file:
             weights[_SCORE] = file.get_tensor(location.key)
         missing = missing - {_SCORE}
     absent = sorted(missing & encoder.state_dict().keys())
-    new = [name for name in absent if source.head is not None and source.head.is_new and name.startswith(HEAD)]
+    new = [
+        name
+        for name in absent
+        if source.kind.name == "cross_encoder" and source.settings.is_new and name.startswith(HEAD)
+    ]
     if len(absent) > len(new):
         first = min(set(absent) - set(new)).removeprefix("backbone.").removeprefix(HEAD)
         has_backbone = not any(name.startswith("backbone.") for name in absent)
         raise ModelError(
             f"{source.directory} lacks {len(absent) - len(new)} of {len(weights)} weights, such as {first}: "
-            f"they would be random{_NO_VOCABULARY_HEAD if source.words is not None and has_backbone else ''}"
+            f"they would be random{_NO_VOCABULARY_HEAD if source.kind.name == 'sparse' and has_backbone else ''}"
         )
     encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
     for index, dense in enumerate(source.dense):  # a new one keeps its initial weights
@@ -120,9 +124,9 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
     if is_static(source.config):
         return read_table(directory), set()
     config = source.config
-    if source.head is not None and source.head.labels:
+    if source.kind.name == "cross_encoder" and source.settings.labels:
         config = copy.deepcopy(config)
-        config.num_labels = source.head.num_labels
+        config.num_labels = source.settings.num_labels
     try:
         model, report = _auto_class(source).from_pretrained(
             directory,
@@ -137,16 +141,16 @@ def _read_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tenso
         if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
             reason = "they are a pickle with more than tensors; ask the authors for safetensors"
         raise ModelError(f"cannot read weights from {directory}: {reason}") from None
-    if source.head is None and source.words is None:
+    if source.kind.name not in {"cross_encoder", "sparse"}:
         weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model).state_dict().items()}
         return weights, {f"backbone.{name}" for name in report["missing_keys"]}
-    if source.words is not None:
-        encoder: Encoder = sparse_encoder_of(model, source.words)
+    if source.kind.name == "sparse":
+        encoder: Encoder = sparse_encoder_of(model, source.settings)
     else:
         encoder = CrossEncoder(*split_classifier(model), source.pooling)
     weights = encoder.state_dict()
-    if source.head is not None and source.head.labels:
-        weights = _weights_of_labels(encoder, source, source.head)
+    if source.kind.name == "cross_encoder" and source.settings.labels:
+        weights = _weights_of_labels(encoder, source, source.settings)
     names = {name: classifier_name(name, model.base_model_prefix) for name in weights}
     return weights, {name for name, own in names.items() if own in report["missing_keys"]}
 
@@ -185,10 +189,10 @@ def _weights_of_labels(encoder: Encoder, source: ModelSource, head: HeadSource) 
 
 def _read_causal_weights(source: ModelSource, directory: Path) -> tuple[dict[str, Tensor], set[str]]:
     """The same from a causal language model, with the score of its tokens."""
-    assert source.head is not None
+    assert source.kind.name == "cross_encoder"
     model = _causal_model(source, directory)
     vocabulary = model.get_output_embeddings().weight.detach()
-    rows = [vocabulary[token] for token in source.head.tokens]
+    rows = [vocabulary[token] for token in source.settings.tokens]
     weights = {f"backbone.{name}": weight for name, weight in prepare_backbone(model.base_model).state_dict().items()}
     return weights | {_SCORE: _score_of(rows)}, set()
 
@@ -243,15 +247,15 @@ def _model2vec_table(source: ModelSource) -> dict[str, Tensor]:
 
 
 def _m3_weights(source: ModelSource) -> dict[str, Tensor]:
-    if source.m3 is None or source.m3.is_new or source.directory is None:
+    if source.kind.name != "m3" or source.settings.is_new or source.directory is None:
         return {}
     return read_m3_layers(source.directory, hidden_size(source.config))
 
 
 def _query_weights(source: ModelSource) -> dict[str, Tensor]:
-    if source.words is None or source.words.queries is None:
+    if source.kind.name != "sparse" or source.settings.queries is None:
         return {}
-    return {QUERY_WEIGHTS: read_query_weights(source.words.queries, source.directory, source.dimension)}
+    return {QUERY_WEIGHTS: read_query_weights(source.settings.queries, source.directory, source.dimension)}
 
 
 def _score_weights(source: ModelSource) -> dict[str, Tensor]:
@@ -259,12 +263,12 @@ def _score_weights(source: ModelSource) -> dict[str, Tensor]:
 
     Only the rows of these tokens are read, from safetensors. A ModelError if the directory has no vocabulary head.
     """
-    if source.head is None or not source.head.tokens or source.directory is None:
+    if source.kind.name != "cross_encoder" or not source.settings.tokens or source.directory is None:
         return {}
     stored = stored_tensors(source.directory)
     key = _vocabulary_key(source, stored)
     with safe_open(stored[key].path, framework="pt") as file:
-        rows = [file.get_slice(key)[token : token + 1][0] for token in source.head.tokens]
+        rows = [file.get_slice(key)[token : token + 1][0] for token in source.settings.tokens]
     return {_SCORE: _score_of(rows)}
 
 
@@ -286,9 +290,9 @@ def _score_of(rows: list[Tensor]) -> Tensor:
 
 
 def _auto_class(source: ModelSource) -> Any:
-    if source.words is not None:
+    if source.kind.name == "sparse":
         return language_model_class(source.config)
-    return AutoModel if source.head is None else AutoModelForSequenceClassification
+    return AutoModel if source.kind.name != "cross_encoder" else AutoModelForSequenceClassification
 
 
 def _require_plausible_size(source: ModelSource, directory: Path) -> None:
@@ -332,13 +336,13 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
             break
     heads = [name for name in shapes if name.startswith(HEAD)]
     locations |= {name: stored[key] for name in heads if (key := classifier_name(name, "")) in stored}
-    if source.head is not None and source.head.linear is not None:
-        locations[_SCORE] = _linear_location(source.head.linear)
-    computed = {_SCORE} if source.head is not None and source.head.tokens else set()
+    if source.kind.name == "cross_encoder" and source.settings.linear is not None:
+        locations[_SCORE] = _linear_location(source.settings.linear)
+    computed = {_SCORE} if source.kind.name == "cross_encoder" and source.settings.tokens else set()
     computed |= {QUERY_WEIGHTS} & set(shapes)
     pickled = tuple(f"dense.{index}." for index, dense in enumerate(source.dense) if is_pickled(dense))
     computed |= {name for name in shapes if name.startswith(pickled)} if pickled else set()
-    if source.m3 is not None and not source.m3.is_new:
+    if source.kind.name == "m3" and not source.settings.is_new:
         computed = {name for name in shapes if name.startswith(LAYERS)}
     if is_static(source.config) and TABLE not in locations:
         computed = {TABLE}

@@ -47,7 +47,7 @@ def different_tokens(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerB
 def _settings(source: ModelSource) -> dict[str, Any]:
     """What surrounds the weights of a model, by the names of messages."""
     settings: dict[str, Any] = {
-        "kind": source.kind.value,
+        "kind": source.kind.name,
         "pooling": source.pooling.value,
         "pooling of the prompt's tokens": source.include_prompt,
         "normalisation of vectors": source.normalize,
@@ -57,13 +57,17 @@ def _settings(source: ModelSource) -> dict[str, Any]:
     }
     for index, dense in enumerate(source.dense):
         settings[f"activation of Dense head {index}"] = dense.activation
-    if source.head is not None:
-        settings["activation of scores"] = source.head.activation
-        settings["template of pairs"] = source.head.template
-    if source.words is not None:
-        settings["weights of words"] = source.words.pooling.value, source.words.activation.value
-        settings["queries of the sparse model"] = source.words.query_mode.value
-    return settings | {"token vectors": source.token_vectors, "representations": source.m3}
+    if source.kind.name == "cross_encoder":
+        settings["activation of scores"] = source.settings.activation
+        settings["template of pairs"] = source.settings.template
+    if source.kind.name == "sparse":
+        settings["weights of words"] = source.settings.pooling.value, source.settings.activation.value
+        settings["queries of the sparse model"] = source.settings.query_mode.value
+    if source.kind.name == "late_interaction":
+        settings["token vectors"] = source.settings
+    if source.kind.name == "m3":
+        settings["representations"] = source.settings
+    return settings
 
 
 def _computing(config: PretrainedConfig) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 from safetensors import safe_open
 
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
-from embedtrain.config.recipe import ModelKind
 from embedtrain.config.token_vectors import DEFAULT_EXPANSION_LENGTH, Expansion, TokenVectors
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
@@ -112,7 +111,7 @@ def read_late_interaction(directory: Path) -> LateInteractionFiles:
             skiplist_queries=skips_queries,
             similarity=_similarity(directory / SETTINGS, settings),
         ),
-        prompts=prompts_of(settings | {"prompts": prompts}, directory / SETTINGS, ModelKind.late_interaction),
+        prompts=prompts_of(settings | {"prompts": prompts}, directory / SETTINGS, "late_interaction"),
         prompt_tokens=tuple(prefix for prefix in prefixes.values() if prefix),
         lowercase=bool(stored.get("do_lower_case")),
     )

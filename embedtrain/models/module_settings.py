@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from embedtrain.config.heads import HeadInit
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import ModelKind, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
@@ -20,10 +20,10 @@ TASKS_FOLDER = "adapters"  # of a directory with the adapters of several tasks
 CROSS_ENCODER, MULTI_VECTOR, PYLATE = "CrossEncoder", "MultiVectorEncoder", "ColBERT"
 SPARSE = "SparseEncoder"
 _KINDS = {
-    CROSS_ENCODER: ModelKind.cross_encoder,
-    MULTI_VECTOR: ModelKind.late_interaction,
-    PYLATE: ModelKind.late_interaction,
-    SPARSE: ModelKind.sparse,
+    CROSS_ENCODER: "cross_encoder",
+    MULTI_VECTOR: "late_interaction",
+    PYLATE: "late_interaction",
+    SPARSE: "sparse",
 }
 
 _POOLING_FLAGS = {
@@ -71,12 +71,12 @@ class Module(NamedTuple):
     type: str  # the full name of the class
 
 
-def stored_kind(directory: Path) -> ModelKind:
+def stored_kind(directory: Path) -> str:
     """The kind of a model directory that an export or a run has written."""
     if is_m3(directory):
-        return ModelKind.m3
+        return "m3"
     settings: dict[str, Any] = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
-    return _KINDS.get(str(settings.get("model_type")), ModelKind.dense)
+    return _KINDS.get(str(settings.get("model_type")), "dense")
 
 
 def read_modules(directory: Path) -> list[Module]:
@@ -119,14 +119,14 @@ def read_truncate_dim(path: Path) -> int | None:
     return value
 
 
-def read_similarity(path: Path, kind: ModelKind) -> VectorSimilarity:
+def read_similarity(path: Path, kind: str) -> VectorSimilarity:
     """How sentence-transformers compares vectors according to these settings; a ModelError for an unknown name.
 
     Learned sparse models are compared by inner product here.
     """
-    default = VectorSimilarity.dot if kind is ModelKind.sparse else VectorSimilarity.cosine
+    default = VectorSimilarity.dot if kind == "sparse" else VectorSimilarity.cosine
     value = read_json(path).get("similarity_fn_name") if path.is_file() else None
-    allowed = [default.value] if kind is ModelKind.sparse else [similarity.value for similarity in VectorSimilarity]
+    allowed = [default.value] if kind == "sparse" else [similarity.value for similarity in VectorSimilarity]
     if value is not None and value not in allowed:
         raise ModelError(
             f"{path}: similarity_fn_name={value!r:.200} is not supported: allowed are {', '.join(allowed)}"
@@ -134,7 +134,7 @@ def read_similarity(path: Path, kind: ModelKind) -> VectorSimilarity:
     return default if value is None else VectorSimilarity(value)
 
 
-def read_prompts(path: Path, kind: ModelKind) -> dict[str, str]:
+def read_prompts(path: Path, kind: str) -> dict[str, str]:
     """The prompts of the directory."""
     return prompts_of(read_json(path) if path.is_file() else {}, path, kind)
 
@@ -145,12 +145,12 @@ def task_prompts(adapter: str | None) -> dict[str, str]:
     path = folder.parent.parent / SETTINGS
     if adapter is None or folder.parent.name != TASKS_FOLDER or not path.is_file():
         return {}
-    saved = read_prompts(path, ModelKind.dense)
+    saved = read_prompts(path, "dense")
     names = {role: f"{folder.name}_{role}" for role in ("query", "document")}
     return {role: saved[name] for role, name in names.items() if name in saved}
 
 
-def prompts_of(settings: Mapping[str, Any], path: Path, kind: ModelKind) -> dict[str, str]:
+def prompts_of(settings: Mapping[str, Any], path: Path, kind: str) -> dict[str, str]:
     """The prompts in the settings of a directory, whose file is `path`."""
     saved = settings.get("prompts") or {}
     if not isinstance(saved, dict):
@@ -167,7 +167,7 @@ def prompts_of(settings: Mapping[str, Any], path: Path, kind: ModelKind) -> dict
             prompts.setdefault("document", prompts[name])
     if default and prompts[default]:
         # A cross-encoder of sentence-transformers has it before the first text of a pair only.
-        roles = ("query",) if kind is ModelKind.cross_encoder else ("query", "document")
+        roles = ("query",) if kind == "cross_encoder" else ("query", "document")
         prompts = dict.fromkeys(roles, prompts[default]) | prompts
     return prompts
 

@@ -11,10 +11,11 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.pair_template import PairTemplate, pair_template
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.configuration import check_config, read_config, reject_typos
@@ -71,22 +72,27 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     config = set_attention_direction(source.config, model.bidirectional)
     set_rope_theta(config, model.rope_theta, "model.rope_theta")
     scale_rope(config, model.rope_scaling)
-    if source.head is not None:
+    if model.kind == "cross_encoder":
         pooling = score_pooling(config)
         return replace(source, config=config, pooling=pooling, include_prompt=True, normalize=False)
-    if model.kind is ModelKind.late_interaction:
-        dense, token_vectors = token_projection(source.dense, source.token_vectors, config, model.late_interaction)
+    if model.kind == "late_interaction":
+        dense, token_vectors = token_projection(source.dense, source.settings, config, model.late_interaction)
         max_length = source.tokenization.max_length or token_vectors.max_length
         tokenization = replace(source.tokenization, max_length=max_length, append_eos=model.append_eos)
         return replace(
-            source, config=config, dense=dense, token_vectors=token_vectors, tokenization=tokenization, normalize=True
+            source, config=config, dense=dense, settings=token_vectors, tokenization=tokenization, normalize=True
         )
-    if model.kind is ModelKind.m3:
+    if model.kind == "m3":
         settings = m3_settings(source.directory, config, model.m3)
-        return replace(source, config=config, m3=settings, pooling=Pooling.cls, include_prompt=True, normalize=True)
-    if model.kind is ModelKind.sparse:
         return replace(
-            source, config=config, words=word_weights_of(source.words, source.directory, config, model), normalize=False
+            source, config=config, settings=settings, pooling=Pooling.cls, include_prompt=True, normalize=True
+        )
+    if model.kind == "sparse":
+        return replace(
+            source,
+            config=config,
+            settings=word_weights_of(source.settings, source.directory, config, model),
+            normalize=False,
         )
     if model.pooling is not None:
         require_pooling(config, model.pooling)
@@ -126,15 +132,16 @@ def _from_path(model: ModelConfig) -> ModelSource:
         normalize=source.normalize if model.normalize is None else model.normalize,
         similarity=model.similarity or source.similarity,
         tokenization=replace(source.tokenization, max_length=max_length),
-        prompts=_template_prompts(source.head)
+        prompts=_template_prompts(source)
         | source.prompts
         | task_prompts(model.lora.path)
         | {name: text for name, text in prompts.items() if text is not None},
     )
 
 
-def _template_prompts(head: HeadSource | None) -> dict[str, str]:
-    return {} if head is None or head.template is None else dict(head.template.prompts)
+def _template_prompts(source: ModelSource) -> dict[str, str]:
+    template = source.settings.template if source.kind.name == "cross_encoder" else None
+    return {} if template is None else dict(template.prompts)
 
 
 def _from_config(model: ModelConfig) -> ModelSource:
@@ -159,30 +166,36 @@ def _from_config(model: ModelConfig) -> ModelSource:
         ) from None
     check_config(config, "model.config")
     head: HeadSource | None = None
-    if model.kind is ModelKind.cross_encoder:
+    if model.kind == "cross_encoder":
         head = replace(new_score_head(config, "model.config"), template=pair_template(model.pair_template))
-    prompts = {"query": model.query_prompt, "document": model.document_prompt}
-    return ModelSource(
+    source = ModelSource(
+        kind=load_kind(model.kind),
+        settings=head,
         directory=None,
         config=config,
-        head=head,
         pooling=_required(model, None, "a model made from model.config"),
         normalize=True if model.normalize is None else model.normalize,
         similarity=model.similarity or VectorSimilarity.cosine,
         tokenization=Tokenization(max_length=model.max_length),
-        prompts={"query": "", "document": ""}
-        | _template_prompts(head)
-        | {name: text for name, text in prompts.items() if text is not None},
+        prompts={"query": "", "document": ""},
         trust_remote_code=model.trust_remote_code,
+    )
+    prompts = {"query": model.query_prompt, "document": model.document_prompt}
+    return replace(
+        source,
+        prompts=source.prompts
+        | _template_prompts(source)
+        | {name: text for name, text in prompts.items() if text is not None},
     )
 
 
 def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
     config = read_config(directory, trust_remote_code=model.trust_remote_code)
     return ModelSource(
+        kind=load_kind(model.kind),
+        settings=_score_head(RerankerFiles(directory=directory), config, model),
         directory=directory,
         config=config,
-        head=_score_head(RerankerFiles(directory=directory), config, model),
         pooling=_required(model, config, f"{directory}, which has no modules.json,"),
         normalize=True,
         tokenization=Tokenization(),
@@ -205,7 +218,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     )
     stored = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     is_scorer = modules.is_scorer or (kinds == SCORE_MODULES and stored.get("model_type") == CROSS_ENCODER)
-    if is_scorer and model.kind is ModelKind.dense and model.pooling is None:
+    if is_scorer and model.kind == "dense" and model.pooling is None:
         raise _is_reranker_error(str(directory), f"with {', '.join(kinds)}")
     scorer = RerankerFiles(
         directory=transformer,
@@ -217,13 +230,13 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         settings=stored,
     )
     head = _score_head(scorer, config, model)
-    if model.kind is ModelKind.m3 and has_m3_layers(transformer):  # another model is only the backbone
+    if model.kind == "m3" and has_m3_layers(transformer):  # another model is only the backbone
         require_m3_directory(pooling, len(dense), str(directory / "modules.json"))
     return ModelSource(
+        kind=load_kind(model.kind),
+        settings=modules.words if model.kind == "sparse" else head,
         directory=transformer,
         config=config,
-        head=head,
-        words=modules.words,
         pooling=pooling or _required(model, config, f"{directory}, whose modules.json has no Pooling,"),
         normalize=modules.normalize,
         include_prompt=modules.include_prompt,
@@ -236,21 +249,20 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         prompts={}
         if head is not None and ((pooling is not None and not is_scorer) or _is_stored(head.template, model))
         else read_prompts(directory / SETTINGS, model.kind),
-        truncate_dim=read_truncate_dim(directory / SETTINGS) if model.kind is ModelKind.dense else None,
+        truncate_dim=read_truncate_dim(directory / SETTINGS) if model.kind == "dense" else None,
         similarity=read_similarity(directory / SETTINGS, model.kind)
-        if model.kind in (ModelKind.dense, ModelKind.sparse)
+        if model.kind in ("dense", "sparse")
         else VectorSimilarity.cosine,
-        dense=tuple(dense) if model.kind is ModelKind.dense else (),
+        dense=tuple(dense) if model.kind == "dense" else (),
         trust_remote_code=model.trust_remote_code,
     )
 
 
 def _read_late_interaction(directory: Path, model: ModelConfig, what: str) -> ModelSource:
     """Read a directory that is `what`, of any of the formats of late-interaction models."""
-    if model.kind is not ModelKind.late_interaction:
+    if model.kind != "late_interaction":
         raise ConfigError(
-            f"model.kind={model.kind.value}: {directory} is {what}, a late-interaction model; set "
-            "model.kind=late_interaction"
+            f"model.kind={model.kind}: {directory} is {what}, a late-interaction model; set model.kind=late_interaction"
         )
     files = read_late_interaction(directory)
     if files.transformer != directory:
@@ -259,11 +271,12 @@ def _read_late_interaction(directory: Path, model: ModelConfig, what: str) -> Mo
         lowercase=files.lowercase, is_sentence_transformers=True, prompt_tokens=files.prompt_tokens
     )
     return ModelSource(
+        kind=load_kind(model.kind),
+        settings=files.token_vectors,
         directory=files.transformer,
         config=read_config(files.transformer, trust_remote_code=model.trust_remote_code),
         pooling=Pooling.cls,  # without an effect
         dense=files.dense,
-        token_vectors=files.token_vectors,
         normalize=True,
         tokenization=tokenization,
         prompts=files.prompts,
@@ -282,7 +295,7 @@ def _is_stored(template: PairTemplate | None, model: ModelConfig) -> bool:
 
 
 def _score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource | None:
-    return read_score_head(files, config, model) if model.kind is ModelKind.cross_encoder else None
+    return read_score_head(files, config, model) if model.kind == "cross_encoder" else None
 
 
 def _is_reranker_error(what: str, kinds: str) -> ConfigError:
@@ -293,9 +306,9 @@ def _is_reranker_error(what: str, kinds: str) -> ConfigError:
 
 
 def _required(model: ModelConfig, config: PretrainedConfig | None, what: str) -> Pooling:
-    if model.kind is ModelKind.cross_encoder:
+    if model.kind == "cross_encoder":
         return Pooling.cls  # the architecture decides, see `score_pooling`
-    if model.kind in (ModelKind.late_interaction, ModelKind.m3, ModelKind.sparse):
+    if model.kind in ("late_interaction", "m3", "sparse"):
         return Pooling.cls  # without an effect
     if model.pooling is None and config is not None and is_reranker(config):
         raise _is_reranker_error(what.split(",", maxsplit=1)[0], ", ".join(config.architectures or ()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import BaseModelOutput
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import Encoder
@@ -94,9 +94,9 @@ def is_static(config: PretrainedConfig) -> bool:
 
 def require_static_options(model: ModelConfig) -> None:
     """A ConfigError for an option of `model` that a table does not have."""
-    if model.kind is not ModelKind.dense:
+    if model.kind != "dense":
         raise ConfigError(
-            f"model.kind={model.kind.value}: the model is a table of static embeddings, which has one vector of a "
+            f"model.kind={model.kind}: the model is a table of static embeddings, which has one vector of a "
             "text; write dense"
         )
     if model.pooling not in (None, Pooling.mean):

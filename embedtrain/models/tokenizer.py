@@ -53,8 +53,8 @@ def load_tokenizer(
         backend = loaded.backend_tokenizer
         backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
     by_default = source.pooling is Pooling.last and (tokenizer is not None or not tokenization.is_sentence_transformers)
-    if source.head is not None and source.head.template is not None:
-        by_default &= source.head.template.special_tokens
+    if source.kind.name == "cross_encoder" and source.settings.template is not None:
+        by_default &= source.settings.template.special_tokens
     _add_eos_token(loaded, tokenization.append_eos, path, by_default=by_default)
     _register_prompt_tokens(loaded, tokenization.prompt_tokens, path)
     if loaded.pad_token_id is None and not static:

@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
+from embedtrain.config.kinds import Kind
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.m3 import M3Settings
-from embedtrain.config.recipe import ModelKind, Pooling
-from embedtrain.config.token_vectors import TokenVectors
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.module_settings import DenseSource
-from embedtrain.models.score_head import HeadSource
-from embedtrain.models.word_weights import WordWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,8 @@ class Tokenization:
 class ModelSource:
     """Everything known about a model before its weights are read."""
 
+    kind: Kind
+    settings: Any = None  # of the kind, an object of its own type, which has `is_new`; None for a dense model
     directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
     config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_*` applied
     pooling: Pooling
@@ -43,36 +43,21 @@ class ModelSource:
     truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
     prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
     trust_remote_code: bool = False  # whether Python in `directory` may run
-    head: HeadSource | None = None  # of a cross-encoder; None for a model of vectors
-    token_vectors: TokenVectors | None = None  # of a late-interaction model, whose projection is `dense`
-    m3: M3Settings | None = None  # of a model of three representations
-    words: WordWeights | None = None  # of a learned sparse model
     adapter: Path | None = None  # a LoRA adapter in PEFT's format that a command loads onto it
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
     @property
-    def kind(self) -> ModelKind:
-        """What the model computes."""
-        if self.token_vectors is not None:
-            return ModelKind.late_interaction
-        if self.m3 is not None:
-            return ModelKind.m3
-        if self.words is not None:
-            return ModelKind.sparse
-        return ModelKind.dense if self.head is None else ModelKind.cross_encoder
-
-    @property
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
-        parts = (self.head, self.token_vectors, self.m3)
-        return any(part is not None and part.is_new for part in parts) or any(d.directory is None for d in self.dense)
+        is_new = self.settings is not None and self.settings.is_new
+        return is_new or any(dense.directory is None for dense in self.dense)
 
     @property
     def dimension(self) -> int:
         """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder, V of sparse ones."""
-        if self.words is not None:
+        if self.kind.name == "sparse":
             return int(self.config.get_text_config().vocab_size)
-        if self.head is not None:
+        if self.kind.name == "cross_encoder":
             return 1
         return self.dense[-1].num_out if self.dense else hidden_size(self.config)
 
@@ -86,7 +71,7 @@ class ModelSource:
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
         """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions."""
-        if self.m3 is not None and any(dim is not None for dim in dims):
+        if self.kind.name == "m3" and any(dim is not None for dim in dims):
             raise ConfigError(f"{option}: is for one vector of each text, and model.kind=m3 has others; leave it out")
         available = min(self.dimension, self.truncate_dim or self.dimension) if truncated else self.dimension
         for dim in dims:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PretrainedConfig
 
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.sparse import SparseActivation, SparsePooling, SparseQueries
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.file_references import read_json
@@ -32,6 +32,11 @@ class WordWeights:
     pooling: SparsePooling = SparsePooling.max
     activation: SparseActivation = SparseActivation.relu
     queries: StaticQueries | None = None  # of queries that are not encoded
+
+    @property
+    def is_new(self) -> bool:
+        """False: the vocabulary head is in the files."""
+        return False
 
     @property
     def query_mode(self) -> SparseQueries:
@@ -82,7 +87,7 @@ def require_sparse_modules(directory: Path, kinds: Sequence[str], model: ModelCo
             f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; supported with {SPLADE_POOLING} is a "
             "Transformer before it, and nothing else"
         )
-    if model.kind is not ModelKind.sparse and model.pooling is None:
+    if model.kind != "sparse" and model.pooling is None:
         raise ConfigError(
             f"{directory} is a learned sparse model ({SPLADE_POOLING}): set model.kind=sparse, or model.pooling to "
             "train another model from its backbone"

@@ -4,16 +4,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from embedtrain.config.recipe import ModelKind
+from embedtrain.config.kinds import kinds
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.digests import LOSS_OPTIONS, leaves
 from embedtrain.pipeline.registry import MODEL, STATIC, TRAIN
 from embedtrain.pipeline.types import Stage
 
 _INDEX = re.compile(r"\[\d+\]")
-_DENSE = (ModelKind.dense,)
-_RERANKERS = (ModelKind.cross_encoder, ModelKind.late_interaction)
-_ENCODERS = tuple(kind for kind in ModelKind if kind is not ModelKind.cross_encoder)
+_DENSE = ("dense",)
+_RERANKERS = ("cross_encoder", "late_interaction")
+_ENCODERS = tuple(kind.name for kind in kinds() if kind.name != "cross_encoder")
 # By command and option, what it takes; other options take any kind.
 _TAKEN = {
     ("evaluate", MODEL): _ENCODERS,
@@ -31,15 +31,15 @@ _RERANKER_ADVICE = {
 }
 
 
-def kind_of_model(stage: Stage, stages: Mapping[str, Stage]) -> ModelKind | None:
+def kind_of_model(stage: Stage, stages: Mapping[str, Stage]) -> str | None:
     """The kind of the model that a stage writes; None if it writes none, or changes one from outside."""
     if MODEL not in stage.kind.outputs:
         return None
     if stage.kind.name == TRAIN:
-        kind: ModelKind = stage.options.model.kind
+        kind: str = stage.options.model.kind
         return kind
     if stage.kind.name == STATIC:
-        return ModelKind.dense
+        return "dense"
     kinds = [kind_of_model(stages[name], stages) for name in stage.depends]
     return next((kind for kind in kinds if kind is not None), None)
 
@@ -47,7 +47,7 @@ def kind_of_model(stage: Stage, stages: Mapping[str, Stage]) -> ModelKind | None
 def is_reranker(path: Any, stages: Mapping[str, Stage]) -> bool:
     """Whether a cross-encoder will be at a path, written by one of the stages."""
     producer = _producer(path, stages)
-    return producer is not None and kind_of_model(producer, stages) is ModelKind.cross_encoder
+    return producer is not None and kind_of_model(producer, stages) == "cross_encoder"
 
 
 def check_models(stage: Stage, stages: Mapping[str, Stage]) -> None:
@@ -58,10 +58,10 @@ def check_models(stage: Stage, stages: Mapping[str, Stage]) -> None:
         kind = None if producer is None else kind_of_model(producer, stages)
         if allowed is None or producer is None or kind is None or kind in allowed:
             continue
-        advice = _RERANKER_ADVICE.get(stage.kind.name, "") if kind is ModelKind.cross_encoder and name == MODEL else ""
+        advice = _RERANKER_ADVICE.get(stage.kind.name, "") if kind == "cross_encoder" and name == MODEL else ""
         raise ConfigError(
-            f"{name}={value}: stage {producer.name} writes a model of the kind {kind.value}, and {stage.kind.name} "
-            f"takes {' or '.join(one.value for one in allowed)}{advice.format(producer=producer.name)}"
+            f"{name}={value}: stage {producer.name} writes a model of the kind {kind}, and {stage.kind.name} "
+            f"takes {' or '.join(allowed)}{advice.format(producer=producer.name)}"
         )
 
 

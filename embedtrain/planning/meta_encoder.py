@@ -33,7 +33,7 @@ class MetaEncoder:
     @property
     def token_vectors(self) -> TokenVectors | None:
         """The settings of a late-interaction model."""
-        return self.source.token_vectors
+        return self.source.settings if self.source.kind.name == "late_interaction" else None
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -55,8 +55,8 @@ def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
-    if source.token_vectors is not None and source.token_vectors.document_length is not None:
-        length = min(length, source.token_vectors.document_length)
+    if source.kind.name == "late_interaction" and source.settings.document_length is not None:
+        length = min(length, source.settings.document_length)
     return MetaEncoder(encoder, source, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
 
 

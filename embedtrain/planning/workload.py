@@ -6,7 +6,7 @@ from typing import Any, Self
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.matryoshka import matryoshka_layers_of
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import ModelKind, Recipe, TrainConfig, TrainSource
+from embedtrain.config.recipe import Recipe, TrainConfig, TrainSource
 
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
 # fragmentation of the allocator.
@@ -73,7 +73,7 @@ class StepWorkload:
         negatives that sources of `data.train` ask for. The default of `negatives` counts for a cross-encoder only: it
         trains on rows with negatives, and most other rows have none.
         """
-        train, pairs = recipe.train, recipe.model.kind is ModelKind.cross_encoder
+        train, pairs = recipe.train, recipe.model.kind == "cross_encoder"
         if texts_per_row is None:
             default = int(TrainSource.negatives or 0)
             written = [source.negatives or 0 for source in recipe.data.train]

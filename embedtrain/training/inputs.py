@@ -11,14 +11,13 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.code import code_options
 from embedtrain.config.compressed import dims_of
-from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.matryoshka import matryoshka_dims_of
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
-from embedtrain.config.recipe import ModelKind, Recipe, TrainSource
+from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.config.sparse_checks import check_query_regularizer
 from embedtrain.config.validation import TEXT_ALONE
@@ -56,7 +55,7 @@ from embedtrain.utils.files import expand_user
 
 def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:
     """A warning for each source whose rows have instructions in another format than that of the model's template."""
-    template = None if source.head is None else source.head.template
+    template = None if source.kind.name != "cross_encoder" else source.settings.template
     if template is None or template.instruction_format in (None, PLAIN_INSTRUCTION):
         return []
     formats = {
@@ -107,8 +106,8 @@ def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
     Queries of a sparse model may be static because of its files, which the recipe's own checks do not see.
     """
     set_rope_theta(copy.deepcopy(source.config), recipe.export.rope_theta, "export.rope_theta")
-    if source.words is not None:
-        check_query_regularizer(recipe.sparsity, source.words.query_mode)
+    if source.kind.name == "sparse":
+        check_query_regularizer(recipe.sparsity, source.settings.query_mode)
     for loss in (recipe.loss, *(source_loss(train_source, recipe.loss) for train_source in recipe.data.train)):
         require_dimensions(loss, source.dimension)
 
@@ -240,11 +239,11 @@ def read_inputs(run: Run) -> RunInputs:
         optional=lambda name: best is None or set_of_metric(best) not in (name, MEAN),
         warn=run.console.warn,
     )
-    if recipe.model.kind is ModelKind.cross_encoder:
+    if recipe.model.kind == "cross_encoder":
         sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
     with world.fail_together("reading evaluation sets"):
         check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
-    views = HybridWeights._fields if source.m3 is not None else ()
+    views = HybridWeights._fields if source.kind.name == "m3" else ()
     best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views, *evaluation.vectors))
     with world.fail_together("opening the model"):
         if described is not recipe.model:
@@ -252,8 +251,8 @@ def read_inputs(run: Run) -> RunInputs:
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
         opened = source
         source, losses = with_similarity(recipe.model, opened, losses)
-        if recipe.evaluation.sets and source.kind is not ModelKind.cross_encoder:
-            score = load_kind(source.kind.value).score(source)
+        if recipe.evaluation.sets and source.kind.name != "cross_encoder":
+            score = source.kind.score(source)
             score.store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
     run.note(similarity_note(opened, source))
     if source.truncate_dim is not None:

@@ -24,7 +24,7 @@ from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, Recipe, Resume
+from embedtrain.config.recipe import ModelConfig, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.errors import CheckpointError
@@ -283,14 +283,14 @@ def _source_identity(store: RowStore, settings: SourceSettings) -> dict[str, Any
     return options
 
 
-def _loss_identity(loss: LossConfig, kind: ModelKind) -> dict[str, Any]:
+def _loss_identity(loss: LossConfig, kind: str) -> dict[str, Any]:
     """Options of a loss that affect its values."""
     options: dict[str, Any] = to_plain(loss)
     for part in (options, *options.get("losses", ())):
         part.pop("implementation", None)
         for name in _COMPARES & part.keys():
             part[name] = part[name] or "cosine"
-        if kind is ModelKind.dense and part["name"] == InfoNCEConfig.name:
+        if kind == "dense" and part["name"] == InfoNCEConfig.name:
             # Earlier versions wrote these numbers, which were the defaults.
             part["temperature"] = VECTOR_TEMPERATURE if part["temperature"] is None else part["temperature"]
             part["temperature_bounds"] = part["temperature_bounds"] or list(VECTOR_TEMPERATURE_BOUNDS)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import ModelKind
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.train_data import TrainData
@@ -67,7 +66,7 @@ class RunReporter:
     ) -> None:
         self._run, self._encoder, self._tracker, self._state, self._length = run, encoder, tracker, state, length
         # A cross-encoder has no vectors of texts.
-        self._has_sample = run.recipe.tracking.report and run.recipe.model.kind is ModelKind.dense
+        self._has_sample = run.recipe.tracking.report and run.recipe.model.kind == "dense"
         self._starts_at_zero = state.step == 0
         self._has_warned = False
         self._clock = SessionClock()

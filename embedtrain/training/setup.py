@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.compose import to_plain
-from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ModelKind, Recipe
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX, Recipe
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
@@ -100,7 +99,7 @@ def tokenize_data(run: Run, inputs: RunInputs, model: LoadedModel, *, from_scrat
     with world.fail_together("tokenising"), console.progress() as progress:
         notes = data.prepare(model.tokenizer, replace(inputs.cache, progress=progress))
     run.note(notes)
-    queries = None if model.source.words is None else model.source.words.queries
+    queries = None if model.source.kind.name != "sparse" else model.source.settings.queries
     if from_scratch and queries is not None and queries.path is None:
         assert data.tokens is not None
         with console.phase("computing the weights of queries from the documents"):
@@ -171,7 +170,7 @@ def build_loss(
     recipe, world, data = run.recipe, run.world, inputs.data
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
-        score = load_kind(model.source.kind.value).score(model.source)
+        score = model.source.kind.score(model.source)
         loss = build_losses(
             inputs.losses,
             dimension=dimension,
@@ -180,8 +179,8 @@ def build_loss(
             score=None if score.named_by_loss else score,
             num_batches=inputs.length.batches,
         )
-        if model.source.words is not None:
-            sparsity = recipe.sparsity.resolved(model.source.words.query_mode)
+        if model.source.kind.name == "sparse":
+            sparsity = recipe.sparsity.resolved(model.source.settings.query_mode)
             loss = SparsityRegularized(loss, sparsity, _ramp_batches(recipe, inputs.length))
         loss = loss.to(world.device)
     set_teacher_maps(loss, guides, world)
@@ -321,7 +320,7 @@ def build_backward(
 ) -> Backward:
     """The computation of gradients."""
     losses, data = inputs.losses, inputs.data
-    has_geometry = run.recipe.tracking.geometry and run.recipe.model.kind is ModelKind.dense
+    has_geometry = run.recipe.tracking.geometry and run.recipe.model.kind == "dense"
     return Backward(
         model.encoder,
         loss,

@@ -11,7 +11,7 @@ from typing import Any
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import AnglEConfig, CombinedConfig, CoSENTConfig, CosineMSEConfig, LossConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.models.types import ModelSource
@@ -27,7 +27,7 @@ def with_similarity(
 
     A ConfigError for a loss that does not know the model's similarity.
     """
-    if source.kind is not ModelKind.dense or source.normalize:
+    if source.kind.name != "dense" or source.normalize:
         return source, list(losses)
     resolved = [_resolved(loss, source.similarity) for loss in losses]
     named = {similarity for loss in resolved for similarity in _similarities(loss)}

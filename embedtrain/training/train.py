@@ -13,7 +13,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.evaluation import TRAINED
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import Timeouts, World, joined_world
@@ -261,7 +261,7 @@ def _evaluation(
 ) -> PeriodicEvaluation:
     """The evaluation of the sets with what is exported, and with the trained weights if the recipe asks for it."""
     evaluation = run.recipe.evaluation
-    scores_pairs = run.recipe.model.kind is ModelKind.cross_encoder
+    scores_pairs = run.recipe.model.kind == "cross_encoder"
     model = PairScorer(encoder, windows=evaluation.document_windows) if scores_pairs else encoder
     evaluator = Evaluator(
         inputs.sets,

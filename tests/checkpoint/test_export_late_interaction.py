@@ -11,7 +11,7 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion, TokenSimilarity
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError
 from embedtrain.models.source import open_model_source
@@ -30,7 +30,7 @@ MEAN = LateInteractionConfig(similarity=TokenSimilarity.meanmaxsim, query_expans
 
 
 def architecture(directory: Path, model: Path, **options: Any) -> Architecture:
-    return architecture_of(directory, ModelConfig(path=str(model), kind=ModelKind.late_interaction, **options))
+    return architecture_of(directory, ModelConfig(path=str(model), kind="late_interaction", **options))
 
 
 def settings_of(directory: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_an_export_gives_the_same_vectors_and_settings(save, options, kind, tmp_
     assert result.difference < 1e-5, "the export is compared with sentence-transformers"
     assert settings_of(result.directory)["model_type"] == kind
     theirs = MultiVectorEncoder(str(result.directory), device="cpu")
-    assert theirs.similarity_fn_name == built.source.token_vectors.similarity.value
+    assert theirs.similarity_fn_name == built.source.settings.similarity.value
     for role, encode in ((TextRole.query, theirs.encode_query), (TextRole.document, theirs.encode_document)):
         for own, other in zip(token_vectors(result.directory, role), encode(TEXTS), strict=True):
             torch.testing.assert_close(own, torch.as_tensor(other), rtol=0, atol=1e-5)
@@ -74,7 +74,7 @@ def test_prompts_are_prefixes_of_pylate_if_they_are_tokens(prompts, prefixes, na
     settings = settings_of(built.directory)
     assert (settings["query_prefix"], settings["document_prefix"]) == prefixes
     assert (settings["prompts"]["query"], settings["prompts"]["document"]) == names
-    reopened = open_model_source(ModelConfig(path=str(built.directory), kind=ModelKind.late_interaction))
+    reopened = open_model_source(ModelConfig(path=str(built.directory), kind="late_interaction"))
     assert {role: reopened.prompts[role] for role in prompts} == prompts
     # PyLate inserts the prefix after the first token of a text.
     tokenizer = load_tokenizer(reopened)
@@ -87,7 +87,7 @@ def test_prompts_are_prefixes_of_pylate_if_they_are_tokens(prompts, prefixes, na
 def test_words_that_are_no_tokens_are_left_out_of_the_skip_list(tmp_path):
     """PyLate takes their ids for that of the unknown token, whose vectors it would leave out."""
     built = architecture(tmp_path / "architecture", save_pylate(tmp_path / "model", "bert"))
-    assert "!" in built.source.token_vectors.skiplist_words
+    assert "!" in built.source.settings.skiplist_words
     assert settings_of(built.directory)["skiplist_words"] == [",", "."]
 
 

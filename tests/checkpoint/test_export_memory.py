@@ -6,7 +6,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.formats.sparse import word_weights_of_sentence_transformers
 from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
@@ -66,7 +66,7 @@ def test_memory_is_a_slice_of_the_model_or_one_copy_if_checked(tmp_path):
 
 
 def test_the_check_of_a_sparse_model_needs_the_logits_of_two_texts(tmp_path):
-    words, length, kind = 30_000, 512, ModelKind.sparse
+    words, length, kind = 30_000, 512, "sparse"
     model = small_model("bert", kind=kind, pooling=None)
     model.config |= {"vocab_size": words, "max_position_embeddings": length}
     path = save_language_model(model, tmp_path / "model")

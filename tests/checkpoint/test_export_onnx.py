@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import embedtrain.formats.onnx as onnx_graph
 from embedtrain.config.heads import HeadConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.onnx import GRAPH, check_graph, write_graph
 from embedtrain.formats.reopen import require_shapes
@@ -78,14 +78,14 @@ def session_scores(directory: Path, queries: list[str], documents: list[str]) ->
 @pytest.mark.parametrize("architecture", _ALWAYS_TESTED)
 def test_the_graph_of_a_cross_encoder_contains_its_head(tmp_path, architecture):
     """One by one and padded; BERT with token types."""
-    model = small_model(architecture, kind=ModelKind.cross_encoder)
+    model = small_model(architecture, kind="cross_encoder")
     model.config |= {"bert": {"type_vocab_size": 2}, "qwen3": {"pad_token_id": None}}.get(architecture, {})
     save_small(model, tmp_path / "model")
     if architecture == "bert":
         settings = tmp_path / "model" / "tokenizer_config.json"
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
         settings.write_text(json.dumps(json.loads(settings.read_text()) | names))
-    source = ModelConfig(path=str(tmp_path / "model"), kind=ModelKind.cross_encoder)
+    source = ModelConfig(path=str(tmp_path / "model"), kind="cross_encoder")
     small = architecture_of(tmp_path / "architecture", source)
     exported = export_model(tmp_path / "out", small, formats=["onnx"])
     assert exported.difference < 1e-4

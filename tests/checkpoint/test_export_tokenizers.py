@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ModelError
 from embedtrain.formats.cross_encoder import formatted_pairs, probe_pairs
 from embedtrain.formats.model_directory import write_architecture
@@ -98,7 +98,7 @@ def write(directory: Path, architecture: str, family: Family, template: dict[str
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    options = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder, pair_template=template, max_length=256)
+    options = ModelConfig(path=str(directory), kind="cross_encoder", pair_template=template, max_length=256)
     return open_model_source(options)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from embedtrain.commands.verify.options import ENGINES as VERIFIED
 from embedtrain.config.heads import HeadActivation, HeadConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.formats.model_directory import WeightPlan, create_model_directory
 from embedtrain.formats.serving import Effect, ServedModel, Trait
 from embedtrain.formats.serving_card import serving_section
@@ -72,10 +72,10 @@ CASES = {
     "dense head with GELU": Case(
         "bert", "unknown variant", ("GELU",), options={"heads": [HeadConfig(out=8, activation=HeadActivation.gelu)]}
     ),
-    "reranker": Case("xlm-roberta", "cls", options={"kind": ModelKind.cross_encoder}),
-    "reranker of modernbert": Case("modernbert", "cls", options={"kind": ModelKind.cross_encoder}),
-    "reranker of a decoder": Case("qwen3", "not supported", ("reranker",), options={"kind": ModelKind.cross_encoder}),
-    "sparse": Case("bert", "splade", options={"kind": ModelKind.sparse}, argument="splade"),
+    "reranker": Case("xlm-roberta", "cls", options={"kind": "cross_encoder"}),
+    "reranker of modernbert": Case("modernbert", "cls", options={"kind": "cross_encoder"}),
+    "reranker of a decoder": Case("qwen3", "not supported", ("reranker",), options={"kind": "cross_encoder"}),
+    "sparse": Case("bert", "splade", options={"kind": "sparse"}, argument="splade"),
     "electra": Case("electra", "not supported", ("no implementation",)),
 }  # fmt: skip
 
@@ -83,12 +83,12 @@ CASES = {
 def exported(folder: Path, case: Case, **requested: Any) -> ServedModel:
     """The export, without weights that a training would have changed."""
     options = dict(case.options or {})
-    kind = options.get("kind", ModelKind.dense)
+    kind = options.get("kind", "dense")
     small = small_model(case.architecture)
     config = small.config | (case.config or {})
-    if kind is ModelKind.dense:
+    if kind == "dense":
         options.setdefault("pooling", POOLINGS.get(case.architecture, Pooling.mean))
-    save = save_language_model if kind is ModelKind.sparse else save_small
+    save = save_language_model if kind == "sparse" else save_small
     save(small_model(case.architecture, config=config), folder / "model")
     model = ModelConfig(path=str(folder / "model"), **options)
     export_model(folder / "out", architecture_of(folder / "architecture", model), check=False, **requested)
@@ -121,7 +121,7 @@ def test_text_embeddings_inference_starts_as_the_table_says(tmp_path, name):
         assert case.served in result
         return
     assert result.pooling == case.served
-    assert result.task == ("reranker" if model.source.head is not None else "embedding")
+    assert result.task == ("reranker" if model.source.kind.name == "cross_encoder" else "embedding")
     assert result.max_length == 48
     assert result.prompts == ({"query": "", "document": ""} | model.source.prompts if result.prompts else {})
     assert len(result.dense) == len(model.source.dense)
@@ -239,7 +239,7 @@ def test_the_page_on_serving_has_the_facts_of_the_table():
         first, *cells = (cell.strip() for cell in line.strip("| ").split(" | "))
         rows[re.sub(r"\[(.*)\]\([^)]*\)", r"\1", first).partition(" (")[0]] = cells
     traits = (Trait.dense, Trait.truncation, Trait.include_prompt, Trait.is_causal, Trait.vector_length)
-    kinds = (ModelKind.cross_encoder, ModelKind.sparse, ModelKind.late_interaction)
+    kinds = ("cross_encoder", "sparse", "late_interaction")
     for engine in ENGINES.values():
         cells = rows[engine.title]
         for trait, cell in zip(traits, cells, strict=False):

@@ -22,7 +22,6 @@ from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
     ModelConfig,
-    ModelKind,
     Pooling,
     Recipe,
     ScoreHead,
@@ -38,10 +37,10 @@ from tests.config.failing_checks import all_checks, failed_check
 Change = Callable[[Recipe], None]
 NAN, INFINITE = float("nan"), float("inf")
 SCRATCH = {"model_type": "bert"}
-CROSS_ENCODER = {"model__kind": ModelKind.cross_encoder}
-LATE_INTERACTION = {"model__kind": ModelKind.late_interaction}
-SPARSE = {"model__kind": ModelKind.sparse}
-M3 = {"model__kind": ModelKind.m3, "loss": M3LossConfig()}
+CROSS_ENCODER = {"model__kind": "cross_encoder"}
+LATE_INTERACTION = {"model__kind": "late_interaction"}
+SPARSE = {"model__kind": "sparse"}
+M3 = {"model__kind": "m3", "loss": M3LossConfig()}
 OF_CROSS_ENCODERS = {
     "pair_template": {"query": "{query}", "document": "{document}"},
     "score_head": ScoreHead.tokens,
@@ -140,7 +139,7 @@ CASES = [
     case(
         "model.late_interaction.expansion_token=a: .*query_expansion",
         model=ModelConfig(
-            config=SCRATCH, kind=ModelKind.late_interaction, late_interaction=LateInteractionConfig(expansion_token="a")
+            config=SCRATCH, kind="late_interaction", late_interaction=LateInteractionConfig(expansion_token="a")
         ),
     ),
     option(
@@ -162,13 +161,13 @@ CASES = [
     option("model.score_tokens", ["1", "0"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
     case(
         "model.score_head=tokens: .*model.path",
-        model=ModelConfig(config=SCRATCH, kind=ModelKind.cross_encoder, score_head=ScoreHead.tokens),
+        model=ModelConfig(config=SCRATCH, kind="cross_encoder", score_head=ScoreHead.tokens),
     ),
     option(
         "model.score_head", ScoreHead.tokens, model__pair_template=OF_CROSS_ENCODERS["pair_template"], **CROSS_ENCODER
     ),
-    option("export.formats", ["adapter"], model__kind=ModelKind.late_interaction, model__lora__rank=4),
-    option("export.truncate_dim", 8, model__kind=ModelKind.late_interaction),
+    option("export.formats", ["adapter"], model__kind="late_interaction", model__lora__rank=4),
+    option("export.truncate_dim", 8, model__kind="late_interaction"),
     option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
     option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
     option("export.truncate_dim", 8, **CROSS_ENCODER),
@@ -355,7 +354,7 @@ def test_valid_recipes_pass():
     recipe.evaluation.sets = [EvaluationSet(path="a", kind=SetKind.reranking, candidates="b")]
     recipe.data.train = [TrainSource(path="a", name="x"), TrainSource(path="b/x")]
     check_recipe(recipe)
-    cross_encoder = ModelConfig(kind=ModelKind.cross_encoder, config=SCRATCH)
+    cross_encoder = ModelConfig(kind="cross_encoder", config=SCRATCH)
     recipe.loss = BCEConfig()
     for template in (None, {"query": "{query}", "document": "{document}", "suffix": "?"}):
         recipe.model = replace(cross_encoder, pair_template=template)

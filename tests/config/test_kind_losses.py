@@ -18,50 +18,50 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     XTRConfig,
 )
-from embedtrain.config.recipe import DataConfig, ModelConfig, ModelKind, Recipe, TrainConfig, TrainSource
+from embedtrain.config.recipe import DataConfig, ModelConfig, Recipe, TrainConfig, TrainSource
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
 
 BOTH = [LossDirection.query_document, LossDirection.document_query]
-LATE = ModelKind.late_interaction
+LATE = "late_interaction"
 ALLOWED = {
-    ModelKind.dense: set(LOSSES) - {"xtr", "m3"},
-    ModelKind.cross_encoder: {*SCORE_LOSSES, "custom", "combined"},
-    ModelKind.m3: {*SCORE_LOSSES, "m3", "custom", "combined"},
-    ModelKind.sparse: {*SCORE_LOSSES, "infonce", "combined"},
-    ModelKind.late_interaction: {*SCORE_LOSSES, "infonce", "xtr", "custom", "combined"},
+    "dense": set(LOSSES) - {"xtr", "m3"},
+    "cross_encoder": {*SCORE_LOSSES, "custom", "combined"},
+    "m3": {*SCORE_LOSSES, "m3", "custom", "combined"},
+    "sparse": {*SCORE_LOSSES, "infonce", "combined"},
+    "late_interaction": {*SCORE_LOSSES, "infonce", "xtr", "custom", "combined"},
 }
 CASES = [
-    (M3LossConfig(), ModelKind.dense, r"loss=m3: .*loss=infonce.*model\.kind=m3"),
-    (InfoNCEConfig(), ModelKind.m3, r"loss=infonce: .*loss=m3"),
-    (M3LossConfig(matryoshka_layers=[1]), ModelKind.m3, r"loss\.matryoshka_layers=\[1\]: .*m3"),
-    (M3LossConfig(matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
+    (M3LossConfig(), "dense", r"loss=m3: .*loss=infonce.*model\.kind=m3"),
+    (InfoNCEConfig(), "m3", r"loss=infonce: .*loss=m3"),
+    (M3LossConfig(matryoshka_layers=[1]), "m3", r"loss\.matryoshka_layers=\[1\]: .*m3"),
+    (M3LossConfig(matryoshka_dims=[4]), "m3", r"loss\.matryoshka_dims=\[4\]: "),
     # Parts of a combination: on a score, the first dimension of a vector is the whole vector.
     (
         CombinedConfig(losses=[BCEConfig(), RankNetConfig(matryoshka_dims=[1])]),
-        ModelKind.cross_encoder,
+        "cross_encoder",
         r"loss\.losses\[1\]\.matryoshka_dims=\[1\]: .*cross_encoder",
     ),
     (
         CombinedConfig(losses=[BCEConfig()], matryoshka_dims=[1]),
-        ModelKind.cross_encoder,
+        "cross_encoder",
         r"loss\.matryoshka_dims=\[1\]: ",
     ),
-    (CombinedConfig(losses=[M3LossConfig()], matryoshka_dims=[4]), ModelKind.m3, r"loss\.matryoshka_dims=\[4\]: "),
+    (CombinedConfig(losses=[M3LossConfig()], matryoshka_dims=[4]), "m3", r"loss\.matryoshka_dims=\[4\]: "),
     (
         CombinedConfig(losses=[InfoNCEConfig(), MarginMSEConfig(matryoshka_layers=[1])]),
         LATE,
         r"loss\.losses\[1\]\.matryoshka_layers=\[1\]: ",
     ),
-    (RankNetConfig(similarity=Similarity.dot), ModelKind.cross_encoder, r"loss\.similarity=dot: .*score itself"),
-    (DistillScoresConfig(similarity=Similarity.dot), ModelKind.m3, r"loss\.similarity=dot: .*three scores"),
-    (SigLIPConfig(), ModelKind.sparse, r"loss=siglip: .*loss=infonce"),
-    (InfoNCEConfig(similarity=Similarity.dot), ModelKind.sparse, r"loss\.similarity=dot: "),
-    (InfoNCEConfig(matryoshka_dims=[4]), ModelKind.sparse, r"loss\.matryoshka_dims=\[4\]: "),
-    (InfoNCEConfig(mixed_list=True), ModelKind.sparse, r"loss\.mixed_list=true: .*sparse"),
-    (InfoNCEConfig(precisions=[VectorPrecision.int8]), ModelKind.late_interaction, r"loss\.precisions: .*dense"),
-    (XTRConfig(), ModelKind.dense, r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
-    (InfoNCEConfig(), ModelKind.cross_encoder, r"loss=infonce: .*loss=softmax"),
+    (RankNetConfig(similarity=Similarity.dot), "cross_encoder", r"loss\.similarity=dot: .*score itself"),
+    (DistillScoresConfig(similarity=Similarity.dot), "m3", r"loss\.similarity=dot: .*three scores"),
+    (SigLIPConfig(), "sparse", r"loss=siglip: .*loss=infonce"),
+    (InfoNCEConfig(similarity=Similarity.dot), "sparse", r"loss\.similarity=dot: "),
+    (InfoNCEConfig(matryoshka_dims=[4]), "sparse", r"loss\.matryoshka_dims=\[4\]: "),
+    (InfoNCEConfig(mixed_list=True), "sparse", r"loss\.mixed_list=true: .*sparse"),
+    (InfoNCEConfig(precisions=[VectorPrecision.int8]), "late_interaction", r"loss\.precisions: .*dense"),
+    (XTRConfig(), "dense", r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
+    (InfoNCEConfig(), "cross_encoder", r"loss=infonce: .*loss=softmax"),
     (SigLIPConfig(), LATE, r"loss=siglip: .*write one of infonce, xtr, bce, "),
     (
         CombinedConfig(losses=[InfoNCEConfig(), SigLIPConfig()]),
@@ -79,12 +79,12 @@ CASES = [
     ),
     (
         InfoNCEConfig(learn_temperature=True, temperature=2.0),
-        ModelKind.dense,
+        "dense",
         r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]",
     ),
     (
         InfoNCEConfig(learn_temperature=True, temperature_bounds=[0.1, 0.5]),
-        ModelKind.dense,
+        "dense",
         r"loss\.temperature=null: .* 0\.05 .*\[0\.1,0\.5\]",
     ),
     (InfoNCEConfig(learn_temperature=True, temperature=40.0), LATE, r"loss\.temperature=40\.0: .*\[0\.01,32\.0\]"),
@@ -123,7 +123,7 @@ def test_the_losses_of_sources_are_checked():
     )
     with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss=xtr: "):
         check_recipe(recipe)
-    recipe.model.kind, recipe.loss = ModelKind.cross_encoder, RankNetConfig()
+    recipe.model.kind, recipe.loss = "cross_encoder", RankNetConfig()
     recipe.data.train[1].loss = CombinedConfig(losses=[BCEConfig(matryoshka_dims=[1])])
     with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss\.losses\[0\]\.matryoshka_dims=\[1\]: "):
         check_recipe(recipe)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.tracking.metrics import metrics_at
 from tests.merge.models import is_pooler, merge, merge_on_rank, split_weights, state_of
@@ -171,7 +170,7 @@ def test_models_of_other_kinds(ranks, inputs, tmp_path, kind):
         "m3": ["loss=m3", "model.m3.dim=8"],
     }  # fmt: skip
     if kind == "sparse":
-        model = save_language_model(small_model("bert", kind=ModelKind.sparse, pooling=None), tmp_path / "model")
+        model = save_language_model(small_model("bert", kind="sparse", pooling=None), tmp_path / "model")
     common = [f"model.kind={kind}", f"model.path={model}", f"data.train=[{inputs / 'train.jsonl'}]", *own[kind]]
     more = [
         "train.steps=2",

@@ -5,7 +5,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PretrainedConfig
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.models.attention_direction import attends_to_later_tokens
@@ -81,7 +81,7 @@ def test_probe_works_with_any_pooling_and_detects_differences_with_padding():
     assert attends_to_later_tokens(assemble_encoder(respected).eval(), (5, 9, 14), CPU) is True
 
 
-@pytest.mark.parametrize("kind", [ModelKind.sparse, ModelKind.cross_encoder, ModelKind.late_interaction])
+@pytest.mark.parametrize("kind", ["sparse", "cross_encoder", "late_interaction"])
 def test_the_direction_does_not_depend_on_what_is_made_of_the_vectors(kind):
     """The weights of a sparse model are maxima over all tokens, which depend on later ones in any direction."""
     for bidirectional in (False, True):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
 from embedtrain.data.token_rows import EXPANDED, TokenRowTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import ConfigError
@@ -40,7 +40,7 @@ def late_interaction(architecture: str, *, dropout: float = 0.0, **options: obje
     model = small_model(architecture, dropout=dropout)
     return dataclasses.replace(
         model,
-        kind=ModelKind.late_interaction,
+        kind="late_interaction",
         pooling=None,
         config=model.config | ARCHITECTURES.get(architecture, {}),
         late_interaction=LateInteractionConfig(**{"dim": 8} | options),
@@ -51,8 +51,8 @@ def open_model(model: ModelConfig) -> tuple[LateInteractionEncoder, TokenRowToke
     source = open_model_source(model)
     torch.manual_seed(0)
     encoder = assemble_encoder(source).eval()
-    assert isinstance(encoder, LateInteractionEncoder) and source.token_vectors is not None
-    return encoder, TokenRowTokenizer(small_tokenizer(), 48, source.token_vectors)
+    assert isinstance(encoder, LateInteractionEncoder) and source.kind.name == "late_interaction"
+    return encoder, TokenRowTokenizer(small_tokenizer(), 48, source.settings)
 
 
 def all_ids(tokenizer: TokenRowTokenizer) -> list[list[int]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
-from embedtrain.config.recipe import ModelConfig, ModelKind
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.source import open_model_source
@@ -42,7 +42,7 @@ def assert_equal_vectors(directory: Path, model: Any = None) -> None:
                 torch.testing.assert_close(own, torch.as_tensor(other), rtol=0, atol=1e-5, msg=f"{role}: {text}")
 
 
-def opened(directory: Path, kind: ModelKind = ModelKind.late_interaction, **options: Any) -> Any:
+def opened(directory: Path, kind: str = "late_interaction", **options: Any) -> Any:
     return open_model_source(ModelConfig(path=str(directory), kind=kind, **options))
 
 
@@ -90,16 +90,16 @@ def test_directories_of_stanford(settings, tmp_path):
     (directory / "artifact.metadata").unlink()
     source = opened(directory)
     assert source.prompts == {"query": "[unused0] ", "document": "[unused1] "}
-    assert source.token_vectors.expansion.length == 32
+    assert source.settings.expansion.length == 32
 
 
 def test_options_replace_settings_of_the_files(st_dir):
     options = {"document_length": 9, "query_expansion": QueryExpansion.min, "expansion_length": 5}
     options |= {"attend_to_expansion_tokens": True, "skiplist_words": ["a"], "similarity": TokenSimilarity.meanmaxsim}
-    model = ModelConfig(path=str(st_dir), kind=ModelKind.late_interaction)
+    model = ModelConfig(path=str(st_dir), kind="late_interaction")
     for name, value in options.items():
         setattr(model.late_interaction, name, value)
-    settings = open_model_source(model).token_vectors
+    settings = open_model_source(model).settings
     assert (settings.document_length, settings.skiplist_words, settings.similarity.value) == (9, ("a",), "meanmaxsim")
     assert (settings.expansion.length, settings.expansion.attend, settings.expansion.strategy.value) == (5, True, "min")
 
@@ -109,7 +109,7 @@ def test_options_replace_settings_of_the_files(st_dir):
     [("dim", 8), ("query_length", 20), ("query_length", 5), ("expansion_token", "a")],
 )
 def test_options_that_contradict_the_files(name, value, st_dir):
-    model = ModelConfig(path=str(st_dir), kind=ModelKind.late_interaction)
+    model = ModelConfig(path=str(st_dir), kind="late_interaction")
     setattr(model.late_interaction, name, value)
     if name == "expansion_token":
         model.late_interaction.query_expansion = QueryExpansion.none
@@ -118,13 +118,13 @@ def test_options_that_contradict_the_files(name, value, st_dir):
 
 
 def test_kinds_of_models_are_not_confused(st_dir, tmp_path):
-    for kind in (ModelKind.dense, ModelKind.cross_encoder):
-        with pytest.raises(ConfigError, match=rf"model.kind={kind.value}.*set model.kind=late_interaction"):
+    for kind in ("dense", "cross_encoder"):
+        with pytest.raises(ConfigError, match=rf"model.kind={kind}.*set model.kind=late_interaction"):
             opened(st_dir, kind)
     with pytest.raises(ConfigError, match="PyLate"):
-        opened(save_pylate(tmp_path / "pylate", "bert"), ModelKind.dense)
+        opened(save_pylate(tmp_path / "pylate", "bert"), "dense")
     with pytest.raises(ConfigError, match="Stanford"):
-        opened(save_stanford(tmp_path / "stanford"), ModelKind.dense)
+        opened(save_stanford(tmp_path / "stanford"), "dense")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.m3 import M3Config
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapters import add_adapters
@@ -26,7 +26,7 @@ TEXTS = [text(seed, length) for seed, length in enumerate((30, 18, 9, 2))] + ["a
 
 def m3_model(**options: object) -> ModelConfig:
     model = small_model("xlm-roberta", pooling=None)
-    return dataclasses.replace(model, kind=ModelKind.m3, m3=M3Config(**{"dim": 8} | options))
+    return dataclasses.replace(model, kind="m3", m3=M3Config(**{"dim": 8} | options))
 
 
 def save_m3(directory: Path) -> tuple[Path, M3Encoder]:
@@ -42,7 +42,7 @@ def save_m3(directory: Path) -> tuple[Path, M3Encoder]:
 
 
 def opened(directory: Path, **options: object) -> ModelConfig:
-    return ModelConfig(path=str(directory), kind=ModelKind.m3, m3=M3Config(**options))
+    return ModelConfig(path=str(directory), kind="m3", m3=M3Config(**options))
 
 
 def flag_embedding(encoder: M3Encoder, ids: list[int]) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
@@ -82,7 +82,7 @@ def test_representations_are_those_of_flag_embedding(tmp_path, packed):
 def test_files_are_read_by_ranks_and_by_transformers(tmp_path):
     directory, encoder = save_m3(tmp_path / "model")
     source = open_model_source(opened(directory))
-    assert (source.kind, source.m3.token_dimension, source.has_new_head) == (ModelKind.m3, 8, False)
+    assert (source.kind.name, source.settings.token_dimension, source.has_new_head) == ("m3", 8, False)
     expected = encoder.state_dict()
     for name, tensor in full_state_dict(source, seed=5).items():
         torch.testing.assert_close(tensor, expected[name])
@@ -94,7 +94,7 @@ def test_files_are_read_by_ranks_and_by_transformers(tmp_path):
 def test_new_layers_start_from_the_seed(tmp_path):
     directory = save_small(small_model("xlm-roberta"), tmp_path / "model")
     source = open_model_source(opened(directory, dim=5))
-    assert source.has_new_head and source.m3.token_dimension == 5
+    assert source.has_new_head and source.settings.token_dimension == 5
     first, second, other = (full_state_dict(source, seed)["colbert_linear.weight"] for seed in (1, 1, 2))
     assert torch.equal(first, second) and not torch.equal(first, other)
 

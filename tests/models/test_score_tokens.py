@@ -11,7 +11,7 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from embedtrain.config.pair_template import PAIR_TEMPLATES
-from embedtrain.config.recipe import ModelConfig, ModelKind, ScoreHead, Strategy
+from embedtrain.config.recipe import ModelConfig, ScoreHead, Strategy
 from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.data.text_format import TextFormat
 from embedtrain.distributed.world import World
@@ -113,7 +113,7 @@ def logit_score_directory(case: str, folder: Path) -> tuple[Path, ModelConfig]:
         directory = save_causal(folder / name, tied=not untied, max_shard_size="40KB" if untied else "5GB")
         settings = {"prompts": {"web": "Find pages."}, "default_prompt_name": "web"} if untied else {}
         add_logit_score(directory, "yes", "no", QWEN3_CHAT, **settings)
-    model = ModelConfig(path=str(directory), kind=ModelKind.cross_encoder)
+    model = ModelConfig(path=str(directory), kind="cross_encoder")
     if case == "by name":
         for file in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
             (directory / file).unlink()
@@ -183,17 +183,17 @@ def test_tokens_that_cannot_be_used_are_rejected(tmp_path):
             open_model_source(replace(model, **options))
 
     fails(ConfigError, r"model\.score_tokens=\['yes', 'no'\].*LogitScore", score_tokens=["yes", "no"])
-    fails(ConfigError, r"LogitScore.*model\.kind=cross_encoder", kind=ModelKind.dense)
+    fails(ConfigError, r"LogitScore.*model\.kind=cross_encoder", kind="dense")
     rewrite(directory, "1_LogitScore/config.json", true_token_id=5000)
     fails(ModelError, "5000")
     (directory / "modules.json").unlink()
     fails(ConfigError, r"model\.score_head=tokens.*model\.score_tokens", score_head=ScoreHead.tokens)
     fails(ConfigError, r"model\.score_tokens=.*: 'Yes or' is \d+ tokens", score_tokens=["Yes or", "No"])
     source = open_model_source(replace(model, score_tokens=["Yes"], pair_template="qwen3"))
-    assert source.head is not None
-    assert source.head.tokens == (chat_tokenizer().convert_tokens_to_ids("Yes"),)
+    assert source.kind.name == "cross_encoder"
+    assert source.settings.tokens == (chat_tokenizer().convert_tokens_to_ids("Yes"),)
     # A bare language model gets a new head.
-    plain = open_model_source(model).head
+    plain = open_model_source(model).settings
     assert plain is not None
     assert plain.is_new
     rewrite(directory, "config.json", final_logit_softcapping=30.0)

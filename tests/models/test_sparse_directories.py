@@ -12,7 +12,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Precision
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
 from embedtrain.config.sparse import SparseConfig, SparseQueries
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
@@ -34,7 +34,7 @@ def write(path: Path, content: object) -> None:
 
 
 def language_model(directory: Path) -> Path:
-    small = small_model("bert", kind=ModelKind.sparse, pooling=None)
+    small = small_model("bert", kind="sparse", pooling=None)
     small.config["vocab_size"] = len(small_tokenizer())
     return save_language_model(small, directory)
 
@@ -125,10 +125,10 @@ def encode(world: World, model: ModelConfig) -> list[Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_those_of_sentence_transformers(ranks, tmp_path, layout):
     LAYOUTS[layout](tmp_path / "model")
-    model = ModelConfig(path=str(tmp_path / "model"), kind=ModelKind.sparse)
+    model = ModelConfig(path=str(tmp_path / "model"), kind="sparse")
     source = open_model_source(model)
-    assert source.words is not None
-    assert (source.words.queries is not None) == (layout in STATIC)
+    assert source.kind.name == "sparse"
+    assert (source.settings.queries is not None) == (layout in STATIC)
     opened = SparseEncoder(str(tmp_path / "model"), device="cpu")
     arguments = {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
     expected = [opened.encode_document(TEXTS, **arguments), opened.encode_query(TEXTS, **arguments)]
@@ -146,15 +146,15 @@ def test_idf_alone_makes_queries_static(ranks, tmp_path):
     language_model(tmp_path)
     write(tmp_path / "idf.json", IDF)
     source = open_encoder_source(ModelConfig(path=str(tmp_path)))[1]
-    assert source.words is not None
-    assert source.words.query_mode is SparseQueries.static
-    _, queries = ranks(1, encode, ModelConfig(path=str(tmp_path), kind=ModelKind.sparse))[0]
+    assert source.kind.name == "sparse"
+    assert source.settings.query_mode is SparseQueries.static
+    _, queries = ranks(1, encode, ModelConfig(path=str(tmp_path), kind="sparse"))[0]
     for row, written in zip(queries, TEXTS, strict=True):
         words = sorted(set(small_tokenizer()(written, add_special_tokens=False)["input_ids"]))
         assert row.nonzero()[:, 0].tolist() == words
         torch.testing.assert_close(row[words], WEIGHTS[words])
-    encoded = ModelConfig(path=str(tmp_path), kind=ModelKind.sparse, sparse=SparseConfig(queries=SparseQueries.encoded))
-    assert open_model_source(encoded).words.queries is None
+    encoded = ModelConfig(path=str(tmp_path), kind="sparse", sparse=SparseConfig(queries=SparseQueries.encoded))
+    assert open_model_source(encoded).settings.queries is None
 
 
 def change_router(**changes: object):
@@ -194,7 +194,7 @@ BROKEN = {
 def test_broken_directories_are_rejected(ranks, tmp_path, pattern):
     opensearch(tmp_path / "model")
     BROKEN[pattern](tmp_path / "model")
-    model = ModelConfig(path=str(tmp_path / "model"), kind=ModelKind.sparse)
+    model = ModelConfig(path=str(tmp_path / "model"), kind="sparse")
     (message,) = ranks(1, rejection, model)
     with pytest.raises(ModelError, match=pattern):
         raise ModelError(message)
@@ -214,7 +214,7 @@ def rejection(world: World, model: ModelConfig) -> str:
 def test_broken_weights_of_tokens_are_rejected(ranks, tmp_path, content, pattern):
     language_model(tmp_path)
     write(tmp_path / "idf.json", content)
-    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind=ModelKind.sparse))
+    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind="sparse"))
     with pytest.raises(ModelError, match=pattern):
         raise ModelError(message)
 
@@ -235,13 +235,13 @@ def test_options_that_do_not_fit_the_files(tmp_path, options, pattern):
     queries = SparseQueries.static if "query_weights" in options or lora.on else None
     sparse = SparseConfig(queries=queries, **options)
     with pytest.raises(ConfigError, match=pattern):
-        open_model_source(ModelConfig(path=str(tmp_path), kind=ModelKind.sparse, sparse=sparse, lora=lora))
+        open_model_source(ModelConfig(path=str(tmp_path), kind="sparse", sparse=sparse, lora=lora))
 
 
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
 def test_an_embedding_model_has_no_head_that_weighs_words(ranks, tmp_path, architecture):
     save_small(small_model(architecture), tmp_path)
-    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind=ModelKind.sparse))
+    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind="sparse"))
     assert f"{tmp_path} lacks " in message
     assert "masked language model" in message
 
@@ -250,6 +250,6 @@ def test_a_vocabulary_of_another_size_is_rejected(ranks, tmp_path):
     """Sentence-transformers gives queries as many words as the tokenizer has tokens."""
     save_language_model(small_model("bert"), tmp_path)
     sparse = SparseConfig(queries=SparseQueries.static)
-    model = ModelConfig(path=str(tmp_path), kind=ModelKind.sparse, sparse=sparse)
+    model = ModelConfig(path=str(tmp_path), kind="sparse", sparse=sparse)
     (message,) = ranks(1, rejection, model)
     assert message.startswith("model.sparse.queries=static: the tokenizer has 53 tokens")

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
-from embedtrain.config.recipe import LoraConfig, ModelKind
+from embedtrain.config.recipe import LoraConfig
 from embedtrain.data.types import Chunk
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder
@@ -40,7 +40,7 @@ def test_a_vocabulary_head_is_counted(architecture, tied):
     """Most words are active, so that all products are those of whole matrices."""
     torch.manual_seed(0)
     decoder = architecture == "qwen3"
-    model = small_model(architecture, kind=ModelKind.sparse, pooling=None, bidirectional=True if decoder else None)
+    model = small_model(architecture, kind="sparse", pooling=None, bidirectional=True if decoder else None)
     model.config["tie_word_embeddings"] = tied
     encoder = assemble_encoder(open_model_source(model))
     encoder.backbone.set_attn_implementation("eager")

@@ -18,7 +18,6 @@ from embedtrain.commands.mine.__main__ import main as mine
 from embedtrain.commands.mine.options import compose_mine
 from embedtrain.commands.search.__main__ import main as search
 from embedtrain.commands.search.options import compose_search
-from embedtrain.config.recipe import ModelKind
 from embedtrain.distributed.world import World
 from embedtrain.training import loop
 from embedtrain.training.step import StepReport
@@ -45,7 +44,7 @@ def save_backbone(folder: Path, architecture: str = "xlm-roberta", num_layers: i
 
 def save_words(folder: Path) -> Path:
     """A language model, whose vocabulary head a sparse model takes."""
-    model = small_model("bert", kind=ModelKind.sparse, pooling=None)
+    model = small_model("bert", kind="sparse", pooling=None)
     assert model.config is not None
     return save_language_model(replace(model, config=model.config | {"vocab_size": len(small_tokenizer())}), folder)
 

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from embedtrain.commands.static.__main__ import main
 from embedtrain.commands.static.options import compose_static
 from embedtrain.commands.static.table import occurring_tokens, sif_weights
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Pooling
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
@@ -79,7 +79,7 @@ def test_files_of_model2vec(tmp_path):
     ("options", "message"),
     [
         ({"pooling": Pooling.cls}, r"model\.pooling=cls"),
-        ({"kind": ModelKind.late_interaction}, r"model\.kind=late_interaction"),
+        ({"kind": "late_interaction"}, r"model\.kind=late_interaction"),
         ({"bidirectional": True}, r"model\.bidirectional=true"),
         ({"lora": LoraConfig(rank=2)}, r"model\.lora"),
     ],

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from embedtrain.config.listwise_losses import BCEConfig, RankNetConfig, SoftmaxConfig
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, TrainSource
+from embedtrain.config.recipe import ModelConfig, TrainSource
 from embedtrain.config.row_requirements import row_requirements, with_batch_negatives
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.text_format import text_keys
@@ -103,7 +103,7 @@ def plain(model: str, path: str, cache: str, name: str, batch_size: int) -> tupl
 
 
 def on_ranks(world: World, model: str, path: str, cache: str, name: str, batch_size: int) -> list[tuple]:
-    loaded = load_model(ModelConfig(path=model, kind=ModelKind.cross_encoder), parallel(), world, seed=0)
+    loaded = load_model(ModelConfig(path=model, kind="cross_encoder"), parallel(), world, seed=0)
     loaded.encoder.eval()
     data = load(path, cache, name, batch_size, loaded.tokenizer)
     loss = build_loss(LOSSES[name], dimension=1, seed=0, score=PairScore())

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.recipe import ModelKind, TrainSource
+from embedtrain.config.recipe import TrainSource
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import EmbedtrainError
@@ -76,7 +76,7 @@ def test_dimensions_before_weights(tmp_path):
 def test_instructions_in_other_words_than_the_templates(tmp_path):
     rows = [{"query": "a", "pos": ["b"]}, {"query": "c", "pos": ["d"], "prompt": "Find it."}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = small_model("qwen3", kind=ModelKind.cross_encoder, pooling=None, pair_template="qwen3")
+    model = small_model("qwen3", kind="cross_encoder", pooling=None, pair_template="qwen3")
     source = open_model_source(model)
 
     def warnings(**text_format: str) -> list[str]:

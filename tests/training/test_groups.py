@@ -13,7 +13,7 @@ from embedtrain.checkpoint.snapshot import optimizer_tensors
 from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import load_model
@@ -57,7 +57,7 @@ def test_layers_have_smaller_rates_the_deeper_they_are():
 
 def test_heads_adapters_and_the_first_match():
     classifier = small_model("bert")
-    classifier.kind, classifier.pooling = ModelKind.cross_encoder, None
+    classifier.kind, classifier.pooling = "cross_encoder", None
     heads = settings_of(classifier, head_lr=1.0)
     assert heads["head.classifier.weight"] == ("head", 100.0, 0.5)
     assert all(name.startswith("head.") is (label == "head") for name, (label, *_) in heads.items())

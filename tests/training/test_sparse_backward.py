@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Strategy
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
 from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
@@ -93,10 +93,10 @@ def models(tmp_path_factory):
 
     def make(architecture: str, tied: bool) -> tuple[ModelConfig, tuple[float, dict[str, torch.Tensor]]]:
         if (architecture, tied) not in built:
-            small = small_model(architecture, kind=ModelKind.sparse, pooling=None)
+            small = small_model(architecture, kind="sparse", pooling=None)
             small.config["tie_word_embeddings"] = tied
             directory = save_language_model(small, tmp_path_factory.mktemp(architecture))
-            model = ModelConfig(path=str(directory), kind=ModelKind.sparse)
+            model = ModelConfig(path=str(directory), kind="sparse")
             built[architecture, tied] = model, {rows: plain_gradient(model, batch(rows)) for rows in (10, 2)}
         return built[architecture, tied]
 

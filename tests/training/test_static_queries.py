@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Strategy
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
 from embedtrain.config.sparse import SparseConfig, SparseQueries, SparsityConfig
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
@@ -104,7 +104,7 @@ def sharded_gradient(
 def test_gradient_equals_one_process(ranks, directory, world_size, strategy, num_rows, trained):
     """In one chunk, and in several that are encoded twice; on 3 ranks with 2 rows, one rank has none."""
     sparse = SparseConfig(train_query_weights=trained)
-    model = ModelConfig(path=str(directory), kind=ModelKind.sparse, sparse=sparse)
+    model = ModelConfig(path=str(directory), kind="sparse", sparse=sparse)
     loss, expected = plain_gradient(model, num_rows)
     assert (QUERY_WEIGHTS in expected) is trained
     encoded = sum(len(small_tokenizer()(text)["input_ids"]) for row in batch(num_rows).rows for text in row.documents)

@@ -10,7 +10,7 @@ from embedtrain.commands.verify.__main__ import main
 from embedtrain.commands.verify.options import compose_verify
 from embedtrain.commands.verify.probes import Probe, compare
 from embedtrain.config.late_interaction import LateInteractionConfig
-from embedtrain.config.recipe import ModelConfig, ModelKind, Pooling, ScoreHead
+from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.late_interaction_models import save_pylate
 from tests.models.test_m3 import save_m3
@@ -26,22 +26,22 @@ def save(kind: str, folder: Path) -> ModelConfig:
     """A model of a kind, and the options that it is opened with."""
     model = folder / "model"
     if kind == "cross_encoder":
-        save_small(small_model("bert", kind=ModelKind.cross_encoder), model)
+        save_small(small_model("bert", kind="cross_encoder"), model)
     elif kind == "language_model":
         # A reranker that starts from the logits of two tokens, exported as a classifier with a chat template.
         options: dict[str, Any] = {"pair_template": "qwen3", "score_head": ScoreHead.tokens}
-        return ModelConfig(path=str(save_causal(model)), kind=ModelKind.cross_encoder, **options)
+        return ModelConfig(path=str(save_causal(model)), kind="cross_encoder", **options)
     elif kind == "late_interaction":
         save_pylate(model, "bert")
-        return ModelConfig(path=str(model), kind=ModelKind(kind), late_interaction=LateInteractionConfig())
+        return ModelConfig(path=str(model), kind=kind, late_interaction=LateInteractionConfig())
     elif kind == "dense":
         save_small(small_model("bert"), model)
         return ModelConfig(path=str(model), pooling=Pooling.mean, **PROMPTS)
     elif kind == "sparse":
-        save_language_model(small_model("bert", kind=ModelKind.sparse, pooling=None), model)
+        save_language_model(small_model("bert", kind="sparse", pooling=None), model)
     else:
         save_m3(model)
-    return ModelConfig(path=str(model), kind=ModelKind(kind), **PROMPTS)
+    return ModelConfig(path=str(model), kind=kind, **PROMPTS)
 
 
 def exported(kind: str, folder: Path, *formats: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.commands.verify import probes
-from embedtrain.config.recipe import ModelKind, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.verify import PROBES
 from tests.conftest import ROOT
@@ -41,7 +41,7 @@ def test_transformers_js_computes_the_vectors_of_the_encoder(tmp_path, architect
 
 def test_transformers_js_computes_the_scores_of_a_reranker(tmp_path, monkeypatch):
     keep(monkeypatch, lambda text: len(text) < 50)
-    model = exported_with_tokenizer(tmp_path, "bert", "onnx", kind=ModelKind.cross_encoder)
+    model = exported_with_tokenizer(tmp_path, "bert", "onnx", kind="cross_encoder")
     assert transformers_js(model)["logits"] < 1e-5
 
 
@@ -64,7 +64,7 @@ def test_vllm_computes_the_vectors_of_the_encoder(tmp_path, architecture):
 
 
 def test_vllm_computes_the_scores_of_a_reranker(tmp_path):
-    model = exported_with_tokenizer(tmp_path, "xlm-roberta", kind=ModelKind.cross_encoder)
+    model = exported_with_tokenizer(tmp_path, "xlm-roberta", kind="cross_encoder")
     differences = of_environment("vllm", ".venv-vllm", model)
     assert differences.keys() == {"logits", "activated"}
     assert max(differences.values()) < 1e-5
@@ -102,7 +102,7 @@ def test_llama_cpp_attends_in_both_directions(tmp_path, monkeypatch):
 
 def test_llama_cpp_computes_the_scores_of_a_reranker(tmp_path, monkeypatch):
     keep(monkeypatch, lambda text: len(text) < 50 and "\t" not in text)
-    model = exported_with_tokenizer(tmp_path, "xlm-roberta", kind=ModelKind.cross_encoder)
+    model = exported_with_tokenizer(tmp_path, "xlm-roberta", kind="cross_encoder")
     assert of_environment("llama_cpp", ".venv-llamacpp", model, "tolerance=1e-3")["logits"] < 1e-3
 
 

@@ -98,7 +98,7 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
     from embedtrain.config.compressed import check_kind_of_vectors
     from embedtrain.config.validation import OptionChecks
 
-    check_kind_of_vectors(model.source.kind, "model")
+    check_kind_of_vectors(model.source.kind.name, "model")
     require_calibratable(model.source, options.model)
     model.source.require_inner_products("model")
     dimension, check = model.source.dimension, OptionChecks(options)
@@ -111,11 +111,10 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
 
 def _prepared(config: "ModelConfig", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":
     """What compares so many first dimensions of the vectors of the new directory, which may normalise all of them."""
-    from embedtrain.config.kinds import load_kind
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.loading.encoder_model import open_encoder_source
 
-    prepare = load_kind(source.kind.value).score(source).search_rows
+    prepare = source.kind.score(source).search_rows
     if source.similarity is VectorSimilarity.dot and open_encoder_source(replace(config, normalize=None))[1].normalize:
         return lambda vectors, size: prepare(unit_vectors(vectors), size)
     return prepare

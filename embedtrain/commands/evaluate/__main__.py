@@ -154,7 +154,7 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
         model = load_encoder_model(config, options.precision, world, backend=options.backend)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     if options.vectors:
-        check_kind_of_vectors(model.source.kind, "vectors")
+        check_kind_of_vectors(model.source.kind.name, "vectors")
         model.source.require_inner_products("vectors")
         model.source.require_dimensions(dims_of(options.vectors), "vectors", truncated=True)
     for note in model.notes:
@@ -170,7 +170,7 @@ def _open_encoder(
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
 
-    check_sets_of_kind(inputs.sets, model.source.kind, "sets")
+    check_sets_of_kind(inputs.sets, model.source.kind.name, "sets")
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     directory = options.vectors_dir
     identity = _identity(options, model, world) if directory or options.mteb else {}
@@ -200,7 +200,7 @@ def _load_scorer(
     for note in model.notes:
         console.note(f"reranker: {note}")
     common: dict[str, Any] = {"chunk_tokens": options.chunk_tokens, "unshard": options.unshard}
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         return SentenceEncoder.from_model(model, world, **common)
     return PairScorer.from_model(model, world, windows=options.reranker.document_windows, **common)
 

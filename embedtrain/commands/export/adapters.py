@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embedtrain.checkpoint.snapshot import ENCODER
 from embedtrain.commands.export.runs import ExportedRun
-from embedtrain.config.recipe import ExportConfig, ModelConfig, ModelKind
+from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.adapters import BASE_WEIGHTS, AdapterCheckpoint, require_same_base
@@ -133,8 +133,8 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_r
             f"{shown}: its base model was quantized (model.lora.load_in_4bit), which the directory cannot store; "
             "export it alone"
         )
-    if recipe.model.kind is not ModelKind.dense:
-        raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind.value}; export it alone")
+    if recipe.model.kind != "dense":
+        raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind}; export it alone")
     source = open_model_source(
         ModelConfig(
             path=str(run.run_dir.architecture),

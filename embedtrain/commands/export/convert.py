@@ -9,7 +9,7 @@ from embedtrain.commands.export.runs import ExportedRun
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.matryoshka import matryoshka_dims_of
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig, ModelKind
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
@@ -111,12 +111,11 @@ def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_c
             trust_remote_code=trust_remote_code,
         )
     )
-    if kind is not ModelKind.dense and config.truncate_dim is not None:
+    if kind != "dense" and config.truncate_dim is not None:
         raise ConfigError(
-            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not {kind.value}; "
-            "leave it out"
+            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not {kind}; leave it out"
         )
-    if kind is ModelKind.late_interaction and ADAPTER in config.formats:
+    if kind == "late_interaction" and ADAPTER in config.formats:
         raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     return source

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.recipe import ONNX, ModelKind
+from embedtrain.config.recipe import ONNX
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import CheckpointError
 from embedtrain.evaluation.evaluator import Evaluator
@@ -36,7 +36,7 @@ class GraphMetrics:
     def __call__(self, source: ModelSource, name: str) -> dict[str, float]:
         """The metrics of the graph of a format, by set and metric. Raises CheckpointError if one is too low."""
         model = load_graph(source, Backend(name), self.world)
-        is_scorer = source.kind is ModelKind.cross_encoder
+        is_scorer = source.kind.name == "cross_encoder"
         encoder = (PairScorer if is_scorer else SentenceEncoder).from_model(
             model, self.world, chunk_tokens=_CHUNK_TOKENS
         )
@@ -57,7 +57,7 @@ class GraphMetrics:
 
 
 @contextlib.contextmanager
-def graph_metrics(options: ExportOptions, kind: ModelKind, console: Console) -> Iterator[GraphMetrics | None]:
+def graph_metrics(options: ExportOptions, kind: str, console: Console) -> Iterator[GraphMetrics | None]:
     """The metrics on the sets that the command names; None without sets."""
     if not options.sets:
         yield None
@@ -65,7 +65,7 @@ def graph_metrics(options: ExportOptions, kind: ModelKind, console: Console) -> 
     with joined_world() as world:
         sets = load_sets(options.sets, world, subset=options.subset, option="sets")
         check_sets_of_kind(sets, kind, "sets")
-        if kind is ModelKind.cross_encoder:
+        if kind == "cross_encoder":
             sets = [_with_candidates(loaded, world) for loaded in sets]
         yield GraphMetrics(sets, world, console, options.max_metric_loss)
 

@@ -47,7 +47,7 @@ def merge_card(
     options: MergeOptions, settings: Member, max_length: int, record: Mapping[str, Any], architecture: Path
 ) -> str:
     """README.md of the merged model, whose settings are those of the member `settings`."""
-    source, kind = settings.source, settings.source.kind
+    source, kind = settings.source, settings.source.kind.name
     dimension = settings.truncate_dim or source.dimension
     name = options.push_to_hub or "path/of/this/directory"
     models = [*record["models"], *([record["base"]] if "base" in record else [])]

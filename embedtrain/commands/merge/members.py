@@ -24,7 +24,7 @@ from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_
 from embedtrain.commands.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.compose import load_recipe
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, Recipe
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
@@ -129,7 +129,7 @@ def _open_directory(path: str, options: MergeOptions) -> Member:
         "name": path, "source": source, "dtype": stored_dtype(source), "truncate_dim": source.truncate_dim
     }  # fmt: skip
     if source.has_new_head:
-        raise ConfigError(f"{path} has no head of a model of the kind {source.kind.value}: it would be random")
+        raise ConfigError(f"{path} has no head of a model of the kind {source.kind.name}: it would be random")
     if locations is None:  # a pickle, or names of an old version of transformers
         return Member(specs=specs, stream=lambda: _stream_of(source, specs), **common)
     files = {file: tensors_of_file(file) for file in {location.path for location in locations.values()}}
@@ -216,14 +216,14 @@ def _model_config(path: str, options: MergeOptions) -> ModelConfig:
     )
 
 
-def _kind_of(directory: Path, options: MergeOptions) -> ModelKind:
+def _kind_of(directory: Path, options: MergeOptions) -> str:
     if late_interaction_format(directory):
-        return ModelKind.late_interaction
+        return "late_interaction"
     kind = stored_kind(directory)
     has_modules = (directory / "modules.json").is_file()
-    if kind is ModelKind.dense and not has_modules and options.pooling is None:
+    if kind == "dense" and not has_modules and options.pooling is None:
         config = read_config(directory, trust_remote_code=options.trust_remote_code)
-        return ModelKind.cross_encoder if is_reranker(config) else kind
+        return "cross_encoder" if is_reranker(config) else kind
     return kind
 
 

@@ -11,9 +11,10 @@ from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ExportDtype, ModelKind, Pooling, Precision
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ExportDtype, Pooling, Precision
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -138,7 +139,7 @@ class MergeOptions:
     find: FindOptions = field(default_factory=FindOptions)
 
     settings_from: int = 0  # index of the model whose prompts, tokenizer files and maximal length are written
-    kind: ModelKind | None = None  # what the models compute; default: what their files say
+    kind: str | None = None  # what the models compute; default: what their files say
     pooling: Pooling | None = None  # of directories that do not define it
     dtype: ExportDtype = ExportDtype.source  # source: the widest of the models
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])  # as export.formats
@@ -176,6 +177,8 @@ def selected_steps(steps: Any) -> tuple[str, int] | list[int]:
 def check_merge(options: MergeOptions) -> MergeOptions:
     """The options themselves, if they can work."""
     check = OptionChecks(options)
+    if options.kind is not None:
+        load_kind(options.kind, "kind")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the merged model")
     check.require(
         bool(options.models) != bool(options.run),

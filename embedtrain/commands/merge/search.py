@@ -17,7 +17,7 @@ from embedtrain.commands.merge.combine import combined_tensors, merged_rows
 from embedtrain.commands.merge.merger import Combine, Merger
 from embedtrain.commands.merge.options import FindOptions, SearchMethod
 from embedtrain.commands.merge.stored_weights import Piece, split_pieces
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig
+from embedtrain.config.recipe import ModelConfig, ParallelConfig
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
@@ -94,12 +94,12 @@ class _Candidate:
         source = merger.members[settings].source
         metrics = None if find.metric is None else [find.metric]
         sets = load_sets([*find.sets, *find.held_out], world, subset=find.subset, metrics=metrics, option="find.sets")
-        check_sets_of_kind(sets, source.kind, "find.sets")
+        check_sets_of_kind(sets, source.kind.name, "find.sets")
         self._main_metrics = {loaded.data.name: metric_names_of_set(loaded)[0] for loaded in sets}
         self.chosen_on = [loaded.data.name for loaded in sets[: len(find.sets)]]
         # The weights of heads are not read from the files of this member either.
         source = replace(source, dense=tuple(replace(dense, directory=None) for dense in source.dense))
-        self._config = ModelConfig(path=str(source.directory), kind=source.kind)
+        self._config = ModelConfig(path=str(source.directory), kind=source.kind.name)
         self._parallel = ParallelConfig(precision=find.precision)
         self._loaded: LoadedModel = load_model(
             self._config, self._parallel, world, seed=0, source=source, read_weights=False, work=None
@@ -113,7 +113,7 @@ class _Candidate:
         if self._evaluator is None:
             # Packing is verified with weights that are not random.
             self._loaded = verify_packing(self._loaded, self._config, self._parallel, self._world)
-            kind = PairScorer if self._loaded.source.kind is ModelKind.cross_encoder else SentenceEncoder
+            kind = PairScorer if self._loaded.source.kind.name == "cross_encoder" else SentenceEncoder
             encoder = kind.from_model(self._loaded, self._world, chunk_tokens=self._chunk_tokens)
             self._evaluator = Evaluator(self._sets, encoder, self._world)
         with self._console.progress() as progress:

@@ -5,7 +5,7 @@ from typing import Any
 
 from embedtrain.commands.plan.compute import PlannedModel, planned_model
 from embedtrain.commands.plan.options import PlanOptions
-from embedtrain.config.recipe import ModelKind, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError
 from embedtrain.inference.search_costs import SearchCosts, SearchWorkload, search_costs
@@ -68,10 +68,10 @@ class SearchPlan:
 def plan_search(recipe: Recipe, options: PlanOptions) -> SearchPlan:
     """Plan an evaluation or mining with the model of a recipe, without a GPU and without weights."""
     assert options.documents is not None
-    if recipe.model.kind is not ModelKind.dense:
+    if recipe.model.kind != "dense":
         raise ConfigError(
             f"documents={options.documents}: plans of a search are for models with one dense vector per text, not for "
-            f"model.kind={recipe.model.kind.value}; leave it out to plan a training"
+            f"model.kind={recipe.model.kind}; leave it out to plan a training"
         )
     planned = planned_model(recipe, options)
     layout = choose_encoding_layout(recipe.parallel, planned.cluster, planned.model).layout

@@ -6,7 +6,8 @@ from typing import Any
 
 from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
-from embedtrain.config.recipe import ExportDtype, ModelKind, Pooling
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
@@ -39,7 +40,7 @@ class PruneOptions:
     select: LayerSelection = LayerSelection.even
     layers: Any = None  # the layers to keep instead, counted from 0, such as [0,2,4,11]
 
-    kind: ModelKind | None = None  # default: that of the directory
+    kind: str | None = None  # default: that of the directory
     pooling: Pooling | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     # Execute Python code of the model: only for authors you trust
@@ -53,6 +54,8 @@ def compose_prune(arguments: list[str]) -> PruneOptions:
     options = compose_command("prune", PruneOptions, arguments, HELP)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    if options.kind is not None:
+        load_kind(options.kind, "kind")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
     check.at_least(1, "keep", "leave it out with layers")
     if (options.keep is None) == (options.layers is None):

@@ -101,7 +101,7 @@ def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:
     from embedtrain.config.compressed import check_kind_of_vectors, dims_of
 
     if options.vectors is not None:
-        check_kind_of_vectors(source.kind, "vectors")
+        check_kind_of_vectors(source.kind.name, "vectors")
         source.require_inner_products("vectors")
         source.require_dimensions(dims_of([options.vectors]), "vectors", truncated=True)
 
@@ -145,7 +145,7 @@ def _load_scorer(
         return None
     with console.phase("loading the reranker"):
         model = load_reranker(source, options.reranker, options.precision, world)
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         return SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
     windows = options.reranker.document_windows
     return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=windows)

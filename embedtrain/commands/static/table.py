@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain import __version__
 from embedtrain.commands.static.options import StaticOptions
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ExportConfig, Pooling
 from embedtrain.data.tokens import StaticTokenizer, TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
@@ -134,6 +135,7 @@ def write_table(
 ) -> ExportResult:
     """Write the directory, which replaces `output_dir` once sentence-transformers opens it with equal vectors."""
     source = ModelSource(
+        kind=load_kind("dense"),
         directory=None,
         config=StaticConfig(vocab_size=len(table), hidden_size=table.shape[1]),
         pooling=Pooling.mean,

@@ -6,9 +6,10 @@ from typing import Any
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import ExportDtype, ModelKind, Pooling
+from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
@@ -34,7 +35,7 @@ class TrimOptions:
     top: int | None = None  # maximum number of tokens to keep, the most frequent ones; null: no maximum
     min_count: int = 1  # how often a token that is kept occurs at least
 
-    kind: ModelKind | None = None  # default: that of the directory
+    kind: str | None = None  # default: that of the directory
     pooling: Pooling | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     # Execute Python code of the model: only for authors you trust
@@ -49,6 +50,8 @@ def compose_trim(arguments: list[str]) -> TrimOptions:
     options = compose_command("trim", TrimOptions, arguments, HELP)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    if options.kind is not None:
+        load_kind(options.kind, "kind")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
     check.at_least(1, "min_count")
     check.at_least(1, "top", "null for no maximum")

@@ -29,7 +29,7 @@ from embedtrain.commands.trim.tokenizer_json import (
     trim_tokenizer,
     with_parts,
 )
-from embedtrain.config.recipe import ExportConfig, ModelKind, OnError
+from embedtrain.config.recipe import ExportConfig, OnError
 from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
@@ -65,7 +65,7 @@ def trim_model(options: TrimOptions, output_dir: Path, console: Console) -> Expo
     )
     assert source.directory is not None
     output_dir = require_replaceable(output_dir, source.directory)
-    if source.kind is ModelKind.sparse or (source.head is not None and source.head.tokens):
+    if source.kind.name == "sparse" or (source.kind.name == "cross_encoder" and source.settings.tokens):
         raise ConfigError(
             f"model={options.model}: its outputs are computed from rows of the vocabulary: they would be lost"
         )

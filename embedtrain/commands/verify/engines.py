@@ -13,7 +13,6 @@ from pathlib import Path
 
 from embedtrain.commands.verify.options import ENGINES, VerifyOptions
 from embedtrain.commands.verify.probes import Probe, compare
-from embedtrain.config.recipe import ModelKind
 from embedtrain.errors import ConfigError
 
 _CLIENTS = Path(__file__).parent / "clients"
@@ -77,7 +76,7 @@ def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
     if "unsupported" in computed:
         return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
     named, expected = computed.get("similarity"), probe.source.similarity.value
-    if probe.source.kind is ModelKind.dense and named not in (None, expected):
+    if probe.source.kind.name == "dense" and named not in (None, expected):
         reason = f"it compares vectors by similarity_fn_name={named}, and embedtrain by {expected}"
         return Outcome(engine, computed["version"], reason=reason)
     return Outcome(engine, computed["version"], compare(computed, probe), changes=computed.get("changes", ""))

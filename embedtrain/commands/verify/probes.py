@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embedtrain.config.recipe import ModelConfig, ModelKind, Precision
+from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.types import TextRole
@@ -58,11 +58,11 @@ def probe_model(directory: Path, world: World) -> Probe:
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
     texts = ["", *PROBES] if model.tokenizer.tokenizer("")["input_ids"] else list(PROBES)
     prompts = {role.value: model.source.prompts.get(role.value, "") for role in TextRole}
-    request: dict[str, Any] = {"model": str(directory), "kind": model.source.kind.value}
+    request: dict[str, Any] = {"model": str(directory), "kind": model.source.kind.name}
     request |= {"texts": texts, "prompts": prompts}
     expected: Outputs = {}
     # A text of a late-interaction model is a query or a document.
-    ways = prompts if model.source.kind is ModelKind.late_interaction else {"text": ""} | prompts
+    ways = prompts if model.source.kind.name == "late_interaction" else {"text": ""} | prompts
     for role, prompt in ways.items():
         text_role = TextRole.query if role == "query" else TextRole.document
         part = encoder.encode(texts, prompt, role=text_role, label=f"encoding with the encoder ({role})")
@@ -77,7 +77,7 @@ def _is_cross_encoder(directory: Path) -> bool:
     config = directory / "config.json"
     names = read_json(config).get("architectures") if config.is_file() else None
     is_classifier = any(str(name).endswith("ForSequenceClassification") for name in names or ())
-    return is_classifier or stored_kind(directory) is ModelKind.cross_encoder
+    return is_classifier or stored_kind(directory) == "cross_encoder"
 
 
 def _scored(directory: Path, world: World) -> Probe:
@@ -85,7 +85,7 @@ def _scored(directory: Path, world: World) -> Probe:
     config = RerankerConfig(path=str(directory))
     source = open_reranker(config, world, trust_remote_code=False)
     assert source is not None
-    assert source.head is not None
+    assert source.kind.name == "cross_encoder"
     model = load_reranker(source, config, Precision.fp32, world)
     compared = compared_pairs(model.tokenizer, PROBES, source.prompts)
     rows = range(len(PROBES)) if compared is None else compared.nonzero().flatten().tolist()
@@ -96,20 +96,20 @@ def _scored(directory: Path, world: World) -> Probe:
     scorer = PairScorer.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
     logits = scorer.score([query for query, _ in pairs], [document for _, document in pairs])
     scores = {"logits": list(logits.numpy())}
-    if (activation := _ACTIVATIONS.get(source.head.activation)) is not None:
+    if (activation := _ACTIVATIONS.get(source.settings.activation)) is not None:
         scores["activated"] = list(activation(logits).numpy())
-    request = {"model": str(directory), "kind": source.kind.value, "pairs": pairs, "formatted_pairs": formatted}
+    request = {"model": str(directory), "kind": source.kind.name, "pairs": pairs, "formatted_pairs": formatted}
     return Probe(source, request, {"scores": scores})
 
 
 def _arrays(part: Part, source: ModelSource) -> Iterator[tuple[str, list[NDArray[np.float32]]]]:
     """The parts of the output of encoded texts, and an array for each text."""
-    if source.token_vectors is not None:
+    if source.kind.name == "late_interaction":
         yield "token_vectors", _by_text(part)
-    elif source.words is not None:
+    elif source.kind.name == "sparse":
         yield "word_weights", list(part.values.cpu().numpy())
-    elif source.m3 is not None:
-        parts = split_rows(part, source.m3)
+    elif source.kind.name == "m3":
+        parts = split_rows(part, source.settings)
         yield "vectors", list(parts.dense.values.cpu().numpy())
         yield "word_weights", [_lexical(rows, source) for rows in _by_text(parts.lexical)]
         yield "token_vectors", _by_text(parts.tokens)

@@ -28,15 +28,15 @@ def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> 
     """The tokenizer of texts, or of pairs for a cross-encoder, with the maximal lengths of the model."""
     check_vocabulary(source, tokenizer)
     max_length = resolve_max_length(source, tokenizer)
-    if source.token_vectors is not None:
-        return TokenRowTokenizer(tokenizer, max_length, source.token_vectors)
-    if source.m3 is not None:
+    if source.kind.name == "late_interaction":
+        return TokenRowTokenizer(tokenizer, max_length, source.settings)
+    if source.kind.name == "m3":
         return M3Tokenizer(tokenizer, max_length)
-    if source.words is not None and source.words.queries is not None:
-        return _static_query_tokenizer(source.words.queries, source.dimension, tokenizer, max_length)
+    if source.kind.name == "sparse" and source.settings.queries is not None:
+        return _static_query_tokenizer(source.settings.queries, source.dimension, tokenizer, max_length)
     if is_static(source.config):
         return StaticTokenizer(tokenizer, max_length)
-    if source.head is None:
+    if source.kind.name != "cross_encoder":
         return TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt)
     return PairTokenizer(tokenizer, max_length, read_pair_format(source, tokenizer))
 
@@ -68,7 +68,7 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
     ModelError if the tokenizer's pairs are not its texts and special tokens around them.
     """
     types = int(getattr(source.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
-    head = source.head
+    head = source.settings if source.kind.name == "cross_encoder" else None
     if head is not None and head.template is not None:
         if not is_decoder(source.config):
             raise ConfigError(

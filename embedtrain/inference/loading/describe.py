@@ -41,7 +41,7 @@ def describe_model(
         *tokenizer.notes,
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
         f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{memory}; {layout.reason}",
-        *([source.head.note] if source.head is not None and source.head.note else []),
+        *([source.settings.note] if source.kind.name == "cross_encoder" and source.settings.note else []),
         *([] if adapted is None else [describe_adapters(adapted, encoder)]),
     ]
 
@@ -54,23 +54,23 @@ def describe_reduction_per_chunk(costs: ModelSpec) -> str:
 
 def describe_outputs(source: ModelSource) -> str:
     """The outputs of a model in a few words, such as `mean pooling, normalised`."""
-    if source.words is not None:
-        static = f", {describe_static_queries(source.words.queries)}" if source.words.queries is not None else ""
-        return f"weights of {source.dimension:,} words, {source.words.pooling.value} over tokens{static}"
-    if source.token_vectors is not None:
-        new = "new " * source.token_vectors.is_new
-        return f"a {new}projection of tokens to {source.dimension} dimensions, {source.token_vectors.similarity.value}"
-    if source.m3 is not None:
-        layers = "new layers" if source.m3.is_new else "layers"
+    if source.kind.name == "sparse":
+        static = f", {describe_static_queries(source.settings.queries)}" if source.settings.queries is not None else ""
+        return f"weights of {source.dimension:,} words, {source.settings.pooling.value} over tokens{static}"
+    if source.kind.name == "late_interaction":
+        new = "new " * source.settings.is_new
+        return f"a {new}projection of tokens to {source.dimension} dimensions, {source.settings.similarity.value}"
+    if source.kind.name == "m3":
+        layers = "new layers" if source.settings.is_new else "layers"
         return (
             f"dense, lexical and multi-vector representations, {layers} of lexical weights and of token vectors of "
-            f"{source.m3.token_dimension} dimensions"
+            f"{source.settings.token_dimension} dimensions"
         )
-    if source.head is None:
+    if source.kind.name != "cross_encoder":
         sizes = "".join(f" -> {d.num_out}" for d in source.dense)
         heads = f", {'new ' * source.has_new_head}heads {source.dense[0].num_in}{sizes}" if source.dense else ""
         pooling = "mean of the tokens' rows" if is_static(source.config) else f"{source.pooling.value} pooling"
         similarity = "" if source.similarity is VectorSimilarity.cosine else f", compared by {source.similarity.value}"
         return f"{pooling}{heads}{', normalised' if source.normalize else ''}{similarity}"
-    kind = "a new score head" if source.head.is_new else "a score head"
-    return f"{'the score of a token' if source.head.tokens else kind} on the {_POOLED[source.pooling]}"
+    kind = "a new score head" if source.settings.is_new else "a score head"
+    return f"{'the score of a token' if source.settings.tokens else kind} on the {_POOLED[source.pooling]}"

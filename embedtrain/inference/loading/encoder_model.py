@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.recipe import ModelConfig, ModelKind, ParallelConfig, Precision
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -38,22 +38,22 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
                     f"model.{name}={written(value)}: {model.path} is {what}, which has a normalised vector of each "
                     "token; leave it out"
                 )
-        model = replace(model, kind=ModelKind.late_interaction)
+        model = replace(model, kind="late_interaction")
     elif _is_sparse(model):
         if model.similarity is not None:
             raise ConfigError(
                 f"model.similarity={written(model.similarity)}: {model.path} is a learned sparse model, whose weights "
                 "of words are compared by inner product; leave it out"
             )
-        model = replace(model, kind=ModelKind.sparse)
+        model = replace(model, kind="sparse")
     elif model.path and model.pooling is None and model.normalize is None and model.similarity is None:
         directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
         if is_m3(directory):
-            model = replace(model, kind=ModelKind.m3)
-    if model.m3.hybrid_weights is not None and model.kind is not ModelKind.m3:
+            model = replace(model, kind="m3")
+    if model.m3.hybrid_weights is not None and model.kind != "m3":
         raise ConfigError(
             f"model.m3.hybrid_weights={written(model.m3.hybrid_weights)}: {model.path} is opened as a model of one "
-            f"representation ({model.kind.value}); leave it out"
+            f"representation ({model.kind}); leave it out"
         )
     source = open_model_source(model)
     adapter = open_adapter(model.lora)
@@ -72,7 +72,7 @@ def _is_sparse(model: ModelConfig) -> bool:
     if not model.path or model.pooling is not None:
         return False
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
-    return stored_kind(directory) is ModelKind.sparse or (directory / IDF_FILE).is_file()
+    return stored_kind(directory) == "sparse" or (directory / IDF_FILE).is_file()
 
 
 def load_encoder_model(

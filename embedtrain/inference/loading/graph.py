@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.recipe import ModelKind, Strategy
+from embedtrain.config.recipe import Strategy
 from embedtrain.data.types import Chunk, QueryWords
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
@@ -86,8 +86,8 @@ class GraphEncoder(Encoder):
         self._source, self._session = source, open_graph(path, source.directory)
         self._heads = add_heads(nn.Identity(), source) if output_names(source) == [HIDDEN] else None
         self._queries: QueryWeights | None = None
-        if source.words is not None and source.words.queries is not None:
-            weights = read_query_weights(source.words.queries, source.directory, source.dimension)
+        if source.kind.name == "sparse" and source.settings.queries is not None:
+            weights = read_query_weights(source.settings.queries, source.directory, source.dimension)
             self._queries = QueryWeights(source.dimension, trained=False)
             self._queries.weight.data.copy_(weights)
         # A text of two tokens, so that a graph of something else fails before texts are read.
@@ -104,17 +104,17 @@ class GraphEncoder(Encoder):
         assert chunk.packing is None, "graphs have padded texts"
         inputs = self._inputs(chunk)
         outputs = self._run(inputs)
-        match self._source.kind:
-            case ModelKind.cross_encoder:
+        match self._source.kind.name:
+            case "cross_encoder":
                 return outputs[0]
-            case ModelKind.sparse:
+            case "sparse":
                 return self._with_queries(outputs[0], chunk.query_words)
-            case ModelKind.late_interaction:
+            case "late_interaction":
                 assert chunk.token_rows is not None
                 return outputs[0].flatten(0, 1)[chunk.token_rows]
-            case ModelKind.m3:
+            case "m3":
                 return self._m3_rows(chunk, outputs)
-            case ModelKind.dense:
+            case _:
                 if self._heads is None:
                     return outputs[0]
                 return self._heads.vectors(outputs[0], chunk.mask if chunk.pooled is None else chunk.pooled)
@@ -142,20 +142,20 @@ class GraphEncoder(Encoder):
     def _output_shapes(self, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Of the outputs that are read, for padded texts."""
         dimension = self._source.dimension
-        match self._source.kind:
-            case ModelKind.cross_encoder:
+        match self._source.kind.name:
+            case "cross_encoder":
                 return {LOGITS: (texts, dimension)}
-            case ModelKind.sparse:
+            case "sparse":
                 return {VECTORS: (texts, dimension)}
-            case ModelKind.late_interaction:
+            case "late_interaction":
                 return {TOKEN_VECTORS: (texts, length, dimension)}
-            case ModelKind.m3:
-                assert self._source.m3 is not None
-                tokens = (texts, length - 1, self._source.m3.token_dimension)
+            case "m3":
+                assert self._source.kind.name == "m3"
+                tokens = (texts, length - 1, self._source.settings.token_dimension)
                 return {M3_DENSE: (texts, dimension), M3_LEXICAL: (texts, length, 1), M3_TOKENS: tokens}
-            case ModelKind.dense if self._heads is not None:
+            case "dense" if self._heads is not None:
                 return {HIDDEN: (texts, length, hidden_size(self._source.config))}
-            case ModelKind.dense:
+            case _:
                 return {VECTORS: (texts, min(dimension, self._source.truncate_dim or dimension))}
 
     def _with_queries(self, weights: Tensor, query_words: QueryWords | None) -> Tensor:

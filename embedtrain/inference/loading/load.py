@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ModelKind, ParallelConfig, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
@@ -283,8 +283,8 @@ def _read_weights(
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
-    parts = {ModelKind.m3: "layers", ModelKind.late_interaction: "projection", ModelKind.dense: "heads"}
-    part = parts.get(source.kind, "score head")
+    parts = {"m3": "layers", "late_interaction": "projection", "dense": "heads"}
+    part = parts.get(source.kind.name, "score head")
     new = f", the new {part} from seed {seed}"
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
 

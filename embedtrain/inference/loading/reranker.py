@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.recipe import ModelKind, ParallelConfig, Precision
+from embedtrain.config.recipe import ParallelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
@@ -34,9 +34,11 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
                         f"reranker.{name}={written(getattr(reranker, name))}: is of cross-encoders, and "
                         f"{reranker.path} is {what}; leave it out"
                     )
-            return open_model_source(replace(config, kind=ModelKind.late_interaction))
+            return open_model_source(replace(config, kind="late_interaction"))
         source, adapter = open_model_source(config), open_adapter(config.lora)
-        if source.head is None or (source.head.is_new and (adapter is None or not adapter.has_head)):
+        if source.kind.name != "cross_encoder" or (
+            source.settings.is_new and (adapter is None or not adapter.has_head)
+        ):
             raise ConfigError(
                 f"reranker={reranker.path}: it has no weights of a head that scores pairs; write a finished "
                 "cross-encoder, such as a ...ForSequenceClassification with num_labels 1, or a late-interaction model; "
@@ -49,6 +51,6 @@ def load_reranker(source: ModelSource, reranker: RerankerConfig, precision: Prec
     """Load the weights of an open reranker; errors name the option `reranker`. A collective."""
     if reranker.backend is not Backend.torch:
         return load_graph(source, reranker.backend, world)
-    config = replace(reranker.model_config(trust_remote_code=source.trust_remote_code), kind=source.kind)
+    config = replace(reranker.model_config(trust_remote_code=source.trust_remote_code), kind=source.kind.name)
     with command_option_names(RERANKER_OPTION_NAMES):
         return load_model(config, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)

@@ -114,7 +114,7 @@ def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
         reason = _mismatch(encoder, language_model_mismatch, world)
         if reason is not None:
             raise ModelError(f"{type(encoder.head).__name__} is not supported as a sparse model: {reason}")
-    expansion = None if source.token_vectors is None else source.token_vectors.expansion
+    expansion = None if source.kind.name != "late_interaction" else source.settings.expansion
     if isinstance(encoder, LateInteractionEncoder) and expansion is not None and not expansion.attend:
         reason = _mismatch(encoder, expansion_mismatch, world)
         if reason is not None:

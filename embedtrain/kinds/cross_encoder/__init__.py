@@ -14,6 +14,7 @@ class CrossEncoder(Kind):
 
     name = "cross_encoder"
     summary = "a score per pair of query and document (a reranker)"
+    aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
 
     def score(self, source: "ModelSource") -> "Score":
         """The score itself, which the model computes of a pair."""

@@ -14,6 +14,7 @@ class Dense(Kind):
 
     name = "dense"
     summary = "a vector per text"
+    aliases = ("biencoder", "embedder", "embedding", "sentencetransformer")
 
     def score(self, source: "ModelSource") -> "Score":
         """The similarity of two vectors."""

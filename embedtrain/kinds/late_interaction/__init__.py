@@ -15,6 +15,7 @@ class LateInteraction(Kind):
 
     name = "late_interaction"
     summary = "a vector per token of a text (ColBERT)"
+    aliases = ("colbert", "multivector", "multivectorencoder")
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
     def score(self, source: "ModelSource") -> "Score":
@@ -22,5 +23,5 @@ class LateInteraction(Kind):
         from embedtrain.config.late_interaction import TokenSimilarity
         from embedtrain.kinds.late_interaction.score import MaxSim
 
-        assert source.token_vectors is not None
-        return MaxSim(mean=source.token_vectors.similarity is TokenSimilarity.meanmaxsim)
+        assert source.kind.name == "late_interaction"
+        return MaxSim(mean=source.settings.similarity is TokenSimilarity.meanmaxsim)

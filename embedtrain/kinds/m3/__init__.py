@@ -15,11 +15,12 @@ class M3(Kind):
 
     name = "m3"
     summary = "a vector, lexical weights and a vector per token (BGE-M3)"
+    aliases = ("bgem3", "hybrid")
     own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
 
     def score(self, source: "ModelSource") -> "Score":
         """The weighted sum of the three scores."""
         from embedtrain.kinds.m3.score import M3Score
 
-        assert source.m3 is not None
-        return M3Score(source.m3)
+        assert source.kind.name == "m3"
+        return M3Score(source.settings)

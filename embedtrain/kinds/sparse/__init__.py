@@ -14,10 +14,11 @@ class Sparse(Kind):
 
     name = "sparse"
     summary = "a weight per word of the vocabulary (SPLADE)"
+    aliases = ("splade", "sparseencoder", "learnedsparse")
 
     def score(self, source: "ModelSource") -> "Score":
         """The inner product of the weights of words."""
         from embedtrain.kinds.sparse.score import WordScore
 
-        assert source.words is not None
-        return WordScore(is_symmetric=source.words.queries is None)
+        assert source.kind.name == "sparse"
+        return WordScore(is_symmetric=source.settings.queries is None)

@@ -150,7 +150,8 @@ def mined_rows(root: Path, name: str) -> Path:
         command = [
             sys.executable,
             "-m",
-            "embedtrain.commands.mine",
+            "embedtrain",
+            "mine",
             f"model={MINILM}",
             data,
             f"output_dir={folder}",

@@ -50,10 +50,10 @@ def _commands(folder: Path) -> dict[str, list[str]]:
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps({"query": query, "pos": [text]}) + "\n" for query, text in pairs))
     ours = ["name=startup", f"model.path={MINILM}", f"data.train=[{data}]", "train.steps=1", "train.log_every=1"]
-    train = ["-m", "embedtrain.commands.table", "train"]
+    train = ["-m", "embedtrain.cli.console", "train"]
     ours += [f"train.global_batch_size={PAIRS}"]
     return {
-        HELP[0]: ["-m", "embedtrain.commands.table", "--help"],
+        HELP[0]: ["-m", "embedtrain.cli.console", "--help"],
         HELP[1]: [*train, "--help"],
         "embedtrain train, 1 rank": [*train, *ours, "output_dir="],
         "embedtrain train, 2 ranks": [*train, "--nproc-per-node", "2", *ours, "output_dir="],

@@ -3,8 +3,8 @@
 import sys
 from functools import partial
 
-from embedtrain.cli.entry import run_command
-from embedtrain.commands.table import COMMANDS, run_module
+from embedtrain.cli.entry import run_command, run_module
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.paths import require_recipe_paths
 from embedtrain.config.recipe import Recipe
@@ -42,7 +42,7 @@ def compose(arguments: list[str]) -> list[Recipe] | Pipeline:
 def main() -> None:
     """The command that the first argument names, or the one that trains."""
     if sys.argv[1:] and sys.argv[1] in COMMANDS:
-        run_module(COMMANDS[sys.argv.pop(1)])
+        run_module(COMMANDS[sys.argv.pop(1)].module)
         return
     signals = StopSignals()
 
@@ -52,7 +52,7 @@ def main() -> None:
 
     # Its results are files: a scheduler would repeat a finished training whose log did not fit on the disk.
     main_with_signals = partial(run, signals=signals)
-    run_command(compose_listening, main_with_signals, needs_output=False, launches="embedtrain")
+    run_command(compose_listening, main_with_signals, needs_output=False, launches="train")
 
 
 if __name__ == "__main__":

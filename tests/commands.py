@@ -18,7 +18,10 @@ def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
 
 
 def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
-    """The output of `python -m embedtrain...`, under torchrun if `ranks` is given."""
+    """The output of `python -m embedtrain COMMAND ...`, under torchrun if `ranks` is given.
+
+    The first argument is the command, or a module of the package instead of `embedtrain COMMAND`.
+    """
     output, errors = call_separately(*arguments, ranks=ranks, cwd=cwd, code=code, stdin=stdin)
     return output + errors
 
@@ -27,6 +30,8 @@ def call_separately(
     *arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = ""
 ) -> tuple[str, str]:
     """Its standard output and standard error."""
+    if not arguments[0].startswith("embedtrain"):
+        arguments = ("embedtrain", *arguments)
     if not ranks:
         exit_code, output, errors = run_module(arguments, ENVIRONMENT, cwd or Path.cwd(), stdin)
     else:

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -40,4 +41,6 @@ def _run_module(arguments: tuple[str, ...], environment: dict[str, str], folder:
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = list(arguments)
+    # This process, unlike that of `python -m`, has imported the modules before.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, message=".*found in sys.modules")
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

@@ -14,9 +14,7 @@ from tests.commands import call
 
 def assert_found(model: Path, corpus: Path, query: str, scores: torch.Tensor, *more: str) -> str:
     """The four best documents with their scores [D]; returns what the command printed."""
-    printed = call(
-        "embedtrain.commands.search", f"model={model}", f"corpus={corpus}", f"query={query}", "top_k=4", *more
-    )
+    printed = call("search", f"model={model}", f"corpus={corpus}", f"query={query}", "top_k=4", *more)
     best = zip(*(part.tolist() for part in scores.topk(4)), strict=True)
     names = [f"d{number}" for number in range(len(scores))]
     actual = [line.split()[:2] for line in printed.splitlines() if len(line.split()) > 1 and line.split()[1] in names]

@@ -179,7 +179,7 @@ import importlib, json, os, sys
 os.mkdir("here")
 for command, arguments, path in json.loads(sys.argv[1]):
     try:
-        importlib.import_module(f"embedtrain.{command}__main__").compose(arguments)
+        importlib.import_module(f"embedtrain.{command and f'commands.{command}'}__main__").compose(arguments)
         raise AssertionError(f"{path} was accepted")
     except Exception as error:
         assert path in str(error) and type(error).__module__ == "embedtrain.errors", repr(error)

@@ -21,7 +21,7 @@ def make(folder: Path, model: Path, *arguments: str) -> str:
         shutil.copytree(ROOT / "recipes", folder / "recipes")
     program = folder / "bin" / "embedtrain"
     program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m embedtrain.commands.table "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m embedtrain.cli.console "$@"\n')
     program.chmod(0o755)
     options = [f"BIN={program.parent}", f"MINILM={model}", "RANKS=2"]
     command = ["make", "-f", str(ROOT / "Makefile"), "-o", ".venv", *options, *arguments, DEMO]

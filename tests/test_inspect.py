@@ -192,7 +192,7 @@ def test_inspect_of_a_file(tmp_path):
     good = [{"query": "如何安装？", "pos": ["用 apt。" * 500], "neg": ["别的\n东西"]}] * 2
     path = write(tmp_path / "rows.jsonl.gz", *good[:1], *BAD[:2], *good[1:], BAD[3])
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + BAD[2]))
-    output = call("embedtrain.commands.inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
+    output = call("inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
     assert "4 rows that cannot be used" in output
     assert [f"{path}:{line}: " in output for line in (2, 3, 5, 6)] == [True] * 4
     assert re.search(r"^  rows +2$", output, re.M)
@@ -218,7 +218,7 @@ def test_inspect_of_a_recipe(tmp_path):
         "data.train=[{path: one.jsonl, query_prompt: 'alpha '}, {path: two.jsonl, weight: 2}]", "data.cache_dir=cache",
         "train.epochs=3", "train.global_batch_size=16", "evaluation.sets=[]",
     ]  # fmt: skip
-    output = call("embedtrain.commands.inspect", *arguments, cwd=tmp_path)
+    output = call("inspect", *arguments, cwd=tmp_path)
     assert re.search(r"^  query +\d+  <s> alpha .* </s>$", output, re.M)
     assert re.search(r"^  two +20 +0 +40 +2\.00 +40\.0%$", output, re.M)
     assert re.search(r"^  total +80 +0 +100 +100\.0%$", output, re.M)
@@ -239,17 +239,13 @@ def test_a_cross_encoder_shows_pairs(tmp_path):
     arguments = ["recipe=bce_reranker", "data.train=[one.jsonl]"]
     arguments += ["data.cache_dir=cache", "evaluation.sets=[]", "train.global_batch_size=8"]
     template = 'model.pair_template={prefix: alpha, query: "beta {query} mu", document: "{document}", suffix: nu}'
-    output = call(
-        "embedtrain.commands.inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path
-    )
+    output = call("inspect", *arguments, "model.path=qwen3", "model.max_length=64", template, cwd=tmp_path)
     assert re.search(r"^  positive 1 +\d+ +<s> alpha beta .* mu .* nu </s>$", output, re.M)
     shortest = re.search(r"^  pairs +\d+ +(\d+)", output, re.M)
     shown = re.findall(r"^  (?:positive|negative) 1 +(\d+)", output, re.M)
     assert shortest is not None
     assert int(shortest[1]) <= min(map(int, shown))
-    output = call(
-        "embedtrain.commands.inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path
-    )
+    output = call("inspect", *arguments, "model.path=xlm-roberta", "model.max_length=12", cwd=tmp_path)
     assert re.search(r"^  pairs( +[\d.,]+){7} +12 +[1-9]", output, re.M)  # texts, min ... max, limit, cut
     assert re.search(r"^  positive 1 +(\d+|12 of \d+) +<s> .* </s> </s> .* </s>$", output, re.M)
 
@@ -262,7 +258,7 @@ def test_late_interaction_shows_expanded_queries_and_tokens_without_vectors(tmp_
         "{query_expansion: min, expansion_length: 9, document_length: 6, skiplist_words: [alpha, beta, gamma, mu]}"
     )
     printed = call(
-        "embedtrain.commands.inspect",
+        "inspect",
         *arguments,
         "train.global_batch_size=8",
         f"model.late_interaction={options}",
@@ -289,7 +285,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     (tmp_path / "sts.csv").write_text("a,b,score\nx,y,4.5\nu,v,1\n")
     (tmp_path / "list.json").write_text(json.dumps(rows(3)))
     arguments = ["data=[one,sts.csv,missing.jsonl,list.json,one/rows.jsonl]", "cache_dir=cache", "examples=1"]
-    output = call("embedtrain.commands.inspect", *arguments, cwd=tmp_path, code=1)
+    output = call("inspect", *arguments, cwd=tmp_path, code=1)
     assert re.findall(r"^== (.*) ==$", output, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
     one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", output, flags=re.M)[1:]
     assert "1 row that cannot be used\n" in one
@@ -301,18 +297,16 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert missing.strip().endswith("✗  missing.jsonl: no such file or folder")
     assert "as the model sees it: list.json: element 1\n" in listed
     assert "✗  sts, missing cannot be trained on" in whole
-    alone = call("embedtrain.commands.inspect", "data.train=[sts.csv]", "data.cache_dir=cache", cwd=tmp_path, code=1)
+    alone = call("inspect", "data.train=[sts.csv]", "data.cache_dir=cache", cwd=tmp_path, code=1)
     assert "loss=cosent" in alone
-    assert "recognised as" in call(
-        "embedtrain.commands.inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path
-    )
+    assert "recognised as" in call("inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path)
 
 
 def test_sources_that_do_not_fit_together_are_shown_and_reported(tmp_path):
     for name, count in (("one", 1), ("two", 2)):
         write(tmp_path / f"{name}.jsonl", *[{"query": "q", "pos": ["p"], "neg": ["n", "m"][:count]}] * 3)
     arguments = ["data.train=[one.jsonl,two.jsonl]", "data.cache_dir=cache", "loss=sentence_transformers"]
-    output = call("embedtrain.commands.inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
+    output = call("inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
     assert re.findall(r"^  rows +(\d)$", output, re.M) == ["3", "3"]
     assert "✗  data.train: one has rows with 1 negatives and two with 2, " in output
 
@@ -323,10 +317,10 @@ def test_empty_files_and_equal_names(tmp_path):
         write(tmp_path / folder / "rows.jsonl", *rows(2))
     write(tmp_path / "b" / "empty.jsonl")
     write(tmp_path / "b" / "bad.jsonl", *BAD[:2])
-    output = call("embedtrain.commands.inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
+    output = call("inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
     assert "\n2 rows that cannot be used and 1 empty file\n" in output
     assert re.search(r"^  b +2 +2$", output, re.M)
-    output = call("embedtrain.commands.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
+    output = call("inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
     assert re.findall(r"^== (.*) ==$", output, re.M) == ["a/rows", "b/rows", "all of it"]
 
 
@@ -345,5 +339,5 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, arguments, environment, 
     write(tmp_path / "rows.jsonl", {"query": "a", "pos": ["b"]})
     for name, value in environment.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
-    output = call("embedtrain.commands.inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
+    output = call("inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
     assert re.fullmatch(rf"error: [^\n]*{re.escape(sentence)}[^\n]*\n", output), output

@@ -173,7 +173,7 @@ def test_training_continues_from_an_exported_adapter(ranks, workshop, tmp_path):
     metrics = []
     unmerged_model = [f"model={workshop / 'llama'}", f"adapter={first / 'model' / 'adapter'}"]
     for model in (unmerged_model, [f"model={first / 'model'}"]):
-        call("embedtrain.commands.evaluate", *model, *evaluate)
+        call("evaluate", *model, *evaluate)
         rows = (tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()
         metrics.append({name: value for name, value in json.loads(rows[-1]).items() if name != "model"})
     assert metrics[0] == metrics[1], "base with adapter and merged model"
@@ -247,8 +247,8 @@ def test_adapters_of_several_tasks(workshop, task_runs, tmp_path):
     loaded = AutoModel.from_pretrained(to)
     loaded.load_adapter(str(to / "adapters" / "clustering"), adapter_name="clustering")
     evaluate = (f"sets=[{workshop / 'dev'}]", f"output_dir={tmp_path / 'figures'}")
-    call("embedtrain.commands.evaluate", f"model={to}", f"adapter={to / 'adapters' / 'retrieval'}", *evaluate)
-    call("embedtrain.commands.evaluate", f"model={task_runs / 'a' / 'model'}", *evaluate)
+    call("evaluate", f"model={to}", f"adapter={to / 'adapters' / 'retrieval'}", *evaluate)
+    call("evaluate", f"model={task_runs / 'a' / 'model'}", *evaluate)
     rows = [json.loads(row) for row in (tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["ndcg@10"] == rows[1]["ndcg@10"]
 

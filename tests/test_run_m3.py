@@ -106,7 +106,7 @@ def test_search_and_load_encoder(inputs, tmp_path):
     arguments = [f"model={model}", f"corpus={path}", f"query={query}", "top_k=3", "precision=fp32"]
     for weights, option in (((1, 0.3, 1), []), ((0, 2, 0.5), ["hybrid_weights=[0,2,0.5]"])):
         expected = {name: sum(w * score for w, score in zip(weights, scores[name], strict=True)) for name in corpus}
-        printed = call("embedtrain.commands.search", *arguments, *option)
+        printed = call("search", *arguments, *option)
         best = sorted(expected, key=lambda name: -expected[name])[:3]
         lines = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in [[name] for name in corpus]]
         assert lines == [[f"{expected[name]:.3f}", name] for name in best]

@@ -23,9 +23,7 @@ def test_the_best_of_a_binary_search_are_scored_again(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"_id": f"d{i:02}", "text": each}) + "\n" for i, each in enumerate(TEXTS)))
     form = "vectors={documents: binary, rescore: {times: 2, top_k: 4}}"
-    printed = call(
-        "embedtrain.commands.search", f"model={model}", f"corpus={corpus}", f"query={QUERY}", "top_k=12", form
-    )
+    printed = call("search", f"model={model}", f"corpus={corpus}", f"query={QUERY}", "top_k=12", form)
     actual = [list(match) for match in re.findall(r"^ *(-?[01]\.\d{3})  (d\d\d)", printed, re.MULTILINE)]
 
     theirs = SentenceTransformer(str(model), device="cpu")
@@ -48,7 +46,7 @@ def test_vectors_that_an_earlier_search_stored(tmp_path):
 
     def found(*options: str) -> list[str]:
         arguments = [f"model={model}", f"corpus={corpus}", f"query={QUERY}", "top_k=12", *options]
-        return re.findall(r"^ *-?[01]\.\d{3}  d\d\d", call("embedtrain.commands.search", *arguments), re.MULTILINE)
+        return re.findall(r"^ *-?[01]\.\d{3}  d\d\d", call("search", *arguments), re.MULTILINE)
 
     expected, stored = found(), f"vectors_dir={tmp_path / 'vectors'}"
     assert len(expected) == 12

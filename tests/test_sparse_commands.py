@@ -108,13 +108,11 @@ def test_inspect_and_report(model_dir: Path, corpus: Path, tmp_path: Path) -> No
     rows = [{"query": words, "positive": CORPUS[f"d{i}"]} for i, words in enumerate(QUERIES.values())]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    printed = call(
-        "embedtrain.commands.inspect", f"data={data}", f"model={model_dir}", f"cache_dir={tmp_path / 'cache'}"
-    )
+    printed = call("inspect", f"data={data}", f"model={model_dir}", f"cache_dir={tmp_path / 'cache'}")
     assert "<s> mu alpha alpha </s>" in printed
     measures = ["queries/flops", "documents/active_words", "documents/empty_texts"]
     run = make_run(tmp_path / "run", extra_metrics=measures)
-    call("embedtrain.commands.report", str(run))
+    call("report", str(run))
     page = (run / "report.html").read_text()
     assert "Active words of documents" in page
     assert "FLOPS of queries" in page

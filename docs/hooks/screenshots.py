@@ -142,7 +142,7 @@ def run_in_terminal(command: str, folder: Path) -> bytes:
         "COLUMNS": str(COLUMNS),
     }
     # The command of this checkout, whichever is installed.
-    arguments = [sys.executable, "-m", "embedtrain.commands.table", *shlex.split(command)[1:]]
+    arguments = [sys.executable, "-m", "embedtrain.cli.console", *shlex.split(command)[1:]]
     process = subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, cwd=folder, env=environment)  # noqa: S603
     os.close(terminal)
     parts = []

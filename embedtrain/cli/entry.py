@@ -5,6 +5,7 @@ import contextlib
 import faulthandler
 import io
 import os
+import runpy
 import socket
 import sys
 import time
@@ -44,7 +45,7 @@ def run_command(
     `compose` turns the command line into options; it imports no torch, so that `--help` and mistyped options answer at
     once. A command without ranks does not compute and does not need torch. A command that needs its output ends with
     exit code 1 if the output cannot be written because a disk is full, not if its terminal or reader has gone.
-    `launches` is the module that the options of the launcher start on several ranks; None if there are no such options.
+    `launches` is its name, if it has the options of the launcher, which start it on several ranks.
     """
     # Before torch is imported: a crash in native code prints where each thread was. Standard error itself, because the
     # stream may be replaced.
@@ -74,6 +75,11 @@ def run_command(
     except Exception:
         traceback.print_exc()
         _exit(1)
+
+
+def run_module(module: str) -> None:
+    """Run the module of a command with the arguments of the process."""
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _prepare_process() -> None:
@@ -170,7 +176,7 @@ def _compose_as_rank(
         return compose(arguments), arguments, launch
 
 
-def _run_ranks(module: str, arguments: list[str], launch: Launch) -> None:
+def _run_ranks(command: str, arguments: list[str], launch: Launch) -> None:
     """Start the ranks and exit when they have ended; return if a single rank is to run, which needs no launcher."""
     count = num_ranks(launch)
     # At once, because importing torch on a busy machine takes a minute, and nothing else is printed meanwhile.
@@ -180,7 +186,7 @@ def _run_ranks(module: str, arguments: list[str], launch: Launch) -> None:
         from embedtrain.distributed.launch import run_ranks
 
         quiet_hub()  # this process has composed the options, and warned
-        raise SystemExit(run_ranks(module, arguments, launch, count))
+        raise SystemExit(run_ranks("embedtrain", [command, *arguments], launch, count))
 
 
 def ignore_accelerate_environment() -> None:

@@ -150,7 +150,7 @@ def _refuse_word(word: str, overrides: Sequence[str], kind: type) -> None:
             raise ConfigError(f"{word}: {_for_file(word)}")
         if (_PACKAGE / "commands" / word / "__main__.py").is_file() and word.isidentifier():
             raise ConfigError(
-                f"{word}: is a command of its own: write embedtrain {word}, or python -m embedtrain.commands.{word}"
+                f"{word}: is a command of its own: write embedtrain {word}, or python -m embedtrain {word}"
             )
         if word == "train":
             raise ConfigError("train: leave it out after python -m embedtrain, or write embedtrain train")

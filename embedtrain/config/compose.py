@@ -106,7 +106,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
-    """The options of `python -m embedtrain.NAME`. Names and types are checked, and that the user names code that runs.
+    """The options of `embedtrain NAME`. Names and types are checked, and that the user names code that runs.
 
     `--help` prints `help_text`, as `render_help` says.
     """

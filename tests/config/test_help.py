@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from embedtrain.commands.table import COMMANDS
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
 from tests.docs.commands import Command, compose
@@ -12,7 +12,7 @@ from tests.docs.commands import Command, compose
 
 def help_of(command, *arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        compose(Command(COMMANDS[command].module, arguments))
+        compose(Command(command, arguments))
     assert not caught.value.code
     return capsys.readouterr().out
 
@@ -96,6 +96,6 @@ def test_wrong_forms_are_answered_with_the_right_one(arguments, answer):
 
 def test_wrong_forms_of_other_commands():
     with pytest.raises(ConfigError, match="write model=dir"):
-        compose(Command("embedtrain.commands.evaluate", ("--model", "dir", "sets=[dev]")))
+        compose(Command("evaluate", ("--model", "dir", "sets=[dev]")))
     with pytest.raises(ConfigError, match="write top_k=3"):
-        compose(Command("embedtrain.commands.search", ("model=m", "corpus=c", "top_k", "3")))
+        compose(Command("search", ("model=m", "corpus=c", "top_k", "3")))

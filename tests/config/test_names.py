@@ -10,9 +10,9 @@ from embedtrain.commands.evaluate.options import compose_evaluate
 from embedtrain.commands.export.options import compose_export
 from embedtrain.commands.mine.options import compose_mine
 from embedtrain.commands.search.options import compose_search
-from embedtrain.commands.table import COMMANDS
-from embedtrain.commands.table import _suggestion as suggestion
 from embedtrain.config import migration
+from embedtrain.config.commands import COMMANDS
+from embedtrain.config.commands import _suggestion as suggestion
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
 from embedtrain.config.loss_registry import LOSSES

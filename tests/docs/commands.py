@@ -8,20 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from embedtrain.commands.table import COMMANDS
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
 from embedtrain.pipeline.compose import compose_pipeline
 
-_MODULE = re.compile(r"embedtrain(\.\w+)?$")
 _LAUNCH = re.compile(r"--(gpus|nproc-per-node|nodes|node-rank|master|max-restarts)(=.*)?$")
 _ENDS = ("||", "&&", "|", ";", "&", ">", "2>&1")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module after `-m`, its arguments, and whether the page expects it to fail."""
+    """A command, its arguments, and whether the page expects it to fail."""
 
-    module: str
+    name: str
     arguments: tuple[str, ...]
     may_fail: bool = False
 
@@ -40,11 +39,13 @@ def commands(shell: str) -> Iterator[Command]:
             ends = [later for later, word in enumerate(words) if later > index and word in _ENDS]
             end = min(ends, default=len(words))
             may_fail = "||" in words[end : end + 1]
-            if before == "-m" and _MODULE.match(word):
-                yield Command(word, tuple(words[index + 2 : end]), may_fail)
+            if before == "-m" and word == "embedtrain":
+                named = words[index + 2 : index + 3]
+                name = named[0] if named and named[0] in COMMANDS else "train"
+                yield Command(name, tuple(words[index + (3 if named == [name] else 2) : end]), may_fail)
                 break
             if re.search(r"(^|/)embedtrain$", before) and word in COMMANDS:
-                yield Command(COMMANDS[word].module, tuple(_without_launcher(words[index + 2 : end])), may_fail)
+                yield Command(word, tuple(_without_launcher(words[index + 2 : end])), may_fail)
                 break
 
 
@@ -60,10 +61,9 @@ def _without_launcher(arguments: list[str]) -> Iterator[str]:
 
 def compose(command: Command) -> Any:
     """The options that the command composes from its arguments."""
-    if command.module == "embedtrain":
+    if command.name == "train":
         return compose_pipeline(list(command.arguments)) or compose_recipes(list(command.arguments))
-    name = command.module.rpartition(".")[2]
-    module = importlib.import_module(f"embedtrain.commands.{name}.options")
-    if name == "plan" and (planned := module.compose_pipeline_plan(list(command.arguments))) is not None:
+    module = importlib.import_module(f"embedtrain.commands.{command.name}.options")
+    if command.name == "plan" and (planned := module.compose_pipeline_plan(list(command.arguments))) is not None:
         return planned
-    return getattr(module, f"compose_{name}")(list(command.arguments))
+    return getattr(module, f"compose_{command.name}")(list(command.arguments))

@@ -53,7 +53,7 @@ def test_the_commands_of_a_page_compose(page, tmp_path, monkeypatch):
             compose(command)
         except ConfigError as error:
             if not command.may_fail:
-                pytest.fail(f"{page.name}: python -m {command.module} {' '.join(command.arguments)}: {error}")
+                pytest.fail(f"{page.name}: embedtrain {command.name} {' '.join(command.arguments)}: {error}")
         except SystemExit as error:  # after --help and --cfg
             assert not error.code, command
 
@@ -70,17 +70,17 @@ def test_commands_are_extracted_and_wrong_ones_fail(tmp_path, monkeypatch):
         ".venv/bin/embedtrain mine model=m\n"
     )
     assert list(commands(shell)) == [
-        Command("embedtrain", ("recipe=minilm", "data.train=[{path: a b.jsonl}]")),
-        Command("embedtrain.commands.inspect", ("data=my.jsonl",), may_fail=True),
-        Command("embedtrain.commands.search", ("model=m", "corpus=c", "query=it's here")),
-        Command("embedtrain", ("recipe=minilm",)),
-        Command("embedtrain.commands.mine", ("model=m",)),
+        Command("train", ("recipe=minilm", "data.train=[{path: a b.jsonl}]")),
+        Command("inspect", ("data=my.jsonl",), may_fail=True),
+        Command("search", ("model=m", "corpus=c", "query=it's here")),
+        Command("train", ("recipe=minilm",)),
+        Command("mine", ("model=m",)),
     ]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean temperature"):
-        compose(Command("embedtrain", ("recipe=minilm", "data.train=[a.jsonl]", "loss.tempature=1")))
+        compose(Command("train", ("recipe=minilm", "data.train=[a.jsonl]", "loss.tempature=1")))
     with pytest.raises(ConfigError, match="negatives"):
-        compose(Command("embedtrain.commands.mine", ("model=m", "data=[a.jsonl]", "output_dir=b", "negatives=many")))
+        compose(Command("mine", ("model=m", "data=[a.jsonl]", "output_dir=b", "negatives=many")))
 
 
 def test_the_sweep_of_wandb_starts_trainings_in_directories_of_their_own(monkeypatch):

@@ -25,7 +25,7 @@ def doctor(*options: str, ranks: bool = False, code: int = 0, **environment: str
     """Its standard output."""
     command = [*TORCHRUN, "-m"] if ranks else [sys.executable, "-m"]
     done = subprocess.run(
-        [*command, "embedtrain.commands.doctor", *options],
+        [*command, "embedtrain", "doctor", *options],
         env={**os.environ, **environment}, check=False, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.commands import ENVIRONMENT, call
 from tests.small import save_guide, small_model, text, write_beir
 
-MODULE = "embedtrain.commands.evaluate"
+MODULE = "evaluate"
 NFCORPUS = """---
 configs:
 - {config_name: corpus, data_files: [{split: corpus, path: corpus.jsonl}]}

@@ -192,7 +192,7 @@ def test_the_directory_of_a_run_is_no_model(workshop, tmp_path):
 
 
 def test_search_orders_the_first_documents_again(workshop):
-    common = ["embedtrain.commands.search", "model=guide", "corpus=dev", "query=alpha beta", "top_k=3"]
+    common = ["search", "model=guide", "corpus=dev", "query=alpha beta", "top_k=3"]
     printed = call(*common, "reranker=cross", "rerank_depth=20", cwd=workshop)
     documents = [json.loads(line) for line in (workshop / "dev" / "corpus.jsonl").read_text().splitlines()]
     cross = CrossEncoder(str(workshop / "cross"), device="cpu", activation_fn=torch.nn.Identity())

@@ -21,7 +21,7 @@ TORCHRUN = [
     str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--max-restarts=2",
     "--signals-to-handle=SIGTERM,SIGUSR1", "-m", "embedtrain",
 ]  # fmt: skip
-OWN_LAUNCHER = [sys.executable, "-m", "embedtrain.commands.table", "train", "--nproc-per-node=2"]
+OWN_LAUNCHER = [sys.executable, "-m", "embedtrain", "train", "--nproc-per-node=2"]
 
 
 @dataclass

@@ -62,7 +62,7 @@ def mined(ranks, workshop):
 
 @pytest.mark.slow
 def test_mined_rows_are_trained_on(workshop):
-    printed = call("embedtrain.commands.mine", *OPTIONS, "output_dir=mined", ranks=2, cwd=workshop)
+    printed = call("mine", *OPTIONS, "output_dir=mined", ranks=2, cwd=workshop)
     assert "positive scores" in printed
     rows = read_jsonl(workshop / "mined" / "train.jsonl")
     assert [row["query"] for row in rows] == [row["query"] for row in ROWS]
@@ -99,7 +99,7 @@ def test_killed_at_any_moment_it_resumes_on_another_number_of_ranks(workshop, mi
         while not is_time() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
         processes = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
-        rank_processes = [process for process in processes[:-1] if "embedtrain.commands.mine" in process.cmdline()]
+        rank_processes = [process for process in processes[:-1] if "mine" in process.cmdline()]
         for process in rank_processes[1:2] if number else processes:
             os.kill(process.pid, signal.SIGKILL)
         printed = run.communicate(timeout=60)[0]

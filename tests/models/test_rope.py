@@ -206,9 +206,7 @@ def test_a_run_serves_another_base_than_it_trains(ranks, tmp_path):
     again, trained = (SentenceTransformer(str(tmp_path / name), device="cpu").encode(texts) for name in ("5000", "20"))
     np.testing.assert_allclose(again, served.encode(texts), atol=1e-5)
     assert np.abs(trained - again).max() > 1e-3
-    call(
-        "embedtrain.commands.evaluate", f"model={out / 'model'}", f"sets=[{dev}]", f"output_dir={tmp_path / 'figures'}"
-    )
+    call("evaluate", f"model={out / 'model'}", f"sets=[{dev}]", f"output_dir={tmp_path / 'figures'}")
     actual = json.loads((tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()[-1])
     expected = evaluation_metrics(out)[3]
     assert {name: actual[name] for name in ("ndcg@10", "mrr@10")} == pytest.approx(

@@ -42,7 +42,7 @@ def test_large_models_on_many_gpus_are_planned_quickly(config, pooling, gpus):
 
 
 def test_the_command_prints_tables(tmp_path):
-    output = call("embedtrain.commands.plan", "recipe=bce_xlmr", shape(XLMR_LARGE), "model.path=null", "gpus=16")
+    output = call("plan", "recipe=bce_xlmr", shape(XLMR_LARGE), "model.path=null", "gpus=16")
     for text in (
         "== plan of bce_xlmr ==",
         "XLMRobertaModel, 558,840,832 parameters",
@@ -60,7 +60,7 @@ def test_the_command_prints_tables(tmp_path):
 def test_rows_of_a_cross_encoder_have_a_pair_for_each_negative():
     """The recipe draws 7 negatives of each row."""
     common = ["recipe=bce_reranker", shape(XLMR_LARGE), "model.path=null"]
-    assert "128 rows, 1,024 pairs of 512 tokens" in call("embedtrain.commands.plan", *common)
+    assert "128 rows, 1,024 pairs of 512 tokens" in call("plan", *common)
     assert planned(*common, "texts_per_row=3").work.texts_per_row == 2
 
 
@@ -97,7 +97,7 @@ def test_negatives_are_planned_as_they_are_drawn(tmp_path):
 
 
 def test_what_is_not_known_and_what_is_not_limited_is_said(tmp_path):
-    page = call("embedtrain.commands.plan", shape(XLMR_LARGE), *BATCH, "data.train=[gone/rows.jsonl]")
+    page = call("plan", shape(XLMR_LARGE), *BATCH, "data.train=[gone/rows.jsonl]")
     assert "the rows are not here" in page
     assert "one chunk has all 16,384 tokens of a GPU in a step" in page, page
     assert "largest that fits  any: one chunk with all 16,384 tokens" in page, page
@@ -118,14 +118,14 @@ def test_the_vocabulary_head_of_a_sparse_model():
     assert result.best.traffic.compute * result.cluster.flops > head.flops
     # The weights of words are between the forward and the backward pass.
     assert result.model.activations(False).rest > words * 8 / 256
-    printed = call("embedtrain.commands.plan", *arguments)
+    printed = call("plan", *arguments)
     assert "30,522 words in 8 blocks of 4,096, 0.12 GiB of logits at a time" in printed
 
 
 @pytest.mark.slow
 def test_only_json_is_printed():
     """The exit code is 1 if the training does not fit."""
-    arguments = ["embedtrain.commands.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]
+    arguments = ["plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]
     result = json.loads(only_stdout(*arguments, "gpus=8"))
     assert set(result) == {
         "recipe", "model", "cluster", "work", "chosen", "next_best", "vocabulary_head", "largest_chunk", "changes"
@@ -217,13 +217,13 @@ def test_lora_needs_less_memory():
 
 
 def test_help_lists_the_options():
-    output = call("embedtrain.commands.plan", "--help")
+    output = call("plan", "--help")
     assert "gpus_per_node=8" in output
     assert "embedtrain train --help" in output
 
 
 def test_a_search_of_many_documents():
-    common = ["embedtrain.commands.plan", shape(XLMR_LARGE), "model.pooling=cls", "documents=1000000000", "gpus=64"]
+    common = ["plan", shape(XLMR_LARGE), "model.pooling=cls", "documents=1000000000", "gpus=64"]
     common += ["tokens_per_text=128", "queries=100000", "gpu_memory=40"]
     result = json.loads(call(*common, "index.scan_dtype=int8", "index.place=disk", "--json"))
     assert result["fits"] and result["on_device"]

@@ -42,14 +42,11 @@ def test_several_ranks_are_rejected(monkeypatch):
 def test_the_command(tmp_path):
     make_run(tmp_path / "one", name="one")
     make_run(tmp_path / "two", name="two")
-    assert call("embedtrain.commands.report", "one", cwd=tmp_path) == "report: one/report.html\n"
-    assert call("embedtrain.commands.report", "one", "two", cwd=tmp_path) == "report: one/comparison.html\n"
-    assert (
-        call("embedtrain.commands.report", "one", "two", "output=deep/in/x.html", cwd=tmp_path)
-        == "report: deep/in/x.html\n"
-    )
+    assert call("report", "one", cwd=tmp_path) == "report: one/report.html\n"
+    assert call("report", "one", "two", cwd=tmp_path) == "report: one/comparison.html\n"
+    assert call("report", "one", "two", "output=deep/in/x.html", cwd=tmp_path) == "report: deep/in/x.html\n"
     assert "2 runs compared" in Path(tmp_path / "deep/in/x.html").read_text()
-    output = call("embedtrain.commands.report", "nowhere", cwd=tmp_path, code=1)
+    output = call("report", "nowhere", cwd=tmp_path, code=1)
     assert output.startswith("error: nowhere is not a folder: ")
     assert output.count("\n") == 1
-    assert "embedtrain report runs/NAME [runs/OTHER ...] [output=FILE]" in call("embedtrain.commands.report", "--help")
+    assert "embedtrain report runs/NAME [runs/OTHER ...] [output=FILE]" in call("report", "--help")

@@ -290,7 +290,7 @@ def test_no_option_that_makes_code_run_is_forgotten():
             "commands/submit/options.py",
             "cli/completion.py",
         },
-        "run_module": {"commands/table.py", "__main__.py"},
+        "run_module": {"cli/console.py", "cli/entry.py", "__main__.py"},
     }
     assert {name.rpartition(".")[2] for kind in KINDS.values() for name, _ in marked(kind.option_class()())} == {
         "trust_remote_code",

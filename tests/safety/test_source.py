@@ -27,7 +27,7 @@ TRUSTS = ("trust_remote_code", "allow_all_kernels")
 ALLOWED = {
     "config/code.py": ["importlib.import_module(module)"],
     "config/kinds.py": ["importlib.import_module(module)"],
-    "commands/table.py": ["runpy.run_module(command.module, run_name='__main__', alter_sys=True)"],
+    "cli/entry.py": ["runpy.run_module(module, run_name='__main__', alter_sys=True)"],
     "pipeline/registry.py": [
         "importlib.import_module(f'{self.module}.options')",
         *["importlib.import_module(f'{self.module}.__main__')"] * 2,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands.table import COMMANDS
+from embedtrain.config.commands import COMMANDS
 from tests.commands import ENVIRONMENT, TORCHRUN
 from tests.conftest import ROOT
 from tests.small import write_rows
@@ -70,7 +70,7 @@ def test_python_m_imports_no_library_from_the_working_directory(folder):
     for name in OF_PYTHON:
         (folder / f"{name}.py").rename(folder / f"{name}.away")
     try:
-        assert imported(folder, *PYTHON, "embedtrain.commands.inspect", "data=rows.jsonl", "cache_dir=cache") == set()
+        assert imported(folder, *PYTHON, "embedtrain", "inspect", "data=rows.jsonl", "cache_dir=cache") == set()
         assert imported(folder, *TORCHRUN, "2", "-m", "embedtrain", "doctor", "quick=true", "hub=false") == set()
     finally:
         for name in OF_PYTHON:

@@ -56,7 +56,7 @@ def test_four_tasks_on_two_nodes_equal_four_ranks_of_torchrun(jobs, folder):
 
 
 def test_other_commands_have_ranks_as_well(jobs, folder):
-    evaluate = ["embedtrain.commands.evaluate", "model=model", "pooling=mean", "sets=[dev]", "output_dir=evaluated"]
+    evaluate = ["embedtrain", "evaluate", "model=model", "pooling=mean", "sets=[dev]", "output_dir=evaluated"]
     evaluated = start(jobs, *_FOUR, sys.executable, "-m", *evaluate)
     output = evaluated.communicate(timeout=300)[0]
     assert evaluated.returncode == 0, output

@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Path) -> None:
     table = tmp_path / "faq.csv"
     table.write_text("id,answer,question\n" + "".join(f"{i},answer {i},question {i}\n" for i in range(50)))
     options = (
-        "embedtrain.commands.split",
+        "split",
         f"data=[{{path: {table}, query_prompt: 'Q: '}}]",
         "dev=10",
         f"output_dir={tmp_path}/out",
@@ -152,12 +152,12 @@ def test_the_command(tmp_path: Path) -> None:
     before = (tmp_path / "out" / "train.jsonl").read_bytes()
     assert f"{tmp_path}/out/train.jsonl exists" in call(*options, code=1)
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == before
-    assert "data=[]" in call("embedtrain.commands.split", f"output_dir={tmp_path}/x", code=1)
+    assert "data=[]" in call("split", f"output_dir={tmp_path}/x", code=1)
 
 
 def test_a_group_of_half_of_the_queries_is_said_to_stay_in_training(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"query": f"q{i}", "pos": ["p" if i < 8 else f"p{i}"]} for i in range(12)))
-    output = call("embedtrain.commands.split", f"data=[{path}]", "dev=2", f"output_dir={tmp_path}/out")
+    output = call("split", f"data=[{path}]", "dev=2", f"output_dir={tmp_path}/out")
     assert "8 of 12 queries are linked by equal texts: all of them stay in training" in output
     assert "the held-out queries come from the other 4" in output
 

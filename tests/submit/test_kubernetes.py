@@ -77,6 +77,7 @@ def test_a_train_job_is_valid(capsys, arguments):
     assert parsed == manifest, "a key that the schema does not have is dropped"
     trainer = manifest["spec"]["trainer"]
     assert trainer["command"] == ["torchrun", "-m", "embedtrain"]
+    assert trainer["args"][0] == "train"
     assert trainer["numProcPerNode"] == 8
     if arguments:
         secret = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "tokens", "key": "HF_TOKEN"}}}

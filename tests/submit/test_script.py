@@ -104,9 +104,9 @@ def test_the_doctor_checks_the_nodes_first(tmp_path, launcher):
     text = script(workdir=tmp_path, python=tmp_path / "recorder", doctor=True, launcher=launcher)
     words = run(tmp_path, text)
     first, second = (index for index, word in enumerate(words) if word == "-m" and "embedtrain" in words[index + 1])
-    assert (words[first + 1], words[second + 1]) == ("embedtrain.commands.doctor", "embedtrain")
+    assert (words[first + 2], words[second + 2]) == ("doctor", "train")
     (tmp_path / "words").unlink()
-    assert words[first + 2] == "output_dir='runs/t'", "the doctor checks the disk of the run"
+    assert words[first + 3] == "output_dir='runs/t'", "the doctor checks the disk of the run"
     words = run(tmp_path, text.replace("output_dir='$run_dir'", "FAIL"), fails=True)
     assert words[-1] == "FAIL", "the training does not start"
 

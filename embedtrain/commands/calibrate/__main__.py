@@ -166,4 +166,4 @@ def _encode(
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.calibrate")
+    run_command(compose, main, launches="calibrate")

@@ -75,4 +75,4 @@ def print_findings(findings: "list[Finding]") -> None:
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.doctor")
+    run_command(compose, main, launches="doctor")

@@ -247,4 +247,4 @@ def _names(options: EvaluateOptions) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.evaluate")
+    run_command(compose, main, launches="evaluate")

@@ -35,4 +35,4 @@ def main(options: FilterOptions) -> list[Path]:
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.filter")
+    run_command(compose, main, launches="filter")

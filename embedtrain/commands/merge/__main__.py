@@ -141,4 +141,4 @@ def _report_weights(members: "Sequence[Member]", weights: "Sequence[float]", con
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.merge")
+    run_command(compose, main, launches="merge")

@@ -36,4 +36,4 @@ def main(options: MineOptions) -> list[Path]:
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.mine")
+    run_command(compose, main, launches="mine")

@@ -50,4 +50,4 @@ def main(options: StaticOptions) -> Path:
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.static")
+    run_command(compose, main, launches="static")

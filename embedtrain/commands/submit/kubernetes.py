@@ -171,7 +171,6 @@ def render_job(command: str, arguments: list[str], name: str, config: Kubernetes
 def render_train_job(command: str, arguments: list[str], name: str, config: KubernetesConfig) -> str:
     """A TrainJob (trainer.kubeflow.org/v1alpha1) as YAML. Its runtime sets torchrun's rendezvous in the environment."""
     name = config.name or _label(name)
-    module = "embedtrain" if command == "train" else f"embedtrain.commands.{command}"
     launcher = ["python"] if command == "export" else ["torchrun"]
     node = {
         "name": "node",  # the runtime's names of the replicated job and its container
@@ -191,8 +190,8 @@ def render_train_job(command: str, arguments: list[str], name: str, config: Kube
     }
     trainer: Manifest = {
         "image": config.image,
-        "command": [*launcher, "-m", module],
-        "args": [_escape(argument) for argument in arguments],
+        "command": [*launcher, "-m", "embedtrain"],
+        "args": [command, *(_escape(argument) for argument in arguments)],
         "numNodes": config.nodes,
         "numProcPerNode": _ranks_per_node(config),
         "resourcesPerNode": _resources(config),

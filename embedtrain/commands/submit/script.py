@@ -226,7 +226,7 @@ fi
 """
 
 _START = """
-"${{ranks_of[@]}}" -m {module} "${{arguments[@]}}" &
+"${{ranks_of[@]}}" -m embedtrain {command} "${{arguments[@]}}" &
 """
 
 
@@ -249,7 +249,7 @@ def render_script(submission: Submission, *, command_line: Sequence[str], workdi
             _srun_options(submission),
             _ranks(slurm),
             _DOCTOR if slurm.doctor else "",
-            _START.format(module="embedtrain" if command == "train" else f"embedtrain.commands.{command}"),
+            _START.format(command=command),
             EPILOGUE,
         )
     )

@@ -95,4 +95,4 @@ def _require_vectors(options: VectorsOptions, source: "ModelSource") -> None:
 
 
 if __name__ == "__main__":
-    run_command(compose, main, launches="embedtrain.commands.vectors")
+    run_command(compose, main, launches="vectors")

@@ -1,76 +1,17 @@
-"""The console command `embedtrain COMMAND ...`: the table of commands, and the choice of one.
-
-A command is a module with a `__main__.py`, which `python -m` runs as well. Nothing here imports torch.
-"""
+"""The console command `embedtrain COMMAND ...`: the choice of a command, the overview, and what was probably meant."""
 
 import difflib
-import runpy
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from embedtrain import __version__
 from embedtrain.cli.completion import SHELLS, completion_script
-from embedtrain.cli.entry import run_command
+from embedtrain.cli.entry import run_command, run_module
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.migration.commands import IN_PYTHON, SUBCOMMANDS
 from embedtrain.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command.
-
-    Attributes:
-        name: what follows `embedtrain`.
-        module: what follows `python -m`.
-        summary: its line in the overview.
-        has_ranks: whether several processes may run it together, one per GPU.
-    """
-
-    name: str
-    module: str
-    summary: str
-    has_ranks: bool = False
-
-
-COMMANDS = {
-    command.name: command
-    for command in (
-        Command("train", "embedtrain", "train a model; the same command resumes it", has_ranks=True),
-        Command(
-            "evaluate", "embedtrain.commands.evaluate", "measure a model on evaluation sets or MTEB", has_ranks=True
-        ),
-        Command("mine", "embedtrain.commands.mine", "mine hard negatives for training data", has_ranks=True),
-        Command(
-            "filter", "embedtrain.commands.filter", "keep the training rows whose positives rank high", has_ranks=True
-        ),
-        Command(
-            "vectors",
-            "embedtrain.commands.vectors",
-            "compute a teacher's vectors of training data once",
-            has_ranks=True,
-        ),
-        Command("search", "embedtrain.commands.search", "search a corpus with a model"),
-        Command("export", "embedtrain.commands.export", "write a model directory from a checkpoint"),
-        Command("verify", "embedtrain.commands.verify", "compare the vectors of serving engines with those of a model"),
-        Command("merge", "embedtrain.commands.merge", "merge the weights of several models", has_ranks=True),
-        Command("calibrate", "embedtrain.commands.calibrate", "prepare vectors for compression", has_ranks=True),
-        Command("inspect", "embedtrain.commands.inspect", "show how data is read, cut and batched"),
-        Command("prune", "embedtrain.commands.prune", "make a smaller model from some of a model's layers"),
-        Command(
-            "trim", "embedtrain.commands.trim", "make a smaller model without the tokens that a corpus does not use"
-        ),
-        Command("static", "embedtrain.commands.static", "make a static embedding model from a model", has_ranks=True),
-        Command("split", "embedtrain.commands.split", "hold out queries of training data as an evaluation set"),
-        Command("plan", "embedtrain.commands.plan", "estimate memory, strategy and time before a GPU is booked"),
-        Command("report", "embedtrain.commands.report", "write an HTML page about one run or several"),
-        Command(
-            "doctor", "embedtrain.commands.doctor", "check whether this machine is ready for training", has_ranks=True
-        ),
-        Command("submit", "embedtrain.commands.submit", "submit a training to a cluster"),
-    )
-}
 _OVERVIEW = """embedtrain {version}: train retrieval models on one GPU, one node or many nodes
 
 usage: embedtrain COMMAND [option=value ...]
@@ -84,7 +25,7 @@ Completion:  embedtrain completion bash|zsh|fish
 
 
 def main() -> None:
-    """Run the command that the first argument names, as `python -m` runs its module."""
+    """Run the command that the first argument names, on all GPUs if it has ranks."""
     program, *arguments = sys.argv
     arguments = _with_topic_last(arguments)
     if not arguments or arguments[0] not in COMMANDS:
@@ -92,12 +33,7 @@ def main() -> None:
     command = COMMANDS[arguments[0]]
     options = ["--gpus=auto"] if command.has_ranks and not _names_ranks(arguments) else []
     sys.argv = [program, *options, *arguments[1:]]
-    run_module(command)
-
-
-def run_module(command: Command) -> None:
-    """Run a command with the arguments of the process."""
-    runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    run_module(command.module)
 
 
 def _with_topic_last(arguments: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ PAGES = Path(__file__).resolve().parents[1] / "reference"
 MIGRATION_PAGES = PAGES.parent
 
 _GENERATED = re.compile(r"(?<=^<!-- options: )(\w+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"Options of `python -m embedtrain\.(\w+)`")
+_COMMAND = re.compile(r"Options of `python -m embedtrain (\w+)`")
 _LIBRARIES = {
     "FLAGEMBEDDING": "FlagEmbedding",
     "TEVATRON": "Tevatron",
@@ -104,7 +104,7 @@ def option_dataclasses() -> Iterator[type]:
     """Every public dataclass of embedtrain/config and of the options of the commands."""
     for module_info in pkgutil.walk_packages(embedtrain.__path__, "embedtrain."):
         name = module_info.name
-        if not (name.startswith("embedtrain.config.") or re.fullmatch(r"embedtrain\.\w+\.options", name)):
+        if not (name.startswith("embedtrain.config.") or re.fullmatch(r"embedtrain\.(commands\.)?\w+\.options", name)):
             continue
         for kind in vars(importlib.import_module(name)).values():
             is_own = isinstance(kind, type) and kind.__module__ == name and not kind.__name__.startswith("_")

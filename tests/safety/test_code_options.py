@@ -282,7 +282,7 @@ def test_no_option_that_makes_code_run_is_forgotten():
                 if is_option and ("trust" in name or name == "function"):
                     assert getattr(getattr(node.value, "func", None), "id", "") == "code_option", f"{file}: {name}"
     assert importing == {
-        "load_code": {"losses/custom.py", "evaluation/evaluator.py"},  # of loss.path, and of both options `function`
+        "load_code": {"losses/build.py", "evaluation/evaluator.py"},  # of loss.path, and of both options `function`
         "import_module": {
             "config/code.py",
             "config/kinds.py",

@@ -37,8 +37,8 @@ from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.checkpoint import CheckpointConfig, CheckpointLayout
 from embedtrain.config.recipe import ExportConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.distributed.world import World
-from embedtrain.formats.model_directory import write_architecture
-from embedtrain.formats.model_export import live_weights, plan_export
+from embedtrain.formats.export import live_weights, plan_export
+from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.step import StepContext, train_step

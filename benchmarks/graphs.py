@@ -18,8 +18,7 @@ from embedtrain.config.evaluation import Backend
 from embedtrain.config.recipe import ONNX, OPENVINO, ModelConfig, Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.types import RetrievalSet
-from embedtrain.formats.onnx import write_graph
-from embedtrain.formats.onnx_variants import FILES, write_variants
+from embedtrain.formats.onnx import FILES, write_graph, write_variants
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
 from embedtrain.models.source import open_model_source

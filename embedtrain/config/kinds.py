@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
 
@@ -50,6 +51,11 @@ class Kind(ABC):
     @abstractmethod
     def score(self, source: "ModelSource") -> "Score":
         """How two texts that the model has encoded compare, in training and in search."""
+
+    @property
+    @abstractmethod
+    def files(self) -> "ModelFiles":
+        """Its model directories: how they are written, opened by other libraries, and described."""
 
 
 def load_kind(name: str, option: str = "model.kind") -> Kind:

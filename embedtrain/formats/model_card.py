@@ -11,16 +11,11 @@ from embedtrain import __version__
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.checks import is_repository_name
 from embedtrain.config.evaluation import TRAINED
+from embedtrain.config.kinds import Kind, load_kind
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX
 from embedtrain.data.sources.parts import may_be_hub_id
-from embedtrain.formats.usage import (
-    LOGIT_SCORE_USAGE,
-    TAGS,
-    describe_model,
-    graph_usage,
-    pipeline_tag,
-    usage,
-)
+from embedtrain.formats.peft import TaskAdapter
+from embedtrain.models.module_settings import TASKS_FOLDER
 from embedtrain.report.changes import CONFIDENCE, Change, changes_since_start
 from embedtrain.tracking.evaluation_table import vector_lines, without_forms
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
@@ -44,6 +39,12 @@ _LEFT_OUT = ("output_dir", "tracking")
 OF_EXPORT = ("evaluation", "export")
 _IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
 _HOMES = ("home", "Users")  # folders of home directories
+UNNAMED = "path/of/this/directory"  # in the code of a card
+LOGIT_SCORE_USAGE = [
+    "`logit_score` is the same model as a causal language model, whose score is the logit of a token, or the "
+    "difference of two, for sentence-transformers 6 (`LogitScore`).",
+    "",
+]
 
 
 def model_card(
@@ -63,7 +64,7 @@ def model_card(
     the id of the Hub repository to which the model is uploaded.
     """
     path, kind = recipe["model"].get("path"), _kind(recipe)
-    base, shown = hub_id(path), name or "path/of/this/directory"
+    base, shown = hub_id(path), name or UNNAMED
     # Of the exported weights only.
     metrics = {name: row for name, row in metrics_at(run_dir, step).items() if not name.endswith(TRAINED)}
     datasets = datasets_at(run_dir, step)
@@ -77,10 +78,10 @@ def model_card(
             "---",
             f"# {recipe['name']}",
             "",
-            f"{describe_model(kind, dimension=dimension, max_length=max_length)}, "
+            f"{description(kind, dimension, max_length)}, "
             f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
-            *usage(kind, shown, prompts, RunDirectory(run_dir).architecture),
+            *kind.files.usage(shown, prompts, RunDirectory(run_dir).architecture),
             *graph_usage(kind) * (ONNX in formats),
             *LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
             *_evaluation(without_forms(metrics, datasets), datasets, before, changes),
@@ -95,6 +96,34 @@ def model_card(
             "",
         ]
     )
+
+
+def description(kind: Kind, dimension: int, max_length: int) -> str:
+    """What a card calls a model, without a full stop."""
+    return kind.files.description.format(dimension=dimension, max_length=max_length)
+
+
+def card_header(kind: Kind, bases: str | Sequence[str] | None, *tags: str, relation: str | None = None) -> str:
+    """The YAML of a card without results, whose keys the Hub defines; `bases` are the ids of base models."""
+    values = {
+        "base_model": bases or None,
+        "base_model_relation": relation if bases else None,
+        "library_name": "sentence-transformers",
+        "pipeline_tag": kind.files.task,
+        "tags": ["sentence-transformers", *kind.files.tags, *tags],
+    }
+    content = {key: value for key, value in values.items() if value is not None}
+    return f"---\n{yaml.safe_dump(content, sort_keys=False).strip()}\n---"
+
+
+def graph_usage(kind: Kind) -> list[str]:
+    """The paragraph about the ONNX graph."""
+    return [
+        f"`onnx/model.onnx` is the same model in fp32, {kind.files.graph}, for onnxruntime, or for "
+        'sentence-transformers and optimum with `backend="onnx"`. If the folder `openvino` exists, it is that of '
+        '`backend="openvino"`.',
+        "",
+    ]
 
 
 def recipe_of_weights(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,16 +172,16 @@ def _metadata(
         language=recipe["export"].get("language") or None,
         license=recipe["export"].get("license"),
         library_name="sentence-transformers",
-        pipeline_tag=pipeline_tag(kind),
-        tags=["sentence-transformers", *TAGS[kind], "embedtrain"] + [ONNX] * onnx,
+        pipeline_tag=kind.files.task,
+        tags=["sentence-transformers", *kind.files.tags, "embedtrain"] + [ONNX] * onnx,
         model_name=recipe["name"] if results else None,
         eval_results=results or None,
     )
     return str(data.to_yaml())
 
 
-def _kind(recipe: Mapping[str, Any]) -> str:
-    return str(recipe["model"].get("kind") or "dense")
+def _kind(recipe: Mapping[str, Any]) -> Kind:
+    return load_kind(recipe["model"].get("kind") or "dense")
 
 
 def _evaluation(
@@ -225,3 +254,50 @@ def _exists(path: str) -> bool:
         return Path(path).exists()
     except (OSError, ValueError):  # a text that is too long for a path
         return False
+
+
+def tasks_card(
+    adapters: Sequence[TaskAdapter], *, title: str, name: str, base: str | None, dimension: int, max_length: int
+) -> str:
+    """README.md of the directory; `name` is the Hub id or the path that its code opens, `base` the base model's id."""
+    kind = adapters[0].checkpoint.base.kind
+    tasks = ", ".join(f'"{adapter.task}"' for adapter in adapters)
+    first = adapters[0].task
+    rows = [
+        f"| {a.task} | `{a.folder}` | {a.checkpoint.files.config.r} | {a.description} | "
+        + " | ".join(_prompt_cell(a.prompts.get(role, "")) for role in ("query", "document"))
+        + " |"
+        for a in adapters
+    ]
+    return "\n".join([
+        card_header(kind, base, "peft", "lora", "embedtrain", relation="adapter"),
+        f"# {title}",
+        "",
+        f"{description(kind, dimension, max_length)}: one base model"
+        f"{f', `{base}`,' if base else ''} and a LoRA adapter for each of {len(adapters)} tasks.",
+        "",
+        "| task | folder | rank | trained by | prompt of queries | prompt of documents |",
+        "| --- | --- | ---: | --- | --- | --- |",
+        *rows,
+        "",
+        "```python",
+        "from sentence_transformers import SentenceTransformer",
+        "",
+        f'model = SentenceTransformer("{name}")',
+        f"for task in [{tasks}]:",
+        f'    folder = {{"subfolder": f"{TASKS_FOLDER}/{{task}}"}}',
+        f'    model.load_adapter("{name}", adapter_name=task, adapter_kwargs=folder)',
+        f'model.set_adapter("{first}")',
+        f'queries = model.encode(["a question"], prompt_name="{first}_query")',
+        f'documents = model.encode(["a text that answers it"], prompt_name="{first}_document")',
+        "print(model.similarity(queries, documents))",
+        "```",
+        "",
+        "Without an adapter, the directory is the base model. PEFT loads a folder with "
+        "`PeftModel.from_pretrained(base, FOLDER)`.",
+        "",
+    ])  # fmt: skip
+
+
+def _prompt_cell(prompt: str) -> str:
+    return "`` " + repr(prompt).replace("|", "\\|") + " ``" if prompt else ""

@@ -1,48 +1,78 @@
-"""The ONNX graph of an export, and its verification with onnxruntime.
+"""The ONNX graph of an export and smaller forms of it, and their verification with onnxruntime.
 
 The graph is written to `onnx/model.onnx`, where `backend="onnx"` of sentence-transformers and optimum expect it. Inputs
 are what the tokenizer returns, such as token ids and mask; batch size and length are dynamic. Outputs are those of the
 class of transformers, for clients that pool themselves, and those of the model with everything applied, see
-`graph_outputs`. Weights are always fp32, because few CPUs compute in less.
+`ModelFiles.graph_outputs`. Weights are always fp32, because few CPUs compute in less.
+
+Other files have fp16 weights, dynamic int8 quantization with scales per channel, or OpenVINO's format. The names are
+those of optimum, sentence-transformers and transformers.js. Each file is run on the probe texts, and an export with a
+file whose outputs are too far from those of the fp32 graph is rejected.
 """
 
 import contextlib
+import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+from embedtrain.config.recipe import ONNX, ONNX_FP16, ONNX_INT8, OPENVINO
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.formats.cross_encoder import formatted_pairs
-from embedtrain.formats.graph_outputs import ComparedOutputs, TracedModel, dynamic_axes, output_names
 from embedtrain.formats.graph_session import open_graph
-from embedtrain.formats.reopen import open_tokenizer, tokenize_padded
+from embedtrain.formats.model_files import ProbeRows
+from embedtrain.formats.transformers import open_tokenizer, tokenize_padded
 from embedtrain.formats.verify import PROBES, require_close
 from embedtrain.models.attention_mask import traceable_masks
 from embedtrain.models.hub import one_line
-from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.formatting import format_bytes
 
 GRAPH = "onnx/model.onnx"
+FILES = {
+    ONNX_FP16: "onnx/model_fp16.onnx",
+    ONNX_INT8: "onnx/model_quantized.onnx",
+    OPENVINO: "openvino/openvino_model.xml",
+}
 MAX_GRAPH_BYTES = 2**31 - 2**24  # a protobuf is limited to 2 GiB
 _OPSET = 18
 _TOLERANCE = 1e-4
 
-# Of each output by its name, what is compared of each of PROBES: [R, D].
-ProbeRows = dict[str, list[Tensor]]
-
 
 def require_graph(source: ModelSource) -> None:
     """Raise a ConfigError if a model cannot be written as a graph."""
-    if is_static(source.config):
+    if not source.kind.files.is_transformers(source):
         raise ConfigError(
             "export.formats: onnx is for transformers, and this is a table of static embeddings; leave it out"
         )
+
+
+class TracedModel(nn.Module):
+    """The fp32 model of a directory as a function from tensors, in the order of `inputs`, to its outputs."""
+
+    def __init__(self, directory: Path, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self._source, self._files = source, source.kind.files
+        self.encoder, self.model = self._files.open_traced(directory, source)
+        parameters = inspect.signature(self.model.forward).parameters
+        self.inputs = [name for name in tokenizer.model_input_names if name in parameters]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Token ids and others, [N, L] each, to the outputs in the order of `graph_outputs`."""
+        values = dict(zip(self.inputs, tensors, strict=True))
+        return self._files.traced(self._source, self.encoder, self.model(**values), values["attention_mask"])
+
+
+def _dynamic_axes(outputs: Mapping[str, str | None], inputs: list[str]) -> dict[str, dict[int, str]]:
+    """The names of the axes of inputs and outputs whose sizes are not fixed."""
+    axes = {name: {0: "batch", 1: "length"} for name in inputs}
+    return axes | {name: {0: "batch"} | ({1: second} if second else {}) for name, second in outputs.items()}
 
 
 def write_graph(directory: Path, source: ModelSource) -> ProbeRows:
@@ -51,15 +81,15 @@ def write_graph(directory: Path, source: ModelSource) -> ProbeRows:
     Raises CheckpointError if the model cannot be expressed as a graph.
     """
     require_graph(source)
+    files = source.kind.files
     tokenizer = open_tokenizer(directory, source)
-    model, compared = TracedModel(directory, source, tokenizer), ComparedOutputs(source)
-    outputs = output_names(source)
+    model, outputs = TracedModel(directory, source, tokenizer), files.graph_outputs(source)
     expected: ProbeRows = {name: [] for name in outputs}
     with torch.no_grad():
         for row in range(len(PROBES)):
             batch = _probe_batch(tokenizer, source, [row])
             for name, values in zip(outputs, model(*(batch[name] for name in model.inputs)), strict=True):
-                expected[name] += compared.rows(name, values, batch["attention_mask"])
+                expected[name] += files.reduce(source, name, values, batch["attention_mask"])
     # Two texts of different lengths, so that the trace does not assume a batch size of one or a mask of ones.
     batch = _probe_batch(tokenizer, source, [1, 4])
     path = directory / GRAPH
@@ -73,8 +103,8 @@ def write_graph(directory: Path, source: ModelSource) -> ProbeRows:
                 tuple(batch[name] for name in model.inputs),
                 str(path),
                 input_names=model.inputs,
-                output_names=outputs,
-                dynamic_axes=dynamic_axes(source, model.inputs),
+                output_names=list(outputs),
+                dynamic_axes=_dynamic_axes(outputs, model.inputs),
                 opset_version=_OPSET,
                 dynamo=False,
             )
@@ -93,28 +123,20 @@ def check_graph(directory: Path, source: ModelSource, expected: ProbeRows) -> fl
 
     Raises CheckpointError if onnxruntime cannot run it, or it computes something else than `write_graph` returned.
     """
-    graph, compared, rows = OpenGraph(directory / GRAPH, source), ComparedOutputs(source), range(len(PROBES))
-    single = [graph.run([row]) for row in rows]
-    batch = batched_rows(source)
+    graph, files = OpenGraph(directory / GRAPH, source), source.kind.files
+    single = [graph.run([row]) for row in range(len(PROBES))]
+    batch = files.batched_probes()
     batched = graph.run(batch)
     differences = []
-    for name in output_names(source):
+    for name in files.graph_outputs(source):
         subject = f"onnxruntime opens {graph.path} (a {source.config.model_type} model, output {name})"
-        reference = compared.joined(name, expected[name])
-        values = compared.joined(name, [text for outputs in single for text in outputs[name]])
+        reference = files.joined(name, expected[name])
+        values = files.joined(name, [text for outputs in single for text in outputs[name]])
         differences.append(require_close(values, reference, _TOLERANCE, subject))
-        reference = compared.joined(name, [expected[name][row] for row in batch])
-        values = compared.joined(name, batched[name])
+        reference = files.joined(name, [expected[name][row] for row in batch])
+        values = files.joined(name, batched[name])
         differences.append(require_close(values, reference, _TOLERANCE, f"{subject} and runs a padded batch"))
     return max(differences)
-
-
-def batched_rows(source: ModelSource) -> range:
-    """Those of PROBES that are run as one batch.
-
-    Of a sparse model all but the longest: its graph has logits of all words for each token, and for padding as well.
-    """
-    return range(len(PROBES) - (source.kind.name == "sparse"))
 
 
 class OpenGraph:
@@ -122,27 +144,27 @@ class OpenGraph:
 
     def __init__(self, path: Path, source: ModelSource) -> None:
         assert source.directory is not None
-        self.path, self._source = path, source
-        self._tokenizer, self._compared = open_tokenizer(source.directory, source), ComparedOutputs(source)
+        self.path, self._source, self._files = path, source, source.kind.files
+        self._tokenizer = open_tokenizer(source.directory, source)
         self._session = open_graph(path, source.directory)
 
     def run(self, rows: Sequence[int]) -> ProbeRows:
         """These rows of PROBES as one padded batch."""
-        batch, names = _probe_batch(self._tokenizer, self._source, rows), output_names(self._source)
+        batch = _probe_batch(self._tokenizer, self._source, rows)
+        names = list(self._files.graph_outputs(self._source))
         outputs = self._session.run(names, {name: values.numpy() for name, values in batch.items()})
         mask = batch["attention_mask"]
         return {
-            name: self._compared.rows(name, torch.from_numpy(output), mask)
+            name: self._files.reduce(self._source, name, torch.from_numpy(output), mask)
             for name, output in zip(names, outputs, strict=True)
         }
 
 
 def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: Sequence[int]) -> BatchEncoding:
     """These rows of PROBES, or of the pairs of them that a cross-encoder is compared on, as one padded batch."""
-    if source.kind.name != "cross_encoder":
-        return tokenize_padded(tokenizer, [PROBES[row] for row in rows])
-    queries, documents = zip(*(formatted_pairs(source, PROBES)[row] for row in rows), strict=True)
-    return tokenize_padded(tokenizer, list(queries), list(documents))
+    texts = source.kind.files.probe_texts(source)
+    columns = [list(column) for column in zip(*(texts[row] for row in rows), strict=True)]
+    return tokenize_padded(tokenizer, *columns)
 
 
 def _gather_weights(path: Path) -> None:
@@ -178,3 +200,116 @@ def silence() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphVariant:
+    """A file and how close its outputs are to those of the fp32 graph."""
+
+    file: str
+    num_bytes: int  # with its separate weights
+    agreement: float  # see `write_variants`
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# Metrics by their names, of the graph of a format in the directory of the model.
+GraphMeasure = Callable[[ModelSource, str], Mapping[str, float]]
+
+
+def write_variants(
+    directory: Path,
+    source: ModelSource,
+    formats: Sequence[str],
+    min_agreement: float,
+    measure: GraphMeasure | None = None,
+) -> list[GraphVariant]:
+    """Write the files that `formats` requests, from the fp32 graph in `directory`.
+
+    With `measure`, the fp32 graph is the first of the result, and each is measured; it may raise CheckpointError.
+
+    Raises CheckpointError if the agreement of one with the fp32 graph, which the kind of model measures, is below
+    `min_agreement`.
+    """
+    expected: ProbeRows | None = None
+    files = source.kind.files
+    batch = files.batched_probes()
+    variants = []
+    if measure is not None:
+        variants.append(GraphVariant(GRAPH, _num_bytes(directory / GRAPH), 1.0, measure(source, ONNX)))
+    for name in (name for name in FILES if name in formats):
+        path = directory / FILES[name]
+        try:
+            with silence():
+                _WRITERS[name](directory / GRAPH, path)
+        except Exception as error:  # onnx and onnxruntime raise many types
+            raise CheckpointError(
+                f"the graph of this {source.config.model_type} model cannot be converted to {path.name}: "
+                f"{one_line(error)} (leave {name} out of formats)"
+            ) from error
+        if expected is None:
+            expected = OpenGraph(directory / GRAPH, source).run(batch)
+        agreement = files.measure_agreement(OpenGraph(path, source).run(batch), expected, source)
+        if not agreement >= min_agreement:  # also true of NaN
+            raise CheckpointError(
+                f"{path}: {files.agreement}, compared with {GRAPH}, is {agreement:.4f}, below "
+                f"onnx_min_agreement={min_agreement}; leave {name} out of formats, or lower the bound"
+            )
+        metrics = {} if measure is None else measure(source, name)
+        variants.append(GraphVariant(FILES[name], _num_bytes(path), agreement, metrics))
+    return variants
+
+
+def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
+    """A paragraph of the model card; empty without variants."""
+    if not variants:
+        return ""
+    measured, metrics = source.kind.files.agreement, list(variants[0].metrics)
+    rows = "\n".join(
+        f"| `{variant.file}` | {format_bytes(variant.num_bytes)} | {variant.agreement:.4f} |"
+        + "".join(f" {variant.metrics[name]:.4f} |" for name in metrics)
+        for variant in variants
+    )
+    names, lines = "".join(f" {name} |" for name in metrics), " ---: |" * len(metrics)
+    return (
+        f"\n## Other graphs\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
+        f"| file | size | {measured} |{names}\n| --- | ---: | ---: |{lines}\n{rows}\n"
+    )
+
+
+def _num_bytes(path: Path) -> int:
+    files = (path, path.with_name(f"{path.name}_data"), path.with_suffix(".bin"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _write_fp16(graph: Path, path: Path) -> None:
+    import onnx
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model = convert_float_to_float16(onnx.load(str(graph)), keep_io_types=True)
+    if _is_large(graph, 2):
+        save_with_weights_beside(model, path)
+    else:
+        onnx.save_model(model, str(path))
+
+
+def _write_int8(graph: Path, path: Path) -> None:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(
+        graph, path, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=_is_large(graph, 4)
+    )
+
+
+def _write_openvino(graph: Path, path: Path) -> None:
+    import openvino
+
+    path.parent.mkdir()
+    openvino.save_model(openvino.convert_model(str(graph)), str(path), compress_to_fp16=False)
+
+
+_WRITERS = {ONNX_FP16: _write_fp16, ONNX_INT8: _write_int8, OPENVINO: _write_openvino}
+
+
+def _is_large(graph: Path, factor: int) -> bool:
+    """Whether weights of 1 / factor of the size may exceed one file."""
+    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*")) / factor >= MAX_GRAPH_BYTES

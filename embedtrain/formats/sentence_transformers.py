@@ -1,16 +1,52 @@
-"""Opens an exported directory with sentence-transformers."""
+"""Directories of sentence-transformers: their modules and settings, and models that it opens from them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.verify import PROBES
+from embedtrain.models.encoder import hidden_size
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import write_json
+
+TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+TRANSFORMER_MODULE = "sentence_transformers.base.modules.transformer.Transformer"
+# The oldest module names of sentence-transformers: every version from 2.2 on opens them.
+OLD_MODULE = "sentence_transformers.models."
+_POOLING_FLAGS = {
+    Pooling.cls: "pooling_mode_cls_token",
+    Pooling.mean: "pooling_mode_mean_tokens",
+    Pooling.last: "pooling_mode_lasttoken",
+    Pooling.max: "pooling_mode_max_tokens",
+    Pooling.weighted_mean: "pooling_mode_weightedmean_tokens",
+}
 
 # Texts that it encodes at a time. It sorts them by length, but more of them would all be padded to the longest probe
 # text; with one of them, padding would not be tested.
 BATCH_SIZE = 2
+
+
+def write_modules(directory: Path, kinds: Mapping[str, str]) -> None:
+    """Write modules.json, from the folders of the modules and their types."""
+    entries = [
+        {"idx": index, "name": str(index), "path": path, "type": kind}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    write_json(directory / "modules.json", entries)
+
+
+def write_pooling(directory: Path, source: ModelSource) -> None:
+    """Write the settings of the module Pooling."""
+    flags = {flag: kind is source.pooling for kind, flag in _POOLING_FLAGS.items()}
+    unused = {"pooling_mode_mean_sqrt_len_tokens": False}
+    dimension = {"word_embedding_dimension": hidden_size(source.config)}
+    write_json(directory / "config.json", dimension | flags | unused | {"include_prompt": source.include_prompt})
 
 
 def load_model(class_name: str, directory: Path, source: ModelSource) -> Any:
@@ -38,3 +74,11 @@ def opening(directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
         ) from error
+
+
+def probes_of_sentence_transformer(model: Any) -> Tensor:
+    """Embeddings of PROBES, [len(PROBES), D], without a prompt, even if the model has one by default."""
+    vectors = model.encode(
+        list(PROBES), prompt="", batch_size=BATCH_SIZE, convert_to_tensor=True, show_progress_bar=False
+    )
+    return torch.as_tensor(vectors).float().cpu()

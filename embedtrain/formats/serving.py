@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.formats.graph_outputs import VECTORS, output_names
+from embedtrain.formats.model_files import VECTORS
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
@@ -123,7 +123,7 @@ class ServedModel:
     @property
     def traits(self) -> frozenset[Trait]:
         """The properties of this model that some engines lose."""
-        source, graph_has_vectors = self.source, VECTORS in output_names(self.source)
+        source, files = self.source, self.source.kind.files
         is_truncated = source.truncate_dim is not None and source.truncate_dim < source.dimension
         is_dense = source.kind.name == "dense"
         has = {
@@ -132,7 +132,7 @@ class ServedModel:
             Trait.include_prompt: is_dense and not source.include_prompt and any(source.prompts.values()),
             Trait.is_causal: self.is_bidirectional_decoder,
             Trait.no_graph: not self.has_graph,
-            Trait.no_vectors_in_graph: is_dense and self.has_graph and not graph_has_vectors,
+            Trait.no_vectors_in_graph: is_dense and self.has_graph and VECTORS not in files.graph_outputs(source),
             Trait.pooling: is_dense and source.pooling in (Pooling.max, Pooling.weighted_mean),
             Trait.scaled_positions: _has_scaled_positions(source),
             Trait.static: is_static(source.config),

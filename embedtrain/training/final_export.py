@@ -14,23 +14,15 @@ from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.matryoshka import matryoshka_dims_of
 from embedtrain.config.recipe import Precision, Recipe
-from embedtrain.data.m3 import M3Tokenizer
-from embedtrain.data.pairs import PairTokenizer
-from embedtrain.data.static_queries import StaticQueryTokenizer
-from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
-from embedtrain.formats.cross_encoder import compared_pairs, probe_scores
+from embedtrain.formats.export import ExportResult, export_dtype, live_weights, plan_export
 from embedtrain.formats.hub import upload_model
-from embedtrain.formats.late_interaction import probe_token_vectors
-from embedtrain.formats.m3 import probe_m3
 from embedtrain.formats.model_card import model_card, recipe_of_weights
-from embedtrain.formats.model_export import ExportResult, export_dtype, live_weights, plan_export
+from embedtrain.formats.peft import AdapterBase
 from embedtrain.formats.quantisation_file import write_trained_ranges
 from embedtrain.formats.replacement import export_lock
-from embedtrain.formats.sparse import probe_words
-from embedtrain.formats.verify import MIN_BF16_EFFECT, PROBES, AdapterBase, ExportReference, export_tolerance
-from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.formats.verify import MIN_BF16_EFFECT, ExportReference, export_tolerance
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.stored_weights import stored_dtype
@@ -49,7 +41,6 @@ def export_run(
     run: Run,
     model: LoadedModel,
     trained: EncoderWithLoss,
-    encoder: SentenceEncoder,
     state: TrainState,
     tracker: Tracker,
 ) -> ExportResult:
@@ -57,7 +48,7 @@ def export_run(
     recipe, run_dir, world = run.recipe, run.run_dir, run.world
     step = exported_step(recipe, state)
     config, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
-    reference = _reference(model, encoder, recipe.parallel.precision, dtype) if config.check else None
+    reference = _reference(model, world.device, recipe.parallel.precision, dtype) if config.check else None
     weights = live_weights(model.encoder)
     difference: float | None = None
     with contextlib.ExitStack() as stack:
@@ -125,15 +116,13 @@ def upload_run(run: Run, directory: Path, step: int, tracker: Tracker) -> None:
         run.world.run_on_main("uploading the model", upload)
 
 
-def _reference(
-    model: LoadedModel, encoder: SentenceEncoder, precision: Precision, dtype: torch.dtype
-) -> ExportReference:
+def _reference(model: LoadedModel, device: torch.device, precision: Precision, dtype: torch.dtype) -> ExportReference:
     """What an export in `dtype` has to reproduce. A collective."""
-    vectors = _probe_outputs(model, encoder)
+    vectors = _probe_outputs(model, device)
     base_vectors: Tensor | None = None
     if model.adapted is not None:
         with without_adapters(model.encoder):
-            base_vectors = _probe_outputs(model, encoder).cpu()
+            base_vectors = _probe_outputs(model, device).cpu()
     prompts, tokenizer = model.source.prompts, model.tokenizer
     reference = ExportReference(
         vectors,
@@ -141,26 +130,16 @@ def _reference(
         prompts,
         tokenizer.max_length,
         base_vectors,
-        compared=compared_pairs(tokenizer, PROBES, prompts),
+        compared=model.source.kind.files.compared(tokenizer, prompts),
     )
     return reference if precision is Precision.fp32 else replace(reference, min_effect=MIN_BF16_EFFECT)
 
 
-def _probe_outputs(model: LoadedModel, encoder: SentenceEncoder) -> Tensor:
-    """The outputs for the probe texts, see `probe_vectors`. A collective."""
-    tokenizer, prompts, device = model.tokenizer, model.source.prompts, encoder.world.device
-    if not isinstance(tokenizer, PairTokenizer | TokenRowTokenizer | M3Tokenizer | StaticQueryTokenizer):
-        return encoder.encode_all(PROBES)
-    training = model.encoder.training
+def _probe_outputs(model: LoadedModel, device: torch.device) -> Tensor:
+    """The outputs for the probe texts, see `ModelFiles.probe`. A collective."""
+    files, training = model.source.kind.files, model.encoder.training
     model.encoder.eval()
-    if isinstance(tokenizer, PairTokenizer):
-        outputs = probe_scores(model.encoder, tokenizer, PROBES, prompts, device)
-    elif isinstance(tokenizer, StaticQueryTokenizer):
-        outputs = probe_words(model.encoder, tokenizer, PROBES, device)
-    elif isinstance(tokenizer, M3Tokenizer):
-        outputs = probe_m3(model.encoder, tokenizer, PROBES, device)
-    else:
-        outputs = probe_token_vectors(model.encoder, tokenizer, PROBES, prompts, device)
+    outputs = files.probe(model.encoder, model.tokenizer, model.source.prompts, device)
     model.encoder.train(training)
     reshard(model.encoder)
     return outputs

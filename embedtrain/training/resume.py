@@ -28,7 +28,7 @@ from embedtrain.config.recipe import ModelConfig, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.errors import CheckpointError
-from embedtrain.formats.adapters import BASE_WEIGHTS
+from embedtrain.formats.peft import BASE_WEIGHTS
 from embedtrain.models.hub import split_revision
 from embedtrain.tracking.console import Console
 from embedtrain.training.state import TrainState

@@ -24,11 +24,10 @@ from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.formats.adapters import BASE_WEIGHTS, write_adapter_config
-from embedtrain.formats.logit_score import require_logit_score
-from embedtrain.formats.model_directory import write_architecture
 from embedtrain.formats.onnx import require_graph
+from embedtrain.formats.peft import BASE_WEIGHTS, write_adapter_config
 from embedtrain.formats.replacement import require_only_export
+from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
 from embedtrain.losses.sparsity import SparsityRegularized
@@ -356,7 +355,8 @@ def open_tracker(run: Run, model: LoadedModel, state: TrainState, *, has_finishe
             if ONNX in recipe.export.formats:
                 require_graph(model.source)
             if LOGIT_SCORE in recipe.export.formats:
-                require_logit_score(model.source, run_dir.architecture)
+                files = model.source.kind.files
+                files.require_logit_score(model.source, run_dir.architecture)
             write_checksums(run_dir.architecture)
             if model.adapted is not None:
                 write_adapter_config(run_dir.adapter, model.adapted, recipe.model, model.source)

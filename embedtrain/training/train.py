@@ -174,7 +174,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
                 tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
                 if asked:
                     evaluation.measure(step, in_place=True)
-            exported = export_run(run, model, module, encoder, state, tracker)
+            exported = export_run(run, model, module, state, tracker)
             tracker.exported(exported.directory)
             if start.has_finished:
                 _update_recipe(run)

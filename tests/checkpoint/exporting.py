@@ -8,10 +8,10 @@ import torch
 
 from embedtrain.checkpoint.tensor_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
-from embedtrain.formats.model_directory import WeightStream, write_architecture
-from embedtrain.formats.model_export import ExportResult, plan_export
+from embedtrain.formats.export import ExportResult, plan_export
 from embedtrain.formats.replacement import export_lock
-from embedtrain.formats.verify import ExportReference, export_tolerance, probe_vectors
+from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
+from embedtrain.formats.weights import WeightStream, write_architecture
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
@@ -38,9 +38,7 @@ def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
     write_architecture(directory, source, tokenizer)
     encoder = assemble_encoder(source)
     encoder.load_state_dict(state)
-    return Architecture(
-        directory, source, state, probe_vectors(encoder, tokenizer, source.prompts), tokenizer.max_length
-    )
+    return Architecture(directory, source, state, probe_outputs(encoder, source, tokenizer), tokenizer.max_length)
 
 
 def export_model(

@@ -18,7 +18,7 @@ from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats import replacement
-from embedtrain.formats.model_export import checkpoint_weights, load_checkpoint_encoder
+from embedtrain.formats.export import checkpoint_weights, load_checkpoint_encoder
 from embedtrain.formats.verify import PROBES, export_tolerance, max_relative_difference
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source

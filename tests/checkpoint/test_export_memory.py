@@ -6,9 +6,8 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.formats.sparse import word_weights_of_sentence_transformers
-from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.memory import MB, memory_growth
 from tests.small import save_language_model, save_small, small_model, write_rows
@@ -74,6 +73,6 @@ def test_the_check_of_a_sparse_model_needs_the_logits_of_two_texts(tmp_path):
     export_model(tmp_path / "out", built, check=False)
     peaks: list[float] = []
     with memory_growth(peaks):
-        word_weights_of_sentence_transformers(tmp_path / "out", built.source, PROBES)
+        load_kind(kind).files.of_sentence_transformers(tmp_path / "out", built.source, {}, length)
     logits = 4 * words * length / MB  # of the longest text
     assert logits < peaks[0] < 8 * logits

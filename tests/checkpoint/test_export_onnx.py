@@ -14,8 +14,7 @@ from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.onnx import GRAPH, check_graph, write_graph
-from embedtrain.formats.reopen import require_shapes
-from embedtrain.formats.verify import PROBES
+from embedtrain.formats.verify import PROBES, require_shapes
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model
 

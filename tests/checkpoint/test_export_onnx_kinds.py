@@ -13,9 +13,9 @@ from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
 from embedtrain.config.sparse import SparseActivation, SparseConfig, SparsePooling
 from embedtrain.errors import CheckpointError
-from embedtrain.formats.cross_encoder import formatted_pairs
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.formats.verify import PROBES
+from embedtrain.kinds.cross_encoder.files import formatted_pairs
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.late_interaction_models import save_pylate
 from tests.models.test_m3 import save_m3

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from embedtrain.formats.portable_files import write_config, write_rope_theta, write_tokenizer
+from embedtrain.formats.transformers import write_config, write_rope_theta, write_tokenizer
 from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model, small_tokenizer
 

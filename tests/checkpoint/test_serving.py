@@ -12,10 +12,10 @@ import torch
 from embedtrain.commands.verify.options import ENGINES as VERIFIED
 from embedtrain.config.heads import HeadActivation, HeadConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.formats.model_directory import WeightPlan, create_model_directory
 from embedtrain.formats.serving import Effect, ServedModel, Trait
 from embedtrain.formats.serving_card import serving_section
 from embedtrain.formats.serving_engines import ENGINES
+from embedtrain.formats.weights import WeightPlan, create_model_directory
 from embedtrain.models.module_settings import DenseSource, stored_kind
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import architecture_of, export_model

@@ -20,8 +20,8 @@ from torch import Tensor
 from embedtrain.commands.calibrate.options import CalibrationHead
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.formats.model_directory import remove_code
 from embedtrain.formats.quantisation_file import QUANTISATION_FILE, write_ranges
+from embedtrain.formats.transformers import remove_code
 from embedtrain.inference.principal_components import principal_components
 from embedtrain.losses.quantisation import Ranges
 from embedtrain.models.export_record import RECORD, write_record

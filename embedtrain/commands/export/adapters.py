@@ -10,12 +10,18 @@ from embedtrain.commands.export.runs import ExportedRun
 from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.formats.adapters import BASE_WEIGHTS, AdapterCheckpoint, require_same_base
-from embedtrain.formats.model_card import hub_id
-from embedtrain.formats.model_export import ExportResult, export_dtype, plan_export
+from embedtrain.formats.export import ExportResult, export_dtype, plan_export
+from embedtrain.formats.model_card import UNNAMED, hub_id, tasks_card
+from embedtrain.formats.peft import (
+    BASE_WEIGHTS,
+    AdapterBase,
+    AdapterCheckpoint,
+    TaskAdapter,
+    joint_prompts,
+    require_same_base,
+)
 from embedtrain.formats.replacement import export_lock
-from embedtrain.formats.task_adapters import TaskAdapter, joint_prompts, tasks_card
-from embedtrain.formats.verify import AdapterBase, ExportReference, export_tolerance, probe_vectors
+from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.compatibility import different_setting, different_tokens
 from embedtrain.models.source import open_model_source
@@ -73,7 +79,7 @@ def export_adapters(
         card = tasks_card(
             adapters,
             title=(config.push_to_hub or output_dir.name).rpartition("/")[2],
-            name=config.push_to_hub or "path/of/this/directory",
+            name=config.push_to_hub or UNNAMED,
             base=hub_id(first.run.recipe.model.path),
             dimension=config.truncate_dim or first.source.dimension,
             max_length=first.tokenizer.max_length,
@@ -97,8 +103,8 @@ def _open_adapter(task: _Task, stack: ExitStack, tolerance: float | None, consol
     reference: ExportReference | None = None
     if tolerance is not None:
         with console.phase(f"encoding probe texts with the adapter {task.name}"):
-            base = probe_vectors(checkpoint.base_encoder(), task.tokenizer)
-            vectors = probe_vectors(checkpoint.encoder(), task.tokenizer)
+            base = probe_outputs(checkpoint.base_encoder(), task.source, task.tokenizer)
+            vectors = probe_outputs(checkpoint.encoder(), task.source, task.tokenizer)
         reference = ExportReference(vectors, tolerance, {}, task.tokenizer.max_length, base_vectors=base)
     return TaskAdapter(
         task=task.name,

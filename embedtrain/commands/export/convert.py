@@ -13,23 +13,20 @@ from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, M
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
-from embedtrain.formats.adapters import AdapterCheckpoint, require_same_base
-from embedtrain.formats.cross_encoder import compared_pairs
-from embedtrain.formats.logit_score import require_logit_score
-from embedtrain.formats.model_card import model_card, recipe_of_weights
-from embedtrain.formats.model_export import (
+from embedtrain.formats.export import (
     ExportResult,
     checkpoint_weights,
     export_dtype,
     load_checkpoint_encoder,
     plan_export,
 )
-from embedtrain.formats.onnx import require_graph
-from embedtrain.formats.onnx_variants import GraphMeasure
-from embedtrain.formats.portable_files import complete_older_files
+from embedtrain.formats.model_card import model_card, recipe_of_weights
+from embedtrain.formats.onnx import GraphMeasure, require_graph
+from embedtrain.formats.peft import AdapterBase, AdapterCheckpoint, require_same_base
 from embedtrain.formats.quantisation_file import write_trained_ranges
 from embedtrain.formats.replacement import export_lock
-from embedtrain.formats.verify import PROBES, AdapterBase, ExportReference, export_tolerance, probe_vectors
+from embedtrain.formats.transformers import complete_older_files
+from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
@@ -65,7 +62,7 @@ def export_checkpoint(
         require_graph(source)
     if LOGIT_SCORE in config.formats:
         base = open_model_source(recipe.model)
-        require_logit_score(base, run_dir.architecture)
+        base.kind.files.require_logit_score(base, run_dir.architecture)
     reference: ExportReference | None = None
     if run.kind == AVERAGE:
         console.note("exporting the moving average of the weights (optim.ema)")
@@ -141,13 +138,9 @@ def _reference(
     tolerance: float,
 ) -> ExportReference:
     """What the export has to reproduce. Adapters stay unmerged here, so that the check includes the merge."""
-    base_vectors = None
     if adapters is None:
-        vectors = probe_vectors(load_checkpoint_encoder(source, reader), tokenizer, source.prompts)
-    else:
-        encoder = adapters.encoder()
-        vectors = probe_vectors(encoder, tokenizer, source.prompts)
-        with without_adapters(encoder):
-            base_vectors = probe_vectors(encoder, tokenizer, source.prompts)
-    compared = compared_pairs(tokenizer, PROBES, source.prompts)
-    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors, compared=compared)
+        return ExportReference.of(load_checkpoint_encoder(source, reader), source, tokenizer, tolerance)
+    encoder = adapters.encoder()
+    reference = ExportReference.of(encoder, source, tokenizer, tolerance)
+    with without_adapters(encoder):
+        return replace(reference, base_vectors=probe_outputs(encoder, source, tokenizer))

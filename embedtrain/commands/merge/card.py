@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from embedtrain import __version__
 from embedtrain.commands.merge.members import Member
 from embedtrain.commands.merge.options import LoraMerge, MergeMethod, MergeOptions, SlerpScope
 from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ONNX
-from embedtrain.formats.model_card import hub_id
-from embedtrain.formats.usage import TAGS, describe_model, graph_usage, pipeline_tag, usage
+from embedtrain.formats.model_card import UNNAMED, card_header, description, graph_usage, hub_id
 from embedtrain.models.hub import split_revision
 
 MERGE_RECORD = "merge.json"
@@ -47,22 +44,21 @@ def merge_card(
     options: MergeOptions, settings: Member, max_length: int, record: Mapping[str, Any], architecture: Path
 ) -> str:
     """README.md of the merged model, whose settings are those of the member `settings`."""
-    source, kind = settings.source, settings.source.kind.name
+    source, kind = settings.source, settings.source.kind
     dimension = settings.truncate_dim or source.dimension
-    name = options.push_to_hub or "path/of/this/directory"
+    name = options.push_to_hub or UNNAMED
     models = [*record["models"], *([record["base"]] if "base" in record else [])]
     bases = [hub_id(split_revision(model["model"])[0]) for model in models]
+    ids = [base for base in dict.fromkeys(bases) if base]
     title = options.push_to_hub.split("/")[-1] if options.push_to_hub else Path(options.output_dir).name
     lines = [
-        "---",
-        _metadata(kind, [base for base in dict.fromkeys(bases) if base], onnx=ONNX in options.formats),
-        "---",
+        card_header(kind, ids, "embedtrain", "merge", *[ONNX] * (ONNX in options.formats), relation="merge"),
         f"# {title}",
         "",
-        f"{describe_model(kind, dimension=dimension, max_length=max_length)}, merged from "
+        f"{description(kind, dimension, max_length)}, merged from "
         f"{len(record['models'])} models with embedtrain {__version__}.",
         "",
-        *usage(kind, name, source.prompts, architecture),
+        *kind.files.usage(name, source.prompts, architecture),
         *graph_usage(kind) * (ONNX in options.formats),
         "## Merged models",
         "",
@@ -77,18 +73,6 @@ def merge_card(
         "",
     ]
     return "\n".join([*lines, *_evaluation(record.get("search"))])
-
-
-def _metadata(kind: Any, bases: list[str], *, onnx: bool) -> str:
-    """The YAML header, whose keys the Hub defines."""
-    values: dict[str, Any] = {
-        "base_model": bases or None,
-        "base_model_relation": "merge" if bases else None,
-        "library_name": "sentence-transformers",
-        "pipeline_tag": pipeline_tag(kind),
-        "tags": ["sentence-transformers", *TAGS[kind], "embedtrain", "merge"] + [ONNX] * onnx,
-    }
-    return yaml.safe_dump({k: v for k, v in values.items() if v is not None}, sort_keys=False).strip()
 
 
 def _describe_method(options: MergeOptions) -> str:

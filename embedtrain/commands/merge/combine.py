@@ -23,7 +23,7 @@ from embedtrain.commands.merge.stored_weights import Piece, pieces_of_rank, spli
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.formats.model_directory import WeightRows
+from embedtrain.formats.weights import WeightRows
 from embedtrain.utils.checksums import checksum, checksum_of
 
 # Values that all models together have in memory at a time, in float64, besides a few temporary ones.

@@ -28,8 +28,8 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.formats.adapters import AdapterCheckpoint, merged_adapter, require_same_base
-from embedtrain.formats.model_directory import WeightStream
+from embedtrain.formats.peft import AdapterCheckpoint, merged_adapter, require_same_base
+from embedtrain.formats.weights import WeightStream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights

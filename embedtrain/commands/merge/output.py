@@ -20,9 +20,11 @@ from embedtrain.commands.merge.stored_weights import Piece, pieces_of_rank
 from embedtrain.config.recipe import ExportDtype
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
-from embedtrain.formats.adapters import load_rows
-from embedtrain.formats.cross_encoder import compared_pairs
-from embedtrain.formats.model_directory import (
+from embedtrain.formats.export import ExportResult, plan_export
+from embedtrain.formats.peft import load_rows
+from embedtrain.formats.replacement import export_lock
+from embedtrain.formats.verify import ExportReference, export_tolerance
+from embedtrain.formats.weights import (
     DTYPES,
     WeightStream,
     clear_pooler,
@@ -30,9 +32,6 @@ from embedtrain.formats.model_directory import (
     stored_pooler,
     write_architecture,
 )
-from embedtrain.formats.model_export import ExportResult, plan_export
-from embedtrain.formats.replacement import export_lock
-from embedtrain.formats.verify import PROBES, ExportReference, export_tolerance, probe_vectors
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.tokenizer import load_tokenizer
@@ -165,11 +164,7 @@ def _reference(
     """Outputs of the merged weights, which are computed again and not read from the directory."""
     encoder = assemble_encoder(settings.source)
     load_rows(merged_rows(members, pieces, combine, torch.float32), encoder.state_dict())
-    prompts = settings.source.prompts
-    vectors = probe_vectors(encoder, tokenizer, prompts)
-    compared = compared_pairs(tokenizer, PROBES, prompts)
-    tolerance = export_tolerance(dtype, exact_encoder=True)
-    return ExportReference(vectors, tolerance, prompts, tokenizer.max_length, compared=compared)
+    return ExportReference.of(encoder, settings.source, tokenizer, export_tolerance(dtype, exact_encoder=True))
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import check_sets_of_kind, metric_names_of_set
-from embedtrain.formats.model_directory import WeightRows
+from embedtrain.formats.weights import WeightRows
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel, load_model, verify_packing
 from embedtrain.inference.pair_scorer import PairScorer

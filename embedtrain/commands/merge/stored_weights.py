@@ -19,7 +19,7 @@ from embedtrain.checkpoint.tensor_files import (
     file_layout,
 )
 from embedtrain.errors import CheckpointError, ModelError
-from embedtrain.formats.model_directory import WeightStream
+from embedtrain.formats.weights import WeightStream
 
 _LENGTH = struct.Struct("<Q")  # of a safetensors header
 

@@ -14,8 +14,7 @@ from embedtrain.commands.prune.options import LayerSelection, PruneOptions
 from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
-from embedtrain.formats.derived import DerivedModel, num_parameters, open_model, write_derived
-from embedtrain.formats.model_export import ExportResult
+from embedtrain.formats.export import DerivedModel, ExportResult, num_parameters, open_model, write_derived
 from embedtrain.formats.replacement import require_replaceable
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.blocks import block_list, find_blocks

@@ -26,8 +26,7 @@ from embedtrain.data.types import Chunk, TextRole
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.formats.derived import DerivedModel, write_derived
-from embedtrain.formats.model_export import ExportResult
+from embedtrain.formats.export import DerivedModel, ExportResult, write_derived
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.principal_components import Moments, principal_components

@@ -38,8 +38,7 @@ from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, DataError
-from embedtrain.formats.derived import DerivedModel, num_parameters, open_model, write_derived
-from embedtrain.formats.model_export import ExportResult
+from embedtrain.formats.export import DerivedModel, ExportResult, num_parameters, open_model, write_derived
 from embedtrain.formats.replacement import require_replaceable
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.mining.pool import corpus_parts

@@ -15,13 +15,13 @@ from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.formats.cross_encoder import compared_pairs, formatted_pairs, probe_pairs
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.loading.reranker import load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
+from embedtrain.kinds.cross_encoder.files import formatted_pairs, probe_pairs
 from embedtrain.kinds.m3.score import split_rows
 from embedtrain.losses.encoded import Part
 from embedtrain.models.file_references import read_json
@@ -87,7 +87,7 @@ def _scored(directory: Path, world: World) -> Probe:
     assert source is not None
     assert source.kind.name == "cross_encoder"
     model = load_reranker(source, config, Precision.fp32, world)
-    compared = compared_pairs(model.tokenizer, PROBES, source.prompts)
+    compared = source.kind.files.compared(model.tokenizer, source.prompts)
     rows = range(len(PROBES)) if compared is None else compared.nonzero().flatten().tolist()
     if not rows:
         raise ModelError(f"{directory}: no pair of the probe texts fits into the model's maximum length")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
 
@@ -21,3 +22,10 @@ class CrossEncoder(Kind):
         from embedtrain.losses.score import PairScore
 
         return PairScore()
+
+    @property
+    def files(self) -> "ModelFiles":
+        """See `kinds/cross_encoder/files.py`."""
+        from embedtrain.kinds.cross_encoder.files import CrossEncoderFiles
+
+        return CrossEncoderFiles()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
 
@@ -21,3 +22,10 @@ class Dense(Kind):
         from embedtrain.inference.vectors import vector_score
 
         return vector_score(source.similarity)
+
+    @property
+    def files(self) -> "ModelFiles":
+        """See `kinds/dense/files.py`."""
+        from embedtrain.kinds.dense.files import DenseFiles
+
+        return DenseFiles()

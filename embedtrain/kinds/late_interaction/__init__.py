@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
 
@@ -25,3 +26,10 @@ class LateInteraction(Kind):
 
         assert source.kind.name == "late_interaction"
         return MaxSim(mean=source.settings.similarity is TokenSimilarity.meanmaxsim)
+
+    @property
+    def files(self) -> "ModelFiles":
+        """See `kinds/late_interaction/files.py`."""
+        from embedtrain.kinds.late_interaction.files import LateInteractionFiles
+
+        return LateInteractionFiles()

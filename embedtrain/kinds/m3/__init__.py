@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
 
@@ -24,3 +25,10 @@ class M3(Kind):
 
         assert source.kind.name == "m3"
         return M3Score(source.settings)
+
+    @property
+    def files(self) -> "ModelFiles":
+        """See `kinds/m3/files.py`."""
+        from embedtrain.kinds.m3.files import M3Files
+
+        return M3Files()

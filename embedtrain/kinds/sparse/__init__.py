@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.types import ModelSource
 
@@ -22,3 +23,10 @@ class Sparse(Kind):
 
         assert source.kind.name == "sparse"
         return WordScore(is_symmetric=source.settings.queries is None)
+
+    @property
+    def files(self) -> "ModelFiles":
+        """See `kinds/sparse/files.py`."""
+        from embedtrain.kinds.sparse.files import SparseFiles
+
+        return SparseFiles()

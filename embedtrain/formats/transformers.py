@@ -1,20 +1,25 @@
-"""Configuration and tokenizer files that other readers than transformers 5 understand as well.
+"""Directories of transformers: configuration and tokenizer as other readers than transformers 5 read them as well.
 
 Transformers 4, text-embeddings-inference, vLLM, infinity, fastembed and llama.cpp read fields that transformers 5 no
 longer writes, or writes under names and in forms that they do not know.
 """
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
+import torch
+from safetensors import safe_open
+from transformers import MODEL_MAPPING, AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase
 
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import ConfigError
+from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.models.encoder import Dense
 from embedtrain.models.file_references import read_json
 from embedtrain.models.rope import with_rope_theta
-from embedtrain.models.static_embedding import is_static
+from embedtrain.models.stored_weights import stored_tensors
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
@@ -57,12 +62,43 @@ def write_config(directory: Path, config: PretrainedConfig) -> None:
     _write(directory, stored | _architectures(stored, config))
 
 
+def write_code(directory: Path, source: ModelSource) -> None:
+    """Copy a model's own Python if it is trusted, otherwise remove the references to it.
+
+    transformers only saves the file with the configuration class, with which the model could not be opened.
+    """
+    if not source.trust_remote_code:
+        remove_code(directory)
+    elif source.directory is not None:
+        for path in source.directory.glob("*.py"):
+            shutil.copyfile(path, directory / path.name)
+
+
+def remove_code(directory: Path) -> None:
+    """Remove the Python of a model directory, and the settings of the model and its tokenizer that refer to some.
+
+    A directory that is written without trust has no code of others, so that trust in it gives them none.
+    """
+    for path in directory.rglob("*.py"):
+        path.unlink()
+    for path in directory.rglob("*config.json"):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(settings, dict) and settings.pop("auto_map", None) is not None:
+            write_json(path, settings)
+
+
+def write_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """Record in config.json the type in which the weights are stored."""
+    path = directory / "config.json"
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")})
+
+
 def complete_older_files(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
     """Write what the directory lacks if it comes from a run of a version that wrote fewer settings.
 
     Those wrote `architectures` for classifiers and language models only.
     """
-    if is_static(source.config) or "architectures" in (stored := read_json(directory / _CONFIG)):
+    if not source.kind.files.is_transformers(source) or "architectures" in (stored := read_json(directory / _CONFIG)):
         return
     _write(directory, stored | _architectures(stored, source.config))
     write_tokenizer(directory, tokenizer.tokenizer, tokenizer.max_length)
@@ -176,3 +212,64 @@ def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_len
         write_json(directory / _TOKENIZER, content | {"truncation": truncation, "padding": None})
     write_json(directory / _TOKENIZER_CONFIG, settings)
     write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)
+
+
+def open_checked(auto_class: Any, directory: Path, source: ModelSource) -> Any:
+    """The float32 model that a class of transformers loads; CheckpointError if a weight is missing or unexpected."""
+    try:
+        model, report = auto_class.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a model's own code may raise anything
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        for name in report[kind]:
+            raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
+    return model
+
+
+def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer as plain transformers loads it from a directory."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    return tokenizer
+
+
+def tokenize_padded(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], documents: list[str] | None = None
+) -> BatchEncoding:
+    """One padded batch [N, L] of texts, or of their pairs with `documents`, cut to the model's maximum length."""
+    return tokenizer(texts, documents, padding=True, truncation=True, return_tensors="pt")
+
+
+def read_heads(source: ModelSource) -> list[Dense]:
+    """The dense heads of a directory with their weights."""
+    heads = []
+    for dense in source.dense:
+        head = Dense(dense.num_in, dense.num_out, bias=dense.bias, activation=dense.activation)
+        assert dense.directory is not None
+        for name, location in stored_tensors(dense.directory).items():
+            with safe_open(location.path, framework="pt") as file:
+                head.get_parameter(name).data.copy_(file.get_tensor(location.key))
+        heads.append(head)
+    return heads
+
+
+def compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:
+    """Raise CheckpointError unless the directory's weights have these names and shapes; reads no weights."""
+    stored = stored_tensors(directory)
+    for name in sorted(stored.keys() ^ shapes.keys()):
+        raise CheckpointError(f"{directory}: {name} is {'unexpected' if name in stored else 'missing'} in its files")
+    for name, location in stored.items():
+        with safe_open(location.path, framework="pt") as file:
+            shape = file.get_slice(location.key).get_shape()
+        if shape != shapes[name]:
+            raise CheckpointError(f"{location.path}: {name} has the shape {shape}, the model expects {shapes[name]}")

@@ -1,11 +1,15 @@
-"""Adapters and their base model: merged weights, of a live encoder or from files, and the adapter on its own.
+"""Directories of PEFT: adapters merged with their base model, on their own, and those of several tasks on one base.
 
 A checkpoint of a run with adapters does not hold the base model, which is read from `model.path` again.
+
+A directory of several tasks has their adapters in `adapters/TASK`. The base is stored once, and sentence-transformers
+and transformers open it without an adapter. Their `load_adapter` reads the folders, and `set_adapter` chooses the task.
 """
 
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +17,9 @@ from typing import cast
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -23,8 +29,10 @@ from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader, TensorSpec, require_fit
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError, ModelError
-from embedtrain.formats.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream
-from embedtrain.models.adapter_files import CONFIG, AdapterFiles, read_settings
+from embedtrain.formats.sentence_transformers import load_model, probes_of_sentence_transformer
+from embedtrain.formats.verify import ExportReference, export_tolerance, require_match
+from embedtrain.formats.weights import ADAPTER_PREFIX, WeightRows, WeightStream
+from embedtrain.models.adapter_files import CONFIG, WEIGHTS, AdapterFiles, peft_key, read_settings
 from embedtrain.models.adapters import (
     AdapterInfo,
     Delta,
@@ -41,10 +49,11 @@ from embedtrain.models.build import assemble_encoder, build_encoder, full_state_
 from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers, quantization_round_trip
+from embedtrain.models.module_settings import SETTINGS, TASKS_FOLDER
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import TensorLocation, weights_digest
 from embedtrain.models.types import ModelSource
-from embedtrain.utils.files import remove_tree
+from embedtrain.utils.files import remove_tree, write_json
 
 # Key of the digest of the base weights in a run's identity; its value is null without adapters.
 BASE_WEIGHTS = "weights of model.path"
@@ -291,3 +300,120 @@ class AdapterCheckpoint:
         encoder = build_encoder(self.base)
         self._attach(encoder, load_in_4bit=True)
         return {str(base_name(name)) for name, _ in four_bit_layers(encoder)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """An adapter of a run, and the model that it was trained on."""
+
+    directory: Path  # of its adapter_config.json
+    source: ModelSource  # the model as it was trained, and the location of its weights
+    seed: int  # initialises a model without weights
+    rounded: bool = False  # whether the run held its weights in a coarser type than its files
+    load_in_4bit: bool = False  # whether the run quantized its linear layers
+
+
+def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, reference: ExportReference) -> float:
+    """Load the adapter on its base model with PEFT; the largest relative difference of its embeddings.
+
+    `source` is the merged model, whose tokenizer the adapter shares.
+    """
+
+    def attach(model: nn.Module) -> nn.Module:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # PEFT (0.21) only warns about missing weights.
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                adapted: nn.Module = PeftModel.from_pretrained(model, str(directory))
+        except Exception as error:
+            raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
+        return adapted
+
+    files, weights = base.source.kind.files, full_state_dict(base.source, base.seed)
+    outputs = files.of_peft(base.source, weights, attach, source)
+    if base.load_in_4bit:
+        return 0.0  # the adapter was trained on the quantized base, not on this one: embeddings are not comparable
+    if base.rounded:
+        rounding = export_tolerance(torch.bfloat16, exact_encoder=True)
+        reference = replace(reference, tolerance=max(reference.tolerance, rounding))
+    return require_match(outputs, reference, f"PEFT opens {directory}")
+
+
+@dataclass(frozen=True)
+class TaskAdapter:
+    """The adapter of one task.
+
+    Attributes:
+        task: its name, that of its folder.
+        checkpoint: where it is read from.
+        base: its settings, and the model that it was trained on.
+        prompts: those of its run, by name.
+        description: its run and step, for the model card.
+        reference: what the export has to reproduce; None if it is not checked.
+    """
+
+    task: str
+    checkpoint: AdapterCheckpoint
+    base: AdapterBase
+    prompts: Mapping[str, str]
+    description: str
+    reference: ExportReference | None
+
+    @property
+    def folder(self) -> str:
+        """Its folder below the model directory."""
+        return f"{TASKS_FOLDER}/{self.task}"
+
+
+def joint_prompts(adapters: Sequence[TaskAdapter]) -> dict[str, str]:
+    """The prompts of the directory: `TASK_query` and `TASK_document`, and under their own names those of all tasks."""
+    first = adapters[0].prompts
+    prompts = {name: text for name, text in first.items() if all(a.prompts.get(name) == text for a in adapters)}
+    own = {f"{a.task}_{role}": a.prompts.get(role, "") for a in adapters for role in ("query", "document")}
+    return {"query": "", "document": ""} | prompts | own
+
+
+def write_task_adapters(directory: Path, adapters: Sequence[TaskAdapter]) -> None:
+    """Write the folders of the adapters into a model directory, and the prompts of all tasks."""
+    for adapter in adapters:
+        folder = directory / adapter.folder
+        copy_adapter_config(adapter.base.directory, folder)
+        weights = {
+            peft_key(name.removeprefix("backbone.")): tensor.float()
+            for name, tensor in adapter.checkpoint.trained().items()
+        }
+        (folder / WEIGHTS).write_bytes(save(weights, {"format": "pt"}))  # files of `save_file` have the mode 0600
+    settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
+    write_json(directory / SETTINGS, settings | {"prompts": joint_prompts(adapters)})
+
+
+def check_task_adapters(directory: Path, adapters: Sequence[TaskAdapter], source: ModelSource) -> float:
+    """Load all adapters with sentence-transformers, and each with PEFT; the largest relative difference of vectors.
+
+    Raises CheckpointError if a library cannot load them, or computes other vectors than the run of the task.
+    """
+    differences = [0.0]
+    checked = [(adapter, adapter.reference) for adapter in adapters if adapter.reference is not None]
+    for adapter, reference in checked:
+        differences.append(check_adapter(directory / adapter.folder, adapter.base, source, reference))
+    try:
+        model = load_model("SentenceTransformer", directory, source)
+        for adapter in adapters:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # The call in the model card, which also opens a repository of the Hub.
+                arguments = {"subfolder": adapter.folder}
+                model.load_adapter(str(directory), adapter_name=adapter.task, adapter_kwargs=arguments)
+    except Exception as error:
+        raise CheckpointError(
+            f"sentence-transformers cannot load the adapters in {directory / TASKS_FOLDER}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    for adapter, reference in checked:
+        model.set_adapter(adapter.task)
+        vectors = probes_of_sentence_transformer(model)
+        subject = f"sentence-transformers opens {directory} with the adapter {adapter.task}"
+        expected = reference.truncated(source.truncate_dim)
+        differences.append(require_match(vectors, expected, subject))
+    return max(differences)

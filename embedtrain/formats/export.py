@@ -5,7 +5,8 @@ does not match fails, and leaves nothing under the requested name.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,44 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
-from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ExportDtype
+from embedtrain.checkpoint.tensor_files import TensorReader, TensorSpec
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.recipe import (
+    ADAPTER,
+    LOGIT_SCORE,
+    ONNX,
+    ExportConfig,
+    ExportDtype,
+    ModelConfig,
+    Pooling,
+)
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, EmbedtrainError
-from embedtrain.formats.adapters import copy_adapter_config, encoder_rows, live_merged_weights, load_rows
-from embedtrain.formats.logit_score import LogitScoreExport, write_logit_score
-from embedtrain.formats.m3 import convert_layers
-from embedtrain.formats.model_directory import (
+from embedtrain.formats.model_card import UNNAMED, card_header, description, hub_id
+from embedtrain.formats.onnx import GraphMeasure, check_graph, variant_table, write_graph, write_variants
+from embedtrain.formats.peft import (
+    AdapterBase,
+    TaskAdapter,
+    check_adapter,
+    check_task_adapters,
+    copy_adapter_config,
+    encoder_rows,
+    live_merged_weights,
+    load_rows,
+    write_task_adapters,
+)
+from embedtrain.formats.replacement import export_lock, replace_export, require_only_export
+from embedtrain.formats.serving import ServedModel
+from embedtrain.formats.serving_card import changed_outputs, serving_section
+from embedtrain.formats.transformers import remove_code
+from embedtrain.formats.verify import (
+    ExportReference,
+    check_sentence_transformers,
+    check_transformers,
+    export_tolerance,
+    require_shapes,
+)
+from embedtrain.formats.weights import (
     ADAPTER_FOLDER,
     DTYPES,
     WeightPlan,
@@ -31,34 +63,19 @@ from embedtrain.formats.model_directory import (
     create_model_directory,
     plan_weights,
     pooler_rows,
-    remove_code,
+    write_architecture,
     write_weights,
 )
-from embedtrain.formats.onnx import check_graph, write_graph
-from embedtrain.formats.onnx_variants import GraphMeasure, variant_table, write_variants
-from embedtrain.formats.reopen import require_shapes
-from embedtrain.formats.replacement import replace_export, require_only_export
-from embedtrain.formats.serving import ServedModel
-from embedtrain.formats.serving_card import changed_outputs, serving_section
-from embedtrain.formats.sparse import write_query_weights
-from embedtrain.formats.task_adapters import TaskAdapter, check_task_adapters, write_task_adapters
-from embedtrain.formats.verify import (
-    AdapterBase,
-    ExportReference,
-    check_adapter,
-    check_logit_score,
-    check_sentence_transformers,
-    check_transformers,
-)
 from embedtrain.models.adapters import has_adapters
-from embedtrain.models.build import build_encoder
+from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import write_record
-from embedtrain.models.static_embedding import is_static
+from embedtrain.models.hub import resolve_directory, split_revision
+from embedtrain.models.module_settings import stored_kind
+from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
-
-_UNNAMED = "path/of/this/directory"
+from embedtrain.tracking.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +112,9 @@ class ModelExport:
     truncate_dim: int | None = None
     rope_theta: float | None = None
     matryoshka_dims: frozenset[int] = frozenset()  # the first dimensions on which the model was trained as well
-    name: str = _UNNAMED  # in the model card
-    logit_score: LogitScoreExport | None = None
+    name: str = UNNAMED  # in the model card
+    logit_score: ModelSource | None = None  # the model that was trained, whose vocabulary head this format needs
+    max_file_size: str = "5GB"
     tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
     onnx_min_agreement: float = 0.0
 
@@ -146,13 +164,13 @@ class ModelExport:
         (directory / "README.md").write_text(card, encoding="utf-8")
         differences = [0.0]
         try:
-            convert_layers(directory)
             if not trust_remote_code:  # the architecture may be that of somebody else's run
                 remove_code(directory)
+            load_kind(stored_kind(directory)).files.finish_weights(directory)
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
-            write_query_weights(directory, source)
+            files = source.kind.files
             if reference is not None:
-                if not is_static(source.config):  # no model of transformers
+                if files.is_transformers(source):
                     with phase("reopening it with transformers"):
                         differences.append(check_transformers(directory, source, reference))
                 with phase("reopening it with sentence-transformers"):
@@ -175,10 +193,10 @@ class ModelExport:
                     file.write(variant_table(variants, source))
             if self.logit_score is not None:
                 with phase("writing the causal language model"):
-                    folder = write_logit_score(directory, self.logit_score)
+                    folder = files.write_logit_score(directory, self.logit_score, self.max_file_size)
                 if reference is not None:
                     with phase("reopening it with sentence-transformers"):
-                        differences.append(check_logit_score(folder, source, reference))
+                        differences.append(check_sentence_transformers(folder, source, reference))
             notes = self._describe_serving(source)
             write_record(directory)
             require_only_export(self.output_dir)  # files may have been added during the training
@@ -219,10 +237,6 @@ def plan_export(
     adapter_specs = weights.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
     adapter = adapter if adapter_specs else None
-    logit_score = None
-    if LOGIT_SCORE in formats:
-        assert base is not None
-        logit_score = LogitScoreExport(base, config.max_file_size)
     return ModelExport(
         output_dir,
         unfinished,
@@ -234,8 +248,9 @@ def plan_export(
         onnx_min_agreement=config.onnx_min_agreement,
         truncate_dim=config.truncate_dim,
         rope_theta=config.rope_theta,
-        name=config.push_to_hub or _UNNAMED,
-        logit_score=logit_score,
+        name=config.push_to_hub or UNNAMED,
+        logit_score=base if LOGIT_SCORE in formats else None,
+        max_file_size=config.max_file_size,
     )
 
 
@@ -273,3 +288,79 @@ def load_checkpoint_encoder(source: ModelSource, reader: TensorReader) -> Encode
 def export_dtype(option: ExportDtype, source: ModelSource) -> torch.dtype:
     """The torch type for `export.dtype`."""
     return stored_dtype(source) if option is ExportDtype.source else DTYPES[option]
+
+
+@dataclass(frozen=True)
+class DerivedModel:
+    """A model that was made from another one."""
+
+    source: ModelSource  # its settings; the directory is that of the original
+    weights: Mapping[str, Tensor]  # by the encoder's names
+    tokenizer: TextTokenizer
+    original: str  # the model directory or Hub id that it was made from
+    description: str  # for the model card, with {} for the name of the original
+
+
+def open_model(
+    path: str, revision: str | None, kind: str | None, pooling: Pooling | None, *, trust_remote_code: bool
+) -> ModelSource:
+    """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory."""
+    name, own_revision = split_revision(path)
+    revision = revision or own_revision
+    kind = kind or stored_kind(resolve_directory(name, revision, "model", "revision"))
+    return open_model_source(
+        ModelConfig(path=name, revision=revision, kind=kind, pooling=pooling, trust_remote_code=trust_remote_code)
+    )
+
+
+def num_parameters(source: ModelSource) -> int:
+    """The number of weights of the encoder."""
+    return sum(parameter.numel() for parameter in build_encoder(source).parameters())
+
+
+def write_derived(
+    model: DerivedModel, output_dir: Path, config: ExportConfig, console: Console, *, trust_remote_code: bool
+) -> ExportResult:
+    """Write the directory, which replaces `output_dir` once it reproduces the outputs of the weights in memory.
+
+    Raises CheckpointError if it does not.
+    """
+    source, tokenizer = model.source, model.tokenizer
+    dtype = export_dtype(config.dtype, source)
+    reference: ExportReference | None = None
+    if config.check:
+        with console.phase("encoding probe texts"):
+            encoder = assemble_encoder(source)
+            encoder.load_state_dict(dict(model.weights))
+            tolerance = export_tolerance(dtype, exact_encoder=True)
+            reference = ExportReference.of(encoder, source, tokenizer, tolerance)
+    with export_lock(output_dir) as unfinished, tempfile.TemporaryDirectory() as folder:
+        architecture = Path(folder) / "architecture"
+        write_architecture(architecture, source, tokenizer)
+        specs = {name: TensorSpec.of(value) for name, value in model.weights.items()}
+        stream = WeightStream(specs, ((name, 0, value) for name, value in model.weights.items()))
+        export = plan_export(output_dir, unfinished, architecture, stream, dtype, config)
+        with console.phase("writing the directory"):
+            export.begin()
+            export.write(stream.rows, main=True)
+        card = _card(model, output_dir.name, config.truncate_dim or source.dimension, architecture)
+        result = export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
+    console.note(f"model: {result.directory} ({result.describe()})")
+    for note in result.notes:
+        console.note(note)
+    return result
+
+
+def _card(model: DerivedModel, title: str, dimension: int, architecture: Path) -> str:
+    """README.md of the model."""
+    kind, base = model.source.kind, hub_id(split_revision(model.original)[0])
+    described = description(kind, dimension, model.tokenizer.max_length)
+    lines = [
+        card_header(kind, base, "embedtrain"),
+        f"# {title}",
+        "",
+        f"{described}: {model.description.format(base or 'a larger model')}",
+        "",
+        *kind.files.usage(UNNAMED, model.source.prompts, architecture),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,195 @@
+"""Model directories of dense models, and of static tables: sentence-transformers and transformers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk
+from embedtrain.errors import CheckpointError
+from embedtrain.formats.model_files import (
+    HIDDEN,
+    VECTORS,
+    ModelFiles,
+    comparison_block,
+    shown_prompt,
+    write_own_tokenizer,
+)
+from embedtrain.formats.sentence_transformers import (
+    OLD_MODULE,
+    TRANSFORMER_SETTINGS,
+    load_model,
+    opening,
+    probes_of_sentence_transformer,
+    write_modules,
+    write_pooling,
+)
+from embedtrain.formats.transformers import tokenize_padded
+from embedtrain.formats.verify import PROBES
+from embedtrain.models.encoder import Encoder, hidden_size
+from embedtrain.models.file_references import read_json
+from embedtrain.models.module_settings import SETTINGS
+from embedtrain.models.static_embedding import STATIC_EMBEDDING, is_static, write_static_tokenizer
+from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import write_json
+
+_SIMILARITIES = {
+    VectorSimilarity.cosine: "cosine similarity",
+    VectorSimilarity.dot: "inner product (`dot`)",
+    VectorSimilarity.euclidean: "Euclidean distance",
+    VectorSimilarity.manhattan: "Manhattan distance",
+}
+
+
+class DenseFiles(ModelFiles):
+    """The modules Transformer, Pooling, Dense and Normalize of sentence-transformers, or StaticEmbedding."""
+
+    plural = "models of one vector per text"
+    description = "A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens"
+    tags: ClassVar[Sequence[str]] = ("sentence-similarity", "feature-extraction")
+    task = "sentence-similarity"
+    graph = (
+        "from token ids to `last_hidden_state` and, unless a prompt is left out of pooling, `sentence_embedding`, the "
+        "vectors with everything applied"
+    )
+    agreement = "smallest cosine of a vector"
+
+    def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
+        """Modules by their oldest names."""
+        static = is_static(source.config)
+        if static:
+            write_static_tokenizer(directory, tokenizer.tokenizer, tokenizer.max_length)
+        else:
+            write_own_tokenizer(directory, tokenizer)
+            write_pooling(directory / "1_Pooling", source)
+            settings: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
+            write_json(directory / TRANSFORMER_SETTINGS, settings)
+        modules = {"": STATIC_EMBEDDING} if static else {"": "Transformer", "1_Pooling": "Pooling"}
+        for dense in source.dense:
+            folder = f"{len(modules)}_Dense"
+            modules[folder] = "Dense"
+            settings = {"in_features": dense.num_in, "out_features": dense.num_out, "bias": dense.bias}
+            write_json(directory / folder / "config.json", settings | {"activation_function": dense.activation})
+        if source.normalize:
+            folder = f"{len(modules)}_Normalize"
+            modules[folder] = "Normalize"
+            (directory / folder).mkdir(exist_ok=True)
+        write_modules(directory, {path: OLD_MODULE + kind for path, kind in modules.items()})
+        write_json(
+            directory / SETTINGS,
+            {
+                "__version__": {},
+                "prompts": {"query": "", "document": ""} | source.prompts,
+                "default_prompt_name": None,
+                "similarity_fn_name": source.similarity.value,
+            },
+        )
+
+    def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+        """sentence-transformers, and the prompts for other software."""
+        similarity = VectorSimilarity(read_json(architecture / SETTINGS)["similarity_fn_name"])
+        lines = [
+            *comparison_block("SentenceTransformer", name, '["a text that answers it"]'),
+            f"The model compares vectors by {_SIMILARITIES[similarity]}.",
+            "",
+        ]
+        if any(prompts.values()):
+            lines += [
+                "`encode_query` and `encode_document` prepend the prompts that the model was trained with. Other "
+                "software must prepend them too:",
+                "",
+                "| texts | prompt |",
+                "| --- | --- |",
+                *(f"| {kind} | {shown_prompt(text)} |" for kind, text in prompts.items() if text),
+                "",
+            ]
+        return lines
+
+    def is_transformers(self, source: ModelSource) -> bool:
+        """A table is none of its models."""
+        return not is_static(source.config)
+
+    def probe(
+        self,
+        encoder: Encoder,
+        tokenizer: TextTokenizer,
+        prompts: Mapping[str, str],
+        device: torch.device,
+    ) -> Tensor:
+        """Vectors without prompts, [N, D]."""
+        ids = tokenizer.ids(PROBES)
+        with torch.no_grad():
+            chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
+            return torch.cat([encoder(chunk).cpu() for chunk in chunks])
+
+    def probe_opened(
+        self,
+        encoder: Encoder,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Tensor:
+        """Vectors [N, D] of the tokens that transformers computes."""
+        batches = (tokenize_padded(tokenizer, [text]) for text in PROBES)
+        encoder.eval()
+        with torch.no_grad():
+            return torch.cat([encoder(Chunk(batch["input_ids"], batch["attention_mask"])) for batch in batches])
+
+    def of_sentence_transformers(
+        self, directory: Path, source: ModelSource, prompts: Mapping[str, str], max_length: int
+    ) -> Tensor:
+        """Vectors of SentenceTransformer; prompts and lengths are compared."""
+        with opening(directory):
+            model = load_model("SentenceTransformer", directory, source)
+            vectors = probes_of_sentence_transformer(model)
+            stored, length = dict(model.prompts), model.max_seq_length
+        for name, text in prompts.items():
+            if stored.get(name) != text:
+                raise CheckpointError(
+                    f"sentence-transformers opens {directory} with the prompt {name}={stored.get(name)!r}, not {text!r}"
+                )
+        # A StaticEmbedding cuts texts in its tokenizer, and reports no length.
+        if length != max_length and not is_static(source.config):
+            raise CheckpointError(
+                f"sentence-transformers opens {directory} for texts of {length} tokens, not {max_length}"
+            )
+        return vectors
+
+    def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
+        """Without the tokens of the prompt (`include_prompt=false`) vectors would need a mask that no client passes."""
+        has_vectors = source.include_prompt or not any(source.prompts.values())
+        return {HIDDEN: "length", VECTORS: None} if has_vectors else {HIDDEN: "length"}
+
+    def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
+        """Vectors have the first `truncate_dim` dimensions."""
+        assert encoder is not None
+        hidden = output.last_hidden_state
+        if VECTORS not in self.graph_outputs(source):
+            return (hidden,)
+        return hidden, encoder.vectors(hidden, mask)[:, : source.truncate_dim]
+
+    def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Vectors, or hidden states that are pooled without the tokens of the prompt."""
+        if VECTORS not in self.graph_outputs(source):
+            return {HIDDEN: (texts, length, hidden_size(source.config))}
+        return {VECTORS: (texts, min(source.dimension, source.truncate_dim or source.dimension))}
+
+    def open_rest(self, source: ModelSource) -> nn.Module | None:
+        """Pooling and heads, if the graph has only hidden states."""
+        return None if VECTORS in self.graph_outputs(source) else self.add_heads(nn.Identity(), source)
+
+    def from_graph(
+        self,
+        source: ModelSource,
+        rest: nn.Module | None,
+        outputs: Sequence[Tensor],
+        chunk: Chunk,
+    ) -> Tensor:
+        """Vectors [N, D]."""
+        if not isinstance(rest, Encoder):
+            return outputs[0]
+        return rest.vectors(outputs[0], chunk.mask if chunk.pooled is None else chunk.pooled)

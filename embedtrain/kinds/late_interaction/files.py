@@ -1,0 +1,280 @@
+"""Model directories of late-interaction models: of PyLate, or of sentence-transformers 6.
+
+PyLate's is written, which sentence-transformers opens as well, unless the model has settings that PyLate does not have:
+it would ignore them and compute other vectors. The directory of sentence-transformers 6 names modules that PyLate
+cannot open.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
+from embedtrain.config.token_vectors import Expansion, TokenVectors
+from embedtrain.data.token_rows import TokenRowTokenizer
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk, TextRole
+from embedtrain.errors import CheckpointError
+from embedtrain.formats.model_files import (
+    HIDDEN,
+    TOKEN_VECTORS,
+    ModelFiles,
+    comparison_block,
+    python_block,
+    write_own_tokenizer,
+)
+from embedtrain.formats.sentence_transformers import (
+    BATCH_SIZE,
+    OLD_MODULE,
+    TRANSFORMER_MODULE,
+    TRANSFORMER_SETTINGS,
+    load_model,
+    opening,
+    write_modules,
+)
+from embedtrain.formats.transformers import read_heads
+from embedtrain.formats.verify import PROBES
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.file_references import read_json
+from embedtrain.models.late_interaction import LateInteractionEncoder
+from embedtrain.models.late_interaction_files import PYLATE_DENSE
+from embedtrain.models.module_settings import MULTI_VECTOR, PYLATE, SETTINGS
+from embedtrain.models.tokenizer import resolve_max_length
+from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import write_json
+
+_DENSE = "sentence_transformers.base.modules.dense.Dense"
+_MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
+_NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
+_TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+_PYLATE_MAXSIM = "MaxSim"
+# Texts that show which token ids a prompt adds.
+_PREFIX_PROBES = ("a", "two words", "What is it?")
+
+
+class LateInteractionFiles(ModelFiles):
+    """A backbone, projections, and settings of expansion, prefixes and the skip list."""
+
+    plural = "late-interaction models"
+    description = (
+        "A late-interaction model (ColBERT): a vector of {dimension} dimensions for each token of a text of up to "
+        "{max_length} tokens, and the sum of the largest similarities of a query's tokens as score"
+    )
+    tags = ("multi-vector", "ColBERT", "late-interaction", "feature-extraction")
+    graph = (
+        "from token ids to `last_hidden_state` and `token_embeddings`, the normalised vectors of all tokens: clients "
+        "add the tokens that expand queries, and leave out padding and the words of the skip list"
+    )
+    agreement = "smallest mean cosine of the vectors of a text"
+
+    def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
+        """The files with which other libraries compute the same vectors."""
+        assert isinstance(tokenizer, TokenRowTokenizer)
+        write_own_tokenizer(directory, tokenizer)
+        _write_settings(directory, source, tokenizer)
+
+    def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+        """sentence-transformers 6, and PyLate if it opens the directory."""
+        lines = comparison_block("MultiVectorEncoder", name, '["a text that answers it", "another text"]')
+        settings = read_json(architecture / SETTINGS) if (architecture / SETTINGS).is_file() else {}
+        if settings.get("model_type") != PYLATE:
+            return [*lines, "PyLate cannot open this model, because it has settings that PyLate does not have.", ""]
+        # PyLate prepends prompts if asked for them by name.
+        by_name = [name for name, text in settings.get("prompts", {}).items() if text]
+        query, document = (f', prompt_name="{role}"' if role in by_name else "" for role in ("query", "document"))
+        return [
+            *lines,
+            "With PyLate:",
+            "",
+            *python_block(
+                "from pylate import models, rank",
+                "",
+                f'model = models.ColBERT("{name}")',
+                f'queries = model.encode(["a question"], is_query=True{query})',
+                f'documents = model.encode([["a text that answers it", "another text"]], is_query=False{document})',
+                'print(rank.rerank(documents_ids=[["1", "2"]], queries_embeddings=queries, '
+                "documents_embeddings=documents))",
+            ),
+        ]
+
+    def probe(
+        self, encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str], device: torch.device
+    ) -> Tensor:
+        """Vectors [R, D] of the tokens of each text as a query, then as a document, with their prompts."""
+        vectors = []
+        for role in (TextRole.query, TextRole.document):
+            prompt = prompts.get(role.value, "")
+            ids = tokenizer.ids([prompt + text for text in PROBES], None, prompt, role)
+            chunks = (tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids)))
+            with torch.no_grad():
+                vectors += [encoder(chunk).cpu() for chunk in chunks]
+        return torch.cat(vectors)
+
+    def add_heads(self, backbone: nn.Module, source: ModelSource) -> Encoder:
+        """The projections."""
+        return LateInteractionEncoder(backbone, read_heads(source)).eval()
+
+    def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """`probe` with the tokens of its own."""
+        rows = TokenRowTokenizer(tokenizer, resolve_max_length(source, tokenizer), source.settings)
+        return self.probe(encoder.eval(), rows, source.prompts, torch.device("cpu"))
+
+    def of_sentence_transformers(
+        self,
+        directory: Path,
+        source: ModelSource,
+        prompts: Mapping[str, str],
+        max_length: int,
+    ) -> Tensor:
+        """Vectors of MultiVectorEncoder, which inserts prompts itself; the score is compared."""
+        texts, options = list(PROBES), {"batch_size": BATCH_SIZE, "show_progress_bar": False}
+        with opening(directory):
+            model = load_model("MultiVectorEncoder", directory, source)
+            queries, documents = model.encode_query(texts, **options), model.encode_document(texts, **options)
+            similarity = model.similarity_fn_name
+        if similarity != source.settings.similarity.value:
+            raise CheckpointError(
+                f"sentence-transformers opens {directory} with the similarity {similarity}, not "
+                f"{source.settings.similarity.value}"
+            )
+        return torch.cat([torch.as_tensor(vectors).float().cpu() for vectors in (*queries, *documents)])
+
+    def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
+        """Vectors of all tokens."""
+        return {HIDDEN: "length", TOKEN_VECTORS: "length"}
+
+    def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
+        """Vectors of all tokens."""
+        assert isinstance(encoder, LateInteractionEncoder)
+        return output.last_hidden_state, encoder.token_vectors(output.last_hidden_state)
+
+    def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Vectors of all tokens."""
+        return {TOKEN_VECTORS: (texts, length, source.dimension)}
+
+    def from_graph(
+        self,
+        source: ModelSource,
+        rest: nn.Module | None,
+        outputs: Sequence[Tensor],
+        chunk: Chunk,
+    ) -> Tensor:
+        """Vectors [R, D] of the tokens that have one."""
+        assert chunk.token_rows is not None
+        return outputs[0].flatten(0, 1)[chunk.token_rows]
+
+    def reduce(self, source: ModelSource, name: str, output: Tensor, mask: Tensor) -> list[Tensor]:
+        """Vectors of the tokens of a text."""
+        real = mask.bool()
+        if name == TOKEN_VECTORS:
+            return [row[is_real] for row, is_real in zip(output, real, strict=True)]
+        with torch.no_grad():
+            vectors: Tensor = self.add_heads(nn.Identity(), source).vectors(output, mask)
+        return list(vectors.split(real.sum(dim=1).tolist()))
+
+
+def _write_settings(directory: Path, source: ModelSource, tokenizer: TokenRowTokenizer) -> None:
+    settings = source.settings
+    assert settings is not None
+    words = [word for word in settings.skiplist_words if word not in tokenizer.unknown_words]
+    lengths = {"query": tokenizer.limit(TextRole.query), "document": tokenizer.limit(TextRole.document)}
+    stored: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
+    top: dict[str, Any] = {"__version__": {}, "default_prompt_name": None}
+    keys: dict[str, Any]
+    if is_pylate := why_not_pylate(settings, tokenizer.tokenizer) is None:
+        kinds, dense, keys = {"": OLD_MODULE + "Transformer"}, PYLATE_DENSE, {"use_residual": False}
+        top |= _pylate_settings(source, tokenizer.tokenizer, lengths, words)
+    else:
+        kinds, dense, keys = {"": TRANSFORMER_MODULE}, _DENSE, dict(_TOKENS)
+        stored |= _transformer_settings(settings, lengths)
+        prompts = {"query": "", "document": ""} | source.prompts
+        top |= {"model_type": MULTI_VECTOR, "prompts": prompts, "similarity_fn_name": settings.similarity.value}
+    for index, head in enumerate(source.dense, start=1):
+        folder = f"{index}_Dense"
+        kinds[folder] = dense
+        sizes = {"in_features": head.num_in, "out_features": head.num_out, "bias": head.bias}
+        write_json(directory / folder / "config.json", sizes | {"activation_function": head.activation} | keys)
+    if not is_pylate:
+        mask, normalize = (
+            f"{len(kinds) + offset}_{name}" for offset, name in enumerate(("MultiVectorMask", "Normalize"))
+        )
+        kinds |= {mask: _MASK, normalize: _NORMALIZE}
+        tasks = ["query", "document"] if settings.skiplist_queries else ["document"]
+        write_json(directory / mask / "config.json", {"skiplist_words": words, "skiplist_tasks": tasks})
+        write_json(directory / normalize / "config.json", _TOKENS)
+    write_modules(directory, kinds)
+    write_json(directory / TRANSFORMER_SETTINGS, stored)
+    write_json(directory / SETTINGS, top)
+
+
+def why_not_pylate(settings: TokenVectors, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The setting that PyLate does not have; None if it computes the same vectors."""
+    expansion = settings.expansion
+    if expansion is not None and expansion.strategy is not QueryExpansion.fixed:
+        return f"expands queries with the strategy {expansion.strategy.value}"
+    default = tokenizer.eos_token if tokenizer.mask_token is None else tokenizer.mask_token
+    if expansion is not None and expansion.token not in (None, default):
+        return f"expands queries with the token {expansion.token}"
+    return "leaves out vectors of queries" if settings.skiplist_queries and settings.skiplist_words else None
+
+
+def _pylate_settings(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, lengths: Mapping[str, int], words: list[str]
+) -> dict[str, Any]:
+    """PyLate's settings, from which sentence-transformers makes its own.
+
+    PyLate inserts prefixes always, and the other prompts if it is asked for them by name.
+    """
+    settings = source.settings
+    assert settings is not None
+    prefixes = {role: pylate_prefix(tokenizer, source.prompts.get(role, "")) for role in ("query", "document")}
+    mean = settings.similarity is TokenSimilarity.meanmaxsim
+    return {
+        "model_type": PYLATE,
+        "prompts": source.prompts | {role: prompt for role, (_, prompt) in prefixes.items()},
+        "similarity_fn_name": settings.similarity.value if mean else _PYLATE_MAXSIM,
+        **{f"{role}_prefix": prefix for role, (prefix, _) in prefixes.items()},
+        **{f"{role}_length": length for role, length in lengths.items()},
+        "attend_to_expansion_tokens": settings.expansion is not None and settings.expansion.attend,
+        "skiplist_words": words,
+        "do_query_expansion": settings.expansion is not None,
+    }
+
+
+def pylate_prefix(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, str]:
+    """The prefix of PyLate and the prompt after it that give the same ids as a prompt.
+
+    PyLate inserts the id of the prefix after the first token of a text. Without such a token the prefix is empty.
+    """
+    added = tokenizer.get_added_vocab()
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    for token in sorted(filter(prompt.startswith, added), key=len, reverse=True):
+        rest = prompt.removeprefix(token)
+        for shown in dict.fromkeys(("", rest) if not rest.strip() else (rest,)):
+            inserted = [[*ids(shown + text)[:1], added[token], *ids(shown + text)[1:]] for text in _PREFIX_PROBES]
+            if (
+                inserted
+                == [ids(prompt + text) for text in _PREFIX_PROBES]
+                == [ids(token + shown + t) for t in _PREFIX_PROBES]
+            ):
+                return token, shown
+    return "", prompt
+
+
+def _transformer_settings(settings: TokenVectors, lengths: Mapping[str, int]) -> dict[str, Any]:
+    """What sentence-transformers 6 reads with the Transformer module."""
+    expansion: Expansion | None = settings.expansion
+    stored = {f"{role}_length": length for role, length in lengths.items()}
+    if expansion is None:
+        return stored
+    values = {"attend": expansion.attend, "token": expansion.token, "length": expansion.length}
+    # The length of expanded queries has precedence, and a smaller one beside it is an error.
+    stored["query_length"] = max(stored["query_length"], expansion.length)
+    return stored | {"query_expansion": {"strategy": expansion.strategy.value} | values}

@@ -1,0 +1,168 @@
+"""Model directories of BGE-M3: sentence-transformers' of the dense vector, and FlagEmbedding's two layers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.data.m3 import M3Tokenizer
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk
+from embedtrain.formats.model_files import HIDDEN, VECTORS, StoredName, python_block
+from embedtrain.formats.verify import PROBES
+from embedtrain.kinds.dense.files import DenseFiles
+from embedtrain.models.encoder import Encoder, hidden_size
+from embedtrain.models.m3 import M3Encoder, m3_rows
+from embedtrain.models.m3_files import LAYERS, read_m3_layers, write_m3_layer, write_m3_settings
+from embedtrain.models.tokenizer import resolve_max_length
+from embedtrain.models.types import ModelSource
+
+# FlagEmbedding's names of what it computes.
+M3_DENSE, M3_LEXICAL, M3_TOKENS = "dense_vecs", "sparse_vecs", "colbert_vecs"
+_OUTPUTS = [M3_DENSE, M3_LEXICAL, M3_TOKENS]
+
+
+class M3Files(DenseFiles):
+    """A dense model, and beside it `colbert_linear.pt`, `sparse_linear.pt` and the same as safetensors."""
+
+    plural = "models of three representations"
+    description = (
+        "A model of three representations of a text of up to {max_length} tokens, in the manner of BGE-M3: a vector of "
+        "{dimension} dimensions, a weight of each token, and a vector of each token"
+    )
+    tags = ("sentence-similarity", "feature-extraction", "multi-vector", "sparse", "bge-m3")
+    task = "feature-extraction"
+    graph = (
+        "from token ids to `last_hidden_state`, `dense_vecs` (also named `sentence_embedding`), `sparse_vecs`, the "
+        "lexical weight of each token, and `colbert_vecs`, the vectors of all tokens but the first"
+    )
+    agreement = "smallest cosine of dense vectors, lexical weights and vectors of tokens (mean of a text)"
+
+    def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
+        """The dense model, and settings of the layers."""
+        write_m3_settings(directory, source.settings)
+        super().write(directory, source, tokenizer)
+
+    def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
+        """sentence-transformers and FlagEmbedding."""
+        return [
+            "sentence-transformers computes the vector of a text, FlagEmbedding all three representations:",
+            "",
+            *super().usage(name, prompts, architecture),
+            *python_block(
+                "from FlagEmbedding import BGEM3FlagModel",
+                "",
+                f'model = BGEM3FlagModel("{name}")',
+                'model.encode(["a text"], return_dense=True, return_sparse=True, return_colbert_vecs=True)',
+            ),
+        ]
+
+    def stored_names(self, names: Iterable[str], architecture: Path) -> dict[str, StoredName]:
+        """A file of each layer."""
+        names = list(names)
+        split = {name: name.split(".", 1) for name in names if name.startswith(LAYERS)}
+        layers = {name: StoredName(key, f"{layer}.safetensors") for name, (layer, key) in split.items()}
+        return super().stored_names(names, architecture) | layers
+
+    def finish_weights(self, directory: Path) -> None:
+        """The layers as FlagEmbedding reads them."""
+        for name in LAYERS:
+            write_m3_layer(directory / f"{name}.pt", load_file(directory / f"{name}.safetensors"))
+
+    def probe(
+        self,
+        encoder: Encoder,
+        tokenizer: TextTokenizer,
+        prompts: Mapping[str, str],
+        device: torch.device,
+    ) -> Tensor:
+        """The dense vector, the mean of the token vectors, and the mean lexical weight: [N, D + d + 1]."""
+        assert isinstance(encoder, M3Encoder)
+        settings, ids, outputs = encoder.settings, tokenizer.ids(PROBES), []
+        for row in range(len(ids)):
+            with torch.no_grad():
+                rows = encoder(tokenizer.chunk(ids, [row]).to(device)).cpu()
+            means = rows[1:, : settings.token_dimension].mean(dim=0), rows[:, -2].mean(dim=0, keepdim=True)
+            outputs.append(torch.cat([rows[0, : settings.dimension], *means]))
+        return torch.stack(outputs)
+
+    def add_heads(self, backbone: nn.Module, source: ModelSource) -> Encoder:
+        """The layers of the directory."""
+        assert source.directory is not None
+        encoder = M3Encoder(backbone, source.settings)
+        for name, weight in read_m3_layers(source.directory, hidden_size(source.config)).items():
+            encoder.get_parameter(name).data.copy_(weight)
+        return encoder.eval()
+
+    def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """`probe` with the tokens of its own."""
+        own = M3Tokenizer(tokenizer, resolve_max_length(source, tokenizer))
+        return self.probe(encoder.eval(), own, source.prompts, torch.device("cpu"))
+
+    def num_computed(self, source: ModelSource) -> int | None:
+        """The dense vector."""
+        return source.dimension
+
+    def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
+        """The dense vector under two names."""
+        own = {M3_DENSE: None, M3_LEXICAL: "length", M3_TOKENS: "length_without_first"}
+        return {HIDDEN: "length", VECTORS: None} | own
+
+    def own_outputs(self, source: ModelSource) -> list[str]:
+        """FlagEmbedding's."""
+        return _OUTPUTS
+
+    def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
+        """The three representations."""
+        assert isinstance(encoder, M3Encoder)
+        hidden = output.last_hidden_state
+        vectors = encoder.vectors(hidden, mask)
+        tokens = encoder.token_vectors(hidden[:, 1:]) * mask[:, 1:, None]
+        return hidden, vectors, vectors.clone(), encoder.lexical_weights(hidden), tokens
+
+    def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
+        """FlagEmbedding's outputs."""
+        tokens = (texts, length - 1, source.settings.token_dimension)
+        return {M3_DENSE: (texts, source.dimension), M3_LEXICAL: (texts, length, 1), M3_TOKENS: tokens}
+
+    def open_rest(self, source: ModelSource) -> nn.Module | None:
+        """All is in the graph."""
+        return None
+
+    def from_graph(
+        self,
+        source: ModelSource,
+        rest: nn.Module | None,
+        outputs: Sequence[Tensor],
+        chunk: Chunk,
+    ) -> Tensor:
+        """The rows of the real tokens, see `m3_rows`."""
+        (dense, lexical, tokens), token_rows = outputs, chunk.token_rows
+        assert token_rows is not None
+        weights = lexical.flatten()[token_rows]
+        if chunk.pooled is not None:
+            weights = weights * chunk.pooled.flatten()[token_rows]
+        vectors = F.pad(tokens, (0, 0, 1, 0)).flatten(0, 1)[token_rows]
+        texts = token_rows // chunk.ids.shape[1]
+        return m3_rows(dense[texts], vectors, weights, texts, chunk.ids.flatten()[token_rows])
+
+    def reduce(self, source: ModelSource, name: str, output: Tensor, mask: Tensor) -> list[Tensor]:
+        """A row of the lexical weights of a text, [1, L]."""
+        real = mask.bool()
+        if name == HIDDEN:
+            with torch.no_grad():
+                output = super().add_heads(nn.Identity(), source).vectors(output, mask)
+        if name == M3_TOKENS:
+            return [row[is_real] for row, is_real in zip(output, real[:, 1:], strict=True)]
+        if name == M3_LEXICAL:
+            return [row[is_real].T for row, is_real in zip(output, real, strict=True)]
+        return list(output.split(1))
+
+    def joined(self, name: str, rows: Sequence[Tensor]) -> Tensor:
+        """Lexical weights as one row: one near 0 has no relative difference."""
+        return torch.cat(list(rows), dim=1 if name == M3_LEXICAL else 0)

@@ -30,9 +30,9 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
+from embedtrain.planning.memory import ClusterSpec, StepWorkload
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_layout
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch

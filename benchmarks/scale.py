@@ -36,8 +36,8 @@ from embedtrain.losses.encoded import Part
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_model_source
+from embedtrain.planning.memory import ClusterSpec
 from embedtrain.planning.model_costs import model_spec
-from embedtrain.planning.workload import ClusterSpec
 
 SIZES = tuple(int(size) for size in os.environ.get("DOCUMENTS", "100000,1000000,10000000").split(","))
 DIMENSION, QUERIES, TOP_K = 128, 512, 100

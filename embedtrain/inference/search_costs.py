@@ -16,10 +16,9 @@ from embedtrain.inference.index import QUERIES_PER_SCAN
 from embedtrain.inference.shard_search import PENDING_CANDIDATES, QUERY_BATCH_SIZE
 from embedtrain.inference.store import MAX_DEVICE_FRACTION, TILE, dtype_of
 from embedtrain.inference.vectors import scanned_candidates
-from embedtrain.planning.memory import encoding_memory
+from embedtrain.planning.memory import ClusterSpec, encoding_memory
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.traffic import HOST_BANDWIDTH, Ring, padded_token_flops
-from embedtrain.planning.workload import ClusterSpec
 
 _FP32 = 4
 # Bytes of host memory for each document of all ranks: the plan of an encoding while it is made, and afterwards.

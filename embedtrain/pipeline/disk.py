@@ -10,7 +10,7 @@ from embedtrain.config.recipe import ExportDtype, ModelConfig, Recipe
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.registry import MODEL, PRUNE, STATIC, TRAIN, TRIM
 from embedtrain.pipeline.types import Pipeline, Stage
-from embedtrain.planning.meta_encoder import MetaEncoder, build_meta_encoder
+from embedtrain.planning.model_costs import MetaEncoder, build_meta_encoder
 from embedtrain.utils.files import directory_size
 from embedtrain.utils.formatting import format_bytes
 

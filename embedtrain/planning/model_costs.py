@@ -1,23 +1,284 @@
-"""Costs of a model: its FSDP parameter groups, trained weights, and activations per token.
+"""Costs of a model: FSDP parameter groups, trained weights, and activations per token, of an encoder without memory.
 
-Derived from an encoder on the meta device; no weights are loaded.
+Activations are measured on the meta device with one and with two transformer blocks. The encoder's own code runs on
+tensors without memory while live bytes are counted, so nothing depends on the architecture; two blocks minus one is a
+block. Attention is counted like a fused kernel: queries, keys, values, output, log-sum-exp and, with padding, the bias
+of the mask, but never the attention matrix. Models with an attention implementation of their own are counted as they
+compute.
 """
 
+import contextlib
+import copy
 import functools
+import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # private names, checked on torch 2.13
+from torch.utils._pytree import tree_iter
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import repeat_kv
 
-from embedtrain.config.recipe import Precision
+from embedtrain.config.recipe import Precision, Recipe
+from embedtrain.config.token_vectors import TokenVectors
+from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import large_embedding
+from embedtrain.models.adapter_files import open_adapter
+from embedtrain.models.adapters import add_adapters, frozen_dtype
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.four_bit import four_bit_layers
-from embedtrain.planning import activations
-from embedtrain.planning.activations import Activations
+from embedtrain.models.hub import download_configuration
+from embedtrain.models.source import open_model_source
+from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.types import ModelSource
 from embedtrain.planning.flops import lookup_weights
+
+# Tokens of the measured pass. They cost nothing on the meta device, and make constant sizes (the gradient of a weight)
+# negligible.
+_TOKENS = 1 << 17
+_PADDED = "embedtrain_padded_shapes"
+_PACKED_ON_GPU, _PACKED_ON_CPU = "embedtrain_packed_shapes_on_gpu", "embedtrain_packed_shapes_on_cpu"
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): without attention matrices
+# a block saves 34 bytes per token and hidden unit in 16 bits.
+_RULE_OF_THUMB = 34 / 2
+# Elements per token, block and hidden unit: no known architecture saves more, Gemma 3 saves 35. And an attention that
+# computes its matrix saves a few elements per head and token of the text; no head has fewer than 16 units.
+_BOUND, _BOUND_OF_HEADS = 80, 4 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes per token."""
+
+    block: float  # that the forward pass of a block saves for its backward pass
+    rest: float  # that everything else saves: embeddings, final norm, pooling
+    forward: float  # peak of the forward pass above what it saves
+    backward: float  # peak of the backward pass above what the forward pass saved
+    no_grad: float  # peak of a forward pass without gradients
+
+    def cached(self, blocks: int) -> float:
+        """Bytes per token between the forward and the backward pass of a model with this number of blocks."""
+        return self.rest + blocks * self.block
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations allocate while it is active, each once, without `existing`.
+
+    As with an allocator, a storage counts until its last tensor is freed. After the forward pass, what is left is what
+    autograd saves for the backward pass. Views of the tensors `existing` are not counted either.
+    """
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
+        self._live: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and count its results."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._existing or key in self._live:
+            return
+        size = storage.nbytes()
+        self._live[key] = weakref.ref(storage, self._on_free(key, size))
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _on_free(self, key: int, size: int) -> Callable[[object], None]:
+        def freed(_: object) -> None:
+            self._live.pop(key, None)
+            self.bytes -= size
+
+        return freed
+
+
+def measure_activations(
+    encoder: Encoder,
+    blocks: list[nn.Module],
+    *,
+    dtype: torch.dtype,
+    tokens_per_text: int,
+    recompute: bool,
+    gpu: bool,
+    packed: bool = False,
+) -> Activations:
+    """Run one and two blocks of the encoder forward and backward on the meta device.
+
+    The encoder is on the meta device, has `requires_grad` as in training, and is not modified. With `gpu` dropout keeps
+    one byte per element, as on CUDA, else the compute type. Raises what the model's own code raises on the meta device.
+    """
+    passes = []
+    attention = (_PACKED_ON_GPU if gpu else _PACKED_ON_CPU) if packed else _PADDED
+    for number in range(1, min(2, len(blocks)) + 1):
+        with _first_blocks(encoder, blocks, number):
+            part = copy.deepcopy(encoder)
+        passes.append(_measure_passes(_prepare(part, dtype, attention, recompute=recompute, gpu=gpu), tokens_per_text))
+    saved, forward, backward, no_grad = passes[-1]
+    block = saved - passes[0][0] if len(passes) == 2 else 0.0
+    rest = max(0.0, passes[0][0] - block) if blocks else saved
+    return Activations(block, rest, forward - saved, backward - saved, no_grad)
+
+
+def rule_of_thumb(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
+    """Activations of a model whose code does not run on the meta device."""
+    return _from_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, recompute=recompute)
+
+
+def upper_bound(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool) -> Activations:
+    """An upper bound of the activations of any model, without a measurement."""
+    return _from_elements(hidden * dtype.itemsize, _BOUND + _BOUND_OF_HEADS * tokens_per_text, recompute=recompute)
+
+
+def _from_elements(size: int, block: float, *, recompute: bool) -> Activations:
+    return Activations(
+        block=size * (2.0 if recompute else block),  # the block's input, and a reserve for what a few models also save
+        rest=size * 4.0,
+        forward=size * block,
+        backward=size * block * (2.0 if recompute else 1.0),
+        no_grad=size * block,
+    )
+
+
+def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
+    """Bytes per token: saved by the forward pass, peaks of forward pass, backward pass and pass without gradients."""
+    texts = max(1, _TOKENS // length)
+    ids = torch.empty((texts, length), dtype=torch.int64, device="meta")
+    mask = torch.empty_like(ids)
+    existing = [ids, mask, *encoder.parameters(), *encoder.buffers()]
+    with LiveBytes(existing) as live:
+        vectors = encoder(Chunk(ids, mask))
+        saved, forward = live.bytes, live.peak
+        live.peak = saved
+        if vectors.requires_grad:
+            vectors.sum().backward()
+        backward = live.peak
+    del vectors
+    with torch.no_grad(), LiveBytes(existing) as live:
+        encoder(Chunk(ids, mask))
+        no_grad = live.peak
+    tokens = texts * length
+    return saved / tokens, forward / tokens, backward / tokens, no_grad / tokens
+
+
+def _prepare(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bool, gpu: bool) -> Encoder:
+    part.to("meta").to(dtype)
+    for module in part.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = attention
+        if gpu and isinstance(module, nn.Dropout) and module.p > 0:
+            module.forward = _fused_dropout(module.p)  # type: ignore[method-assign]
+    part.train()
+    if recompute:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it, 5.17 has not
+            part.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in part.parameters():
+        if parameter.requires_grad:
+            # FSDP takes gradients away as soon as a group is complete; they are counted with the groups.
+            parameter.register_post_accumulate_grad_hook(_drop_grad)
+    return part
+
+
+@contextlib.contextmanager
+def _first_blocks(encoder: nn.Module, blocks: list[nn.Module], number: int) -> Iterator[None]:
+    """Remove all but the first blocks of the encoder while it is copied."""
+    included = {id(block) for block in blocks[:number]}
+    excluded = {id(block) for block in blocks[number:]}
+    lists = [
+        (module, dict(module._modules))
+        for module in encoder.modules()
+        if isinstance(module, nn.ModuleList) and any(id(child) in included | excluded for child in module)
+    ]
+    try:
+        for module, children in lists:
+            first = [child for child in children.values() if id(child) not in excluded]
+            module._modules.clear()
+            module._modules.update({str(index): child for index, child in enumerate(first)})
+        yield
+    finally:
+        for module, children in lists:
+            module._modules.clear()
+            module._modules.update(children)
+
+
+def _drop_grad(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _fused_dropout(p: float) -> Any:
+    return lambda hidden: torch.native_dropout(hidden, p, True)[0]
+
+
+class _Attention(torch.autograd.Function):
+    """Allocates and saves what a fused kernel does, with or without a mask. q, k, v: [N, heads, L, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
+        texts, heads, length, _ = q.shape
+        out = q.new_empty(texts, length, heads, v.shape[-1])
+        log_sum_exp = q.new_empty(texts, heads, length, dtype=torch.float32)
+        bias = q.new_empty(texts, 1, length, k.shape[2] if masked else 0)  # the mask as an additive bias
+        ctx.save_for_backward(q, k, v, out, log_sum_exp, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+def _padded(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    return _fused(query, key, value, masked=True), None
+
+
+def _packed_on_gpu(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    return _fused(query, key, value, masked=False), None
+
+
+def _packed_on_cpu(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """In fp32, and the outputs of the texts are concatenated again."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.float(), repeat_kv(key.float(), groups), repeat_kv(value.float(), groups)
+    return torch.cat([_fused(q, k, v, masked=False)]).to(value.dtype), None
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, *, masked: bool) -> Tensor:
+    """Repeats the keys and values of grouped heads, as transformers does with a mask."""
+    groups = query.shape[1] // key.shape[1]
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, repeat_kv(key, groups), repeat_kv(value, groups), masked
+    )
+    return out
+
+
+# transformers has no mask function for these names, so it creates no mask.
+AttentionInterface.register(_PADDED, _padded)
+AttentionInterface.register(_PACKED_ON_GPU, _packed_on_gpu)
+AttentionInterface.register(_PACKED_ON_CPU, _packed_on_cpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +404,7 @@ def model_spec(
     @functools.cache
     def measure(recompute: bool) -> Activations:
         try:
-            return activations.measure_activations(
+            return measure_activations(
                 encoder,
                 blocks,
                 dtype=dtype,
@@ -153,10 +414,10 @@ def model_spec(
                 packed=packed,
             )
         except Exception:  # a model's own code may do anything with tensors that have no content
-            return activations.rule_of_thumb(hidden, dtype, recompute=recompute)
+            return rule_of_thumb(hidden, dtype, recompute=recompute)
 
     def bound(recompute: bool) -> Activations:
-        return activations.upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
+        return upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
     name = type(encoder.backbone).__name__.removeprefix("FSDP")
     return ModelSpec(name, weights, hidden, encoder.dimension, precision, vectors, measure, bound)
@@ -171,3 +432,52 @@ def _group(parameters: Iterable[Tensor]) -> ParameterGroup:
             frozen += parameter.numel()
             size += parameter.nbytes
     return ParameterGroup(trained, frozen, size)
+
+
+# Length of texts if neither the recipe nor the model directory sets one.
+_DEFAULT_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class MetaEncoder:
+    """An encoder on the meta device, with adapters and `requires_grad` as in training."""
+
+    encoder: Encoder
+    source: ModelSource
+    blocks: list[nn.Module]
+    max_length: int  # of texts, in tokens
+
+    @property
+    def token_vectors(self) -> TokenVectors | None:
+        """The settings of a late-interaction model."""
+        return self.source.settings if self.source.kind.name == "late_interaction" else None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of the stored weights; without weights, the type in the configuration."""
+        return _stored_dtype(self.source)
+
+
+def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
+    """The encoder that a recipe trains, without its weights; raises ConfigError and ModelError as training does."""
+    model = recipe.model
+    source = open_model_source(download_configuration(model))
+    settings = model.config if isinstance(model.config, dict) else {}
+    if model.config is not None and model.tokenizer is None and "vocab_size" not in settings:
+        source.config.get_text_config().vocab_size = model.vocab_size  # of the tokenizer that is trained on the data
+    files = open_adapter(model.lora)
+    encoder = build_encoder(source)
+    if model.lora.on:
+        frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored_dtype(source))
+        add_adapters(encoder, model.lora, files, frozen)
+    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
+    length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
+    if source.kind.name == "late_interaction" and source.settings.document_length is not None:
+        length = min(length, source.settings.document_length)
+    return MetaEncoder(encoder, source, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
+
+
+def _stored_dtype(source: ModelSource) -> torch.dtype:
+    if source.directory is None or any(source.directory.glob("*.safetensors")):
+        return stored_dtype(source)
+    return source.config.dtype if isinstance(source.config.dtype, torch.dtype) else torch.float32

@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 from embedtrain.config.recipe import ParallelConfig, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError
-from embedtrain.planning.memory import MemoryUse, encoding_memory, reduces_once_per_step, step_memory
+from embedtrain.planning.memory import (
+    ClusterSpec,
+    MemoryUse,
+    StepWorkload,
+    encoding_memory,
+    reduces_once_per_step,
+    step_memory,
+)
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.traffic import StepTraffic, step_traffic
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 # A simpler layout is preferred over one that is faster by less than this fraction, because times are estimates, or by
 # less than these seconds: the estimate omits the optimizer and kernel launches, of which sharding has more.

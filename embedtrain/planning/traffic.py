@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.planning.flops import token_flops
+from embedtrain.planning.memory import ClusterSpec, StepWorkload
 from embedtrain.planning.model_costs import ModelSpec
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 _FP32 = 4
 # Latency of one hop of a collective, in seconds.

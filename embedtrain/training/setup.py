@@ -35,7 +35,7 @@ from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.early_exits import EarlyExits
 from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
-from embedtrain.planning.workload import StepWorkload
+from embedtrain.planning.memory import StepWorkload
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import (

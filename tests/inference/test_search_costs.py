@@ -22,7 +22,7 @@ from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.search_costs import PLAN_BYTES, PLANNING_BYTES, SearchCosts, SearchWorkload, search_costs
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.planning.workload import ClusterSpec
+from embedtrain.planning.memory import ClusterSpec
 from tests.evaluation.tiny import sentence_encoder
 from tests.planning.models import spec_of
 from tests.ranks import RankPool

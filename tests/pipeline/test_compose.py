@@ -17,7 +17,7 @@ from embedtrain.pipeline.expand import expand
 from embedtrain.pipeline.results import table_of
 from embedtrain.pipeline.state import StageRecord
 from embedtrain.pipeline.types import Selection
-from embedtrain.planning.meta_encoder import build_meta_encoder
+from embedtrain.planning.model_costs import build_meta_encoder
 from embedtrain.tracking.pages import Page
 from tests.conftest import ROOT
 from tests.pipeline.recipes import TRAINING, compose, small_pipeline

@@ -19,7 +19,7 @@ from embedtrain.models.export_record import verify_settings
 from embedtrain.pipeline.disk import disk_of_training
 from embedtrain.pipeline.registry import KINDS
 from embedtrain.pipeline.run import run_pipeline, without_timeout
-from embedtrain.planning.meta_encoder import build_meta_encoder
+from embedtrain.planning.model_costs import build_meta_encoder
 from tests.faults.hooks import SignalWhen
 from tests.faults.runs import start
 from tests.pipeline.recipes import compose, pipeline_of_all_kinds, small_pipeline

@@ -11,9 +11,15 @@ import pytest
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.planning.memory import MemoryUse, fit_activation_tokens, reduces_once_per_step, step_memory
+from embedtrain.planning.memory import (
+    ClusterSpec,
+    MemoryUse,
+    StepWorkload,
+    fit_activation_tokens,
+    reduces_once_per_step,
+    step_memory,
+)
 from embedtrain.planning.model_costs import ModelSpec
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from tests.conftest import ROOT
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, spec_of
 

@@ -9,7 +9,7 @@ from torch import nn
 from embedtrain.config.recipe import LoraConfig, Precision
 from embedtrain.data.types import Chunk
 from embedtrain.models.adapters import add_adapters
-from embedtrain.planning import activations
+from embedtrain.planning import model_costs
 from embedtrain.planning.model_costs import model_spec
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built, spec_of
 from tests.small import ARCHITECTURES, small_model
@@ -55,7 +55,7 @@ def test_activations_of_a_block_equal_what_autograd_saves(architecture):
         rebuilt = built_for_real(encoder)
         real.append(measure_saved_bytes(rebuilt, 4) / (4 * LENGTH))
     encoder, blocks = small(architecture, num_hidden_layers=4)
-    model = activations.measure_activations(
+    model = model_costs.measure_activations(
         encoder, blocks, dtype=torch.float32, tokens_per_text=LENGTH, recompute=False, gpu=False
     )
     assert model.block == pytest.approx((real[1] - real[0]) / 2, rel=0.1)
@@ -136,7 +136,7 @@ def test_code_that_fails_on_the_meta_device_falls_back_to_the_rule_of_thumb():
     for index, layer in enumerate(layers):
         layers[index] = ValueDependent(layer)
     model = model_spec(encoder, list(layers), precision=Precision.bf16, tokens_per_text=8, gpu=True)
-    assert model.activations(False) == activations.rule_of_thumb(64, torch.bfloat16, recompute=False)
+    assert model.activations(False) == model_costs.rule_of_thumb(64, torch.bfloat16, recompute=False)
     assert [type(layer) for layer in layers] == [ValueDependent] * 2
 
 

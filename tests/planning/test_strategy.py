@@ -7,8 +7,8 @@ import pytest
 from embedtrain.commands.plan.compute import changes, largest_chunk
 from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
 from embedtrain.errors import ConfigError
+from embedtrain.planning.memory import ClusterSpec, StepWorkload
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout, layout_candidates
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, spec_of
 from tests.small import small_model
 

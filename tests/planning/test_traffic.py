@@ -13,10 +13,9 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.sharding import ParallelLayout, shard_
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.planning.memory import step_memory
+from embedtrain.planning.memory import ClusterSpec, StepWorkload, step_memory
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.traffic import step_traffic
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch

@@ -11,9 +11,8 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout, shard_
-from embedtrain.planning.memory import step_memory
+from embedtrain.planning.memory import ClusterSpec, StepWorkload, step_memory
 from embedtrain.planning.model_costs import model_spec
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.optimizer import build_optimizer
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built
 

@@ -18,7 +18,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.planning.meta_encoder import build_meta_encoder
+from embedtrain.planning.model_costs import build_meta_encoder
 from embedtrain.training.backward import Backward
 from embedtrain.training.groups import describe_groups, logged_rates, trained_parameters
 from embedtrain.training.optimizer import Schedule, build_optimizer

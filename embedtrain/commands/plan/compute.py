@@ -21,11 +21,9 @@ from embedtrain.models.packing import check_packing
 from embedtrain.models.sparse_encoder import SparseEncoder
 from embedtrain.models.sparse_head import words_per_block
 from embedtrain.planning.flops import token_flops
-from embedtrain.planning.memory import fit_activation_tokens, step_memory
-from embedtrain.planning.meta_encoder import build_meta_encoder
-from embedtrain.planning.model_costs import ModelSpec, model_spec
+from embedtrain.planning.memory import ClusterSpec, RankWorkload, StepWorkload, fit_activation_tokens, step_memory
+from embedtrain.planning.model_costs import ModelSpec, build_meta_encoder, model_spec
 from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_candidates
-from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
 from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.utils.files import expand_user
 

@@ -46,10 +46,9 @@ from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import TensorLocation, stored_dtype
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
-from embedtrain.planning.memory import fit_activation_tokens
+from embedtrain.planning.memory import ClusterSpec, StepWorkload, fit_activation_tokens
 from embedtrain.planning.model_costs import ModelSpec, model_spec
 from embedtrain.planning.strategy import LayoutChoice, choose_encoding_layout, choose_layout
-from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
 

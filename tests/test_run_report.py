@@ -161,7 +161,8 @@ def test_a_run_that_is_stopped_and_resumed_on_other_ranks(ranks, workshop, tmp_p
         assert vectors.values == pytest.approx(expected.values, abs=1e-4)
     sessions = read_sessions(out / "sessions.jsonl")
     assert [
-        (session.ranks, session.step, session.last_step, session.how, session.exported) for session in sessions
+        (session.ranks, session.step, session.end.last_step, session.end.how, session.end.exported)
+        for session in sessions
     ] == [
         (2, 0, 3, "stopped", None),
         (3, 3, 6, "finished", 6),
@@ -171,7 +172,7 @@ def test_a_run_that_is_stopped_and_resumed_on_other_ranks(ranks, workshop, tmp_p
     assert "After step 6" in page
     (output, *_) = ranks(3, run, None, *options(workshop, out, *common), other)
     assert "train.steps" in output
-    assert read_sessions(out / "sessions.jsonl")[-1].exported == 6
+    assert read_sessions(out / "sessions.jsonl")[-1].end.exported == 6
     assert (out / "sample" / "before.safetensors").read_bytes() == before
 
 
@@ -216,7 +217,7 @@ def test_a_run_that_fails(ranks, workshop, tmp_path):
     with pytest.raises(AssertionError, match=r"TrainingError"):
         ranks(2, run, None, *options(workshop, out, "train.steps=3", "optim.lr=1e30", "optim.warmup=0"))
     (session,) = read_sessions(out / "sessions.jsonl")
-    assert session.how == "failed"
+    assert session.end.how == "failed"
     write_report([out], out / "report.html")
     page = (out / "report.html").read_text()
     assert "TrainingError: " in page

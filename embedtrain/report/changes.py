@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.report.axes import NumberFormat, format_value
-from embedtrain.report.runs import MEAN, Run, Series, read_runs
+from embedtrain.report.runs import MEAN, RunRecords, Series, read_runs
 from embedtrain.tracking.metrics import MainChange, QueryMetrics, main_changes, query_metrics_path, read_query_metrics
 
 RESAMPLES = 2000
@@ -76,7 +76,7 @@ class Change:
 class Evaluated:
     """One evaluation of one run."""
 
-    run: Run
+    run: RunRecords
     step: int
 
 

@@ -24,7 +24,7 @@ from embedtrain.report.chart import (
     is_flat,
     line_chart,
 )
-from embedtrain.report.runs import MEAN, Run, Series, common_steps_per_epoch
+from embedtrain.report.runs import MEAN, RunRecords, Series, common_steps_per_epoch
 from embedtrain.tracking.evaluation_table import VectorRow, is_form, vector_rows
 
 _POINTS = 60  # of a line in a plot
@@ -64,7 +64,7 @@ class MainMetric:
     subset: bool
 
 
-def evaluation_sections(runs: Sequence[Run], comparisons: Comparisons) -> list[EvaluationSection]:
+def evaluation_sections(runs: Sequence[RunRecords], comparisons: Comparisons) -> list[EvaluationSection]:
     """All evaluation sets of all runs, the mean first; forms of vectors have a section of their own."""
     names = list(dict.fromkeys(name for run in runs for name in run.evaluations if not is_form(name, run.datasets)))
     names.sort(key=lambda name: name != MEAN)
@@ -89,7 +89,7 @@ def evaluation_sections(runs: Sequence[Run], comparisons: Comparisons) -> list[E
     return sections
 
 
-def main_metric(run: Run, comparisons: Comparisons) -> MainMetric | None:
+def main_metric(run: RunRecords, comparisons: Comparisons) -> MainMetric | None:
     """The metric that selects the best step, else the main metric of the mean or of the first set."""
     best = run.option("checkpoint", "best_metric")
     name, _, metric = best.rpartition("/") if isinstance(best, str) else ("", "", "")
@@ -118,7 +118,7 @@ def _describe(kind: str, size: str) -> str:
     return " · ".join(part for part in (kind.replace("_", " "), size) if part)
 
 
-def _chart(name: str, metric: str, runs: Sequence[Run]) -> Chart | None:
+def _chart(name: str, metric: str, runs: Sequence[RunRecords]) -> Chart | None:
     """None if there is nothing to see but one value."""
     lines = [
         Line(run.label, number, run.evaluations[name][metric])
@@ -131,7 +131,7 @@ def _chart(name: str, metric: str, runs: Sequence[Run]) -> Chart | None:
     return line_chart(labels, lines, max_points=_POINTS, steps_per_epoch=common_steps_per_epoch(runs))
 
 
-def _cell(run: Run, name: str, metric: str, runs: Sequence[Run], comparisons: Comparisons) -> Cell | None:
+def _cell(run: RunRecords, name: str, metric: str, runs: Sequence[RunRecords], comparisons: Comparisons) -> Cell | None:
     series = run.evaluations.get(name, {}).get(metric)
     if series is None or not len(series.finite):
         return None
@@ -157,7 +157,7 @@ def _at_step(value: float | None, step: int) -> str:
     return f"{format_value(value)} @ {step:,}"
 
 
-def _final_step(run: Run, series: Series) -> int | None:
+def _final_step(run: RunRecords, series: Series) -> int | None:
     """The exported step if it was evaluated, else the last one with a finite value; None if that is step 0."""
     exported = run.history.exported_step
     if exported is not None and value_at(series, exported) is not None:
@@ -178,7 +178,7 @@ class VectorSection:
     rows: tuple[tuple[str, VectorRow], ...]  # with the label of the run
 
 
-def vector_sections(runs: Sequence[Run]) -> list[VectorSection]:
+def vector_sections(runs: Sequence[RunRecords]) -> list[VectorSection]:
     """All sets of which several forms of vectors were compared, with the values of each run's last evaluation."""
     by_set: dict[str, list[tuple[int, VectorRow]]] = {}
     for number, run in enumerate(runs):

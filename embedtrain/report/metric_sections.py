@@ -6,7 +6,7 @@ from enum import Enum
 
 from embedtrain.report.axes import NumberFormat, format_value
 from embedtrain.report.chart import NUM_COLOURS, Chart, Labels, Line, is_flat, line_chart
-from embedtrain.report.runs import Run, common_steps_per_epoch
+from embedtrain.report.runs import RunRecords, common_steps_per_epoch
 
 _PLOT_POINTS = 900  # of all runs' lines in a plot
 _MIN_LINE_POINTS, _MAX_LINE_POINTS = 80, 300
@@ -159,7 +159,7 @@ class MetricSection:
     num_omitted: int
 
 
-def metric_sections(runs: Sequence[Run]) -> list[MetricSection]:
+def metric_sections(runs: Sequence[RunRecords]) -> list[MetricSection]:
     """Plots of all metrics that any run has logged.
 
     A plot has a line for each run; the losses of a single run's sources are lines of one plot.
@@ -198,7 +198,7 @@ def metric_sections(runs: Sequence[Run]) -> list[MetricSection]:
     return sections
 
 
-def _plots(keys: Sequence[str], runs: Sequence[Run]) -> list[tuple[list[str], list[Line]]]:
+def _plots(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[tuple[list[str], list[Line]]]:
     """The keys and lines of each plot."""
     plots: list[tuple[list[str], list[Line]]] = []
     losses = [key for key in keys if key == "loss" or key.startswith(_SOURCE_LOSS)]
@@ -221,7 +221,7 @@ def _plots(keys: Sequence[str], runs: Sequence[Run]) -> list[tuple[list[str], li
     return plots
 
 
-def _values_of_runs(key: str, runs: Sequence[Run]) -> tuple[str, ...]:
+def _values_of_runs(key: str, runs: Sequence[RunRecords]) -> tuple[str, ...]:
     info = metric_info(key)
     series = [run.logged.get(key) for run in runs]
     values = [None if of is None or not len(of.finite) else float(of.finite[-1]) for of in series]

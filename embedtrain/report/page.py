@@ -24,7 +24,7 @@ from embedtrain.report.changes import CONFIDENCE, RESAMPLES, Comparisons
 from embedtrain.report.chart import Chart
 from embedtrain.report.evaluation_sections import MainMetric, evaluation_sections, main_metric, vector_sections
 from embedtrain.report.metric_sections import metric_sections
-from embedtrain.report.runs import Run, Series, Status, common_steps_per_epoch, read_runs
+from embedtrain.report.runs import RunRecords, Series, Status, common_steps_per_epoch, read_runs
 from embedtrain.report.sample_section import sample_section, shorten
 from embedtrain.utils.files import atomic_write
 from embedtrain.utils.formatting import format_duration
@@ -41,8 +41,20 @@ Table = tuple[list[str], list[list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """The numbers of a run as text."""
+
+    loss: str  # the first and the last
+    steps: str
+    ranks: str
+    duration: str
+    rate: str  # rows per second
+    memory: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run in words; one field per cell of the table at the top of the page."""
+    """A run in words, at the top of the page."""
 
     label: str
     directory: str
@@ -50,12 +62,7 @@ class RunSummary:
     error: str
     model: str
     base: str  # a short name of the model, which tells apart the models before training of several runs
-    steps: str
-    ranks: str
-    duration: str
-    loss: str
-    rate: str
-    memory: str
+    figures: Figures
     main: MainMetric | None
     exported: str
 
@@ -88,7 +95,7 @@ def write_report(directories: Sequence[Path], path: Path, stages: Table | None =
         temporary.write_bytes(content.encode("utf-8", errors="replace"))
 
 
-def render(runs: Sequence[Run], stages: Table | None = None) -> str:
+def render(runs: Sequence[RunRecords], stages: Table | None = None) -> str:
     """The report of the runs as HTML."""
     charts: list[Chart] = []
 
@@ -151,9 +158,9 @@ def _json(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _summarize(run: Run, comparisons: Comparisons) -> RunSummary:
+def _summarize(run: RunRecords, comparisons: Comparisons) -> RunSummary:
     sessions, status = run.history.sessions, run.history.status
-    error = sessions[-1].error if sessions and status is Status.failed else None
+    error = sessions[-1].end.error if sessions and status is Status.failed else None
     total = run.total_steps
     steps = f"{run.last_step:,}" if not total or total == run.last_step else f"{run.last_step:,} of {total:,}"
     ranks = list(dict.fromkeys(str(session.ranks) for session in sessions))
@@ -167,18 +174,20 @@ def _summarize(run: Run, comparisons: Comparisons) -> RunSummary:
         error=shorten(error, 400) if error else "",
         model=_model(run),
         base=_base(run),
-        steps=steps,
-        ranks=f"{', then '.join(ranks)}{f' ({devices})' if devices else ''}",
-        duration=_duration(run.history.seconds),
-        loss="—" if loss is None or not len(loss.finite) else _first_and_last(loss),
-        rate=_median(run.logged.get("samples_per_s"), NumberFormat.rate),
-        memory=_highest(run.logged.get("memory_gib")),
+        figures=Figures(
+            loss="—" if loss is None or not len(loss.finite) else _first_and_last(loss),
+            steps=steps,
+            ranks=f"{', then '.join(ranks)}{f' ({devices})' if devices else ''}",
+            duration=_duration(run.history.seconds),
+            rate=_median(run.logged.get("samples_per_s"), NumberFormat.rate),
+            memory=_highest(run.logged.get("memory_gib")),
+        ),
         main=main_metric(run, comparisons),
         exported="" if run.exported is None else _exported(run, run.exported),
     )
 
 
-def _model(run: Run) -> str:
+def _model(run: RunRecords) -> str:
     path = run.option("model", "path")
     if path:
         return shorten(str(path), 120)
@@ -186,13 +195,13 @@ def _model(run: Run) -> str:
     return f"{model_type}, from random weights" if model_type else "—"
 
 
-def _base(run: Run) -> str:
+def _base(run: RunRecords) -> str:
     """The id on the Hub, or the last two parts of a path."""
     path = run.option("model", "path")
     return shorten("/".join(Path(str(path)).parts[-2:]), 60) if path else _model(run)
 
 
-def _exported(run: Run, directory: Path) -> str:
+def _exported(run: RunRecords, directory: Path) -> str:
     step = run.history.exported_step
     return str(directory) if step is None else f"{directory}, weights of step {step:,}"
 
@@ -218,20 +227,20 @@ def _duration(seconds: float | None) -> str:
     return "—" if seconds is None else format_duration(seconds)
 
 
-def _sessions(run: Run) -> list[tuple[str, ...]]:
+def _sessions(run: RunRecords) -> list[tuple[str, ...]]:
     """The sessions of a run, formatted."""
     sessions = run.history.sessions
     rows: list[tuple[str, ...]] = []
     for number, session in enumerate(sessions):
         is_last = number + 1 == len(sessions)
-        how = session.how or (run.history.status.value if is_last else Status.ended.value)
-        seconds = None if session.ended is None else max(0.0, session.ended - session.started)
+        how = session.end.how or (run.history.status.value if is_last else Status.ended.value)
+        seconds = None if session.end.ended is None else max(0.0, session.end.ended - session.started)
         rows.append(
             (
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(session.started)),
                 f"{session.ranks} ({session.devices})",
                 f"{session.step:,}",
-                "—" if session.last_step is None else f"{session.last_step:,}",
+                "—" if session.end.last_step is None else f"{session.end.last_step:,}",
                 _duration(seconds),
                 how,
             )
@@ -239,7 +248,7 @@ def _sessions(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
-def options_of(run: Run) -> dict[str, list[Option]]:
+def options_of(run: RunRecords) -> dict[str, list[Option]]:
     """The options of the recipe by group; options without a group come first, under ``""``."""
     defaults = _flat_defaults(run.recipe)
     groups: dict[str, list[Option]] = {"": []}
@@ -250,7 +259,7 @@ def options_of(run: Run) -> dict[str, list[Option]]:
     return {group: options for group, options in groups.items() if options}
 
 
-def _versions(run: Run) -> dict[str, str]:
+def _versions(run: RunRecords) -> dict[str, str]:
     """The versions of the libraries, and the device."""
     versions = {str(name): _as_text(value) for name, value in run.versions.items()}
     if run.history.sessions:

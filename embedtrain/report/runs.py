@@ -98,12 +98,12 @@ class History:
     @property
     def exported_step(self) -> int | None:
         """The step whose weights were exported, if known."""
-        return self.sessions[-1].exported if self.sessions else None
+        return self.sessions[-1].end.exported if self.sessions else None
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run."""
+class RunRecords:
+    """What the directory of a run holds about it."""
 
     directory: Path
     label: str  # unique within the report
@@ -113,16 +113,21 @@ class Run:
     evaluations: Mapping[str, Mapping[str, Series]]  # set -> metric -> series; the main metric of a set first
     datasets: Mapping[str, DatasetInfo]  # what each set measured last, if known
     history: History
-    exported: Path | None  # directory of the exported model
     sample: EncodedSample | None
     notes: Sequence[str]  # what could not be read
+
+    @property
+    def exported(self) -> Path | None:
+        """The directory of the exported model; None if there is none."""
+        model = self.directory / "model"
+        return model if (model / "modules.json").is_file() else None
 
     @property
     def last_step(self) -> int:
         """The last step that any file mentions."""
         every = [*self.logged.values(), *(series for of in self.evaluations.values() for series in of.values())]
         steps = [int(series.steps[-1]) for series in every if len(series.steps)]
-        steps += [session.last_step for session in self.history.sessions if session.last_step is not None]
+        steps += [session.end.last_step for session in self.history.sessions if session.end.last_step is not None]
         return max(steps, default=0)
 
     @property
@@ -149,15 +154,15 @@ class Run:
         return value
 
 
-def common_steps_per_epoch(runs: Sequence[Run]) -> float | None:
+def common_steps_per_epoch(runs: Sequence[RunRecords]) -> float | None:
     """Optimizer steps of an epoch, if known and the same for all runs."""
     (steps, *others) = {run.steps_per_epoch for run in runs}
     return None if others else steps
 
 
-def read_runs(directories: Sequence[Path]) -> list[Run]:
+def read_runs(directories: Sequence[Path]) -> list[RunRecords]:
     """Runs with unique labels; DataError if a folder is not a run, or occurs twice."""
-    runs: list[Run] = []
+    runs: list[RunRecords] = []
     recipes = [_read_recipe(directory) for directory in directories]
     names = [str(recipe.get("name") or path.name) for (recipe, _), path in zip(recipes, directories, strict=True)]
     for directory, name, (recipe, notes) in zip(directories, names, recipes, strict=True):
@@ -169,13 +174,12 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str]) -> Run:
+def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str]) -> RunRecords:
     versions = recipe.pop("versions", {})
     rows, last_written, row_notes = _read_rows(directory / METRICS_FILE)
     sessions = read_sessions(directory / SESSIONS_FILE)
     sample, sample_notes = _read_sample(directory / "sample")
-    exported = directory / "model"
-    return Run(
+    return RunRecords(
         directory,
         label,
         recipe,
@@ -184,7 +188,6 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
         _evaluations(rows),
         {row["set"]: info for row in rows if "set" in row and (info := DatasetInfo.of_row(row)) is not None},
         History(sessions, _status(directory, sessions), total_seconds(sessions, last_written)),
-        exported if (exported / "modules.json").is_file() else None,
         sample,
         [*notes, *sample_notes, *row_notes],
     )
@@ -283,8 +286,8 @@ def _plottable(value: object) -> float:
 
 
 def _status(directory: Path, sessions: Sequence[Session]) -> Status:
-    if sessions and sessions[-1].how in ("finished", "stopped", "failed"):
-        return Status[sessions[-1].how]
+    if sessions and sessions[-1].end.how in ("finished", "stopped", "failed"):
+        return Status[sessions[-1].end.how]
     if _is_locked(directory / "run.lock"):
         return Status.running
     if (directory / "stopped.json").is_file():

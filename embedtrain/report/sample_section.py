@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from embedtrain.report.axes import Axis, NumberFormat, round_numbers, tick_labels
 from embedtrain.report.chart import element
-from embedtrain.report.runs import Run
+from embedtrain.report.runs import RunRecords
 from embedtrain.report.sample import PairRelation, Role, Sample, Vectors
 from embedtrain.report.similarity import (
     PairFamily,
@@ -239,7 +239,7 @@ class SampleSection:
     held_out: bool
 
 
-def sample_section(run: Run) -> SampleSection | None:
+def sample_section(run: RunRecords) -> SampleSection | None:
     """The section of a run; None if it has no sample with vectors."""
     if run.sample is None or not run.sample.sample.texts:
         return None
@@ -281,7 +281,7 @@ def shorten(text: str, length: int = TEXT_LENGTH) -> str:
     return line or "(nothing)"
 
 
-def _snapshots(run: Run) -> list[Snapshot]:
+def _snapshots(run: RunRecords) -> list[Snapshot]:
     snapshots = []
     if run.sample is not None and run.sample.before is not None:
         snapshots.append(Snapshot("before training", run.sample.before))

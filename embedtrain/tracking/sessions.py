@@ -19,6 +19,17 @@ _MAX_TIME = 253_402_300_800  # seconds from the epoch to the year 10000
 
 
 @dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """How a session ended; nothing is known of one that is still in progress, or was killed."""
+
+    ended: float | None = None  # seconds since the epoch
+    how: str | None = None  # `finished`, `stopped` or `failed`
+    last_step: int | None = None  # steps done
+    error: str | None = None
+    exported: int | None = None  # the step whose weights were exported
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """One period in which the run was in progress."""
 
@@ -27,12 +38,8 @@ class Session:
     total_steps: int  # the last step that it was to reach
     ranks: int
     devices: str  # such as `cpu` or `NVIDIA H100`
-    ended: float | None = None  # seconds since the epoch; None: still in progress, or killed
-    how: str | None = None  # `finished`, `stopped` or `failed`; None: still in progress, or killed
-    last_step: int | None = None  # steps done at its end
-    error: str | None = None
-    exported: int | None = None  # the step whose weights were exported
     steps_per_epoch: float | None = None
+    end: SessionEnd = SessionEnd()
 
 
 class SessionClock:
@@ -106,9 +113,9 @@ def read_sessions(path: Path) -> list[Session]:
 
 
 def _session(row: Mapping[str, Any]) -> Session:
-    """The session of a row; ValueError if it is invalid."""
-    session = read_record(Session, row)
-    if not all(0 <= (seconds or 0) <= _MAX_TIME for seconds in (session.started, session.ended)):
+    """The session of a row of its start, or of the entries of both its rows; ValueError if it is invalid."""
+    session = read_record(Session, {**row, "end": row})
+    if not all(0 <= (seconds or 0) <= _MAX_TIME for seconds in (session.started, session.end.ended)):
         raise ValueError("its time is not on the calendar")
     return session
 
@@ -122,7 +129,7 @@ def total_seconds(sessions: Sequence[Session], last_written: float | None) -> fl
         return None
     total = 0.0
     for number, session in enumerate(sessions):
-        end = session.ended
+        end = session.end.ended
         if end is None:
             next_start = sessions[number + 1].started if number + 1 < len(sessions) else float("inf")
             end = min(next_start, last_written if last_written is not None else session.started)

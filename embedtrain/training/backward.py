@@ -162,7 +162,7 @@ class Backward:
         """The loss of the vectors in `rows`, whose gradients it computes; the local loss counts `weight` times."""
         guides = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
         batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **guides})
-        queries, documents = split_queries(rows, batch.sizes, batch.num_queries)
+        queries, documents = split_queries(rows, [exchange.sizes for exchange in batch.exchanges], batch.num_queries)
         output: LossOutput = self.loss(queries, documents, batch_info)
         # Gradients are averaged over ranks, but local losses add up. No other code depends on this factor.
         (output.local_loss * (weight * self.world.size)).backward()

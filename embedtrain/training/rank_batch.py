@@ -32,6 +32,7 @@ class Exchange:
     num_sent: Sequence[int]  # [W], rows sent to each rank
     num_received: Sequence[int]  # [W], rows received from each rank
     received_rows: Tensor  # int64 [m], index among this rank's rows of each row received, in order of arrival
+    sizes: NDArray[np.int64] | None  # rows of each text of this rank's batch rows, in their order; None: one each
 
     def to_row_owner(self, embeddings: Tensor) -> Tensor:
         """Rows [n, D] of the texts encoded here -> those of this rank's batch rows [m, D], without gradient.
@@ -77,6 +78,7 @@ def plan_exchange(
         num_sent=np.bincount(destinations, sent, minlength=size).astype(np.int64).tolist(),
         num_received=np.bincount(origins, received, minlength=size).astype(np.int64).tolist(),
         received_rows=row_indices(torch.from_numpy(np.argsort(origins, kind="stable")), received),
+        sizes=received,
     )
 
 
@@ -133,7 +135,6 @@ class RankBatch:
     num_passes: int  # the largest number of chunks of any rank
     max_documents: int  # documents of the longest row of the global batch
     exchanges: tuple[Exchange, ...]  # of each part of the embeddings: sends its rows to the ranks of their batch rows
-    sizes: tuple[NDArray[np.int64] | None, ...]  # of each part: rows of this rank's texts, see `Part`
     guides: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)  # chunks for guide models, by path
 
     @property
@@ -230,7 +231,6 @@ def make_rank_batch(
         num_passes=plan.num_chunks,
         max_documents=int(tokens.num_documents.max(initial=0)),
         exchanges=exchanges,
-        sizes=tuple(None if sizes is None else sizes[inputs.rows % size == rank] for sizes in inputs.sizes),
         guides={path: tokenize(rows or ()) for path, tokenize in (guides or {}).items()},
     )
 

@@ -149,7 +149,7 @@ def test_ids_are_a_sources_own():
 def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
     batch_info = BatchInfo(owners=nothing, query_keys=nothing, document_keys=nothing)
-    exchange = Exchange(nothing, (), (), nothing)
+    exchange = Exchange(nothing, (), (), nothing, None)
     return RankBatch(
         step,
         (),
@@ -160,7 +160,6 @@ def empty(step: int) -> RankBatch:
         num_passes=0,
         max_documents=0,
         exchanges=(exchange,),
-        sizes=(None,),
     )
 
 

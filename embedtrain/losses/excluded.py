@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import LossDirection
+from embedtrain.config.loss_choices import Implementation, LossDirection
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Encoded
+from embedtrain.losses.ring import uses_ring
 from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput, Prepared
 from embedtrain.utils.formatting import format_count
 
@@ -47,6 +48,7 @@ class Exclusion:
     score_positive_twice: bool = False
     hardness: bool = False  # negatives are weighted by whether they are the row's own documents
     ring: bool = False  # candidates arrive from one rank at a time
+    own_answers: bool = False  # whether rows are compared with their own documents besides `directions`
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +175,25 @@ class ExcludedCandidates:
 
 
 class ExcludingLoss(EncodedLoss):
-    """A loss over the documents of a batch, of which `exclusion` leaves out some."""
+    """A loss over the documents of a batch, gathered or around a ring of ranks; `exclusion` leaves out some."""
 
-    def __init__(self, exclusion: Exclusion) -> None:
+    def __init__(self, exclusion: Exclusion, implementation: Implementation) -> None:
         super().__init__()
-        self.exclusion = exclusion
+        self._excludes, self.implementation = exclusion, implementation
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """The excluded candidates."""
-        if self.exclusion in batch_info.prepared:
+        exclusion = self.exclusion(batch_info.rows, dimension, torch.float32)
+        if exclusion in batch_info.prepared:
             return {}
-        return {self.exclusion: ExcludedCandidates.build(self.exclusion, batch_info.rows)}
+        return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
+
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """What is excluded, and whether documents with rows of this width travel."""
+        if not self._excludes.directions:
+            return self._excludes
+        ring = uses_ring(self.implementation, rows, rows.part_sizes.documents, width, dtype)
+        return replace(self._excludes, ring=ring)
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """`compute` without autocast, which would round products to bf16."""
@@ -207,7 +217,8 @@ class _Lists:
 
     def own_answers(self) -> NDArray[np.int64]:
         """This rank's documents that answer their row's query or an equal one; none if the loss does not ask."""
-        if self.exclusion.directions or not self.exclusion.duplicates:
+        compares_own = not self.exclusion.directions or self.exclusion.own_answers
+        if not (self.exclusion.duplicates and compares_own):
             return np.empty(0, dtype=np.int64)
         span, local = len(self.codes), slice(self.rows.local_documents.start, self.rows.local_documents.stop)
         owners = np.repeat(np.arange(len(self.groups)), self.rows.num_documents)[local]

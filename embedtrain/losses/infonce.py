@@ -20,6 +20,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
+from embedtrain.losses.ring import MAX_GATHERED_BYTES, gathered_bytes
 from embedtrain.losses.score import TiledScore, VectorScore
 from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max
@@ -38,8 +39,6 @@ from embedtrain.losses.types import (
 
 # Up to so many bytes of scores the plain implementation is as fast as the others, and the simplest.
 MAX_PLAIN_BYTES = 1 << 26
-# Beyond so many bytes of other ranks' candidates and their gradient, they are not all held at a time.
-MAX_GATHERED_BYTES = 1 << 31
 
 _ONE_ROW_EACH = Sizes()
 
@@ -274,9 +273,8 @@ def choose_implementation(
         direction in QUERY_CANDIDATES: sum(num_rows[0] if direction in QUERY_CANDIDATES else num_rows[1])
         for direction in config.directions
     }
-    remote = sum(by_kind.values()) * (1.0 - 1.0 / len(counts.queries))
-    gathered_bytes = 2 * remote * dimension * dtype.itemsize
-    return Implementation.ring if gathered_bytes > MAX_GATHERED_BYTES else Implementation.tiled
+    size = gathered_bytes(sum(by_kind.values()), dimension, dtype, len(counts.queries))
+    return Implementation.ring if size > MAX_GATHERED_BYTES else Implementation.tiled
 
 
 def _gather(part: Part, sizes: NDArray[np.int64] | None, counts: list[int]) -> Part:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig, LossConfig
+from embedtrain.config.losses import InfoNCEConfig, LossConfig, M3LossConfig, SigLIPConfig, XTRConfig
 from embedtrain.config.matryoshka import matryoshka_layers_of
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, Recipe, TrainConfig, TrainSource
 from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.losses.infonce import MAX_GATHERED_BYTES, MAX_PLAIN_BYTES
+from embedtrain.losses.infonce import MAX_PLAIN_BYTES
+from embedtrain.losses.ring import MAX_GATHERED_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
 from embedtrain.planning.model_costs import ModelSpec
 
@@ -132,8 +133,9 @@ _UNREDUCED_GRADIENTS_FRACTION = 0.1
 # many cached graphs only fail on the batch with the longest texts.
 _CACHED_GRAPHS_FRACTION = 0.8
 
-# The losses whose implementation is an option.
-_OF_BATCH = InfoNCEConfig | DistillSimilaritiesConfig
+# The losses whose directions and whose implementation are options.
+_WITH_DIRECTIONS = InfoNCEConfig | DistillSimilaritiesConfig
+_OF_BATCH = _WITH_DIRECTIONS | XTRConfig | M3LossConfig | SigLIPConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +353,7 @@ def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int
     """
     candidates = work.rows * max(1, work.texts_per_row - 1)
     rows = -(-work.rows // cluster.ranks)
-    directions = len(work.loss.directions) if isinstance(work.loss, _OF_BATCH) else 1
+    directions = len(work.loss.directions) if isinstance(work.loss, _WITH_DIRECTIONS) else 1
     # Embeddings, their copies on the row's rank, normalised ones, and the gradients of each.
     local = 6.0 * _FP32 * model.num_vectors(texts, work.texts_per_row) * model.dimension
     gathered = 2.0 * _FP32 * candidates * model.vectors[1] * model.dimension

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_choices import KDLossType
+from embedtrain.config.loss_choices import Implementation, KDLossType
 from embedtrain.config.losses import M3LossConfig
 from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.distributed.world import World
@@ -40,6 +40,12 @@ CASES = {
     ),
     "kl of own documents": M3LossConfig(temperature=0.5, in_batch_negatives=False, kd_loss_type=KDLossType.kl_div),
 }
+CASES |= {
+    f"ring, {name}": replace(config, implementation=Implementation.ring)
+    for name, config in CASES.items()
+    if config.in_batch_negatives
+}
+CASES["plain"] = replace(CASES["self-distillation"], implementation=Implementation.plain)
 STEP = 2
 
 

@@ -55,14 +55,15 @@ def test_infonce_of_own_negatives(ranks):
 
 def test_tiles_of_any_size(ranks):
     cases = [TokenCase(infonce(implementation=implementation)) for implementation in IMPLEMENTATIONS[1:]]
-    cases += [TokenCase(XTRConfig(top_k=4))]
+    cases += [TokenCase(XTRConfig(top_k=4, implementation=implementation)) for implementation in IMPLEMENTATIONS[1:]]
     for cells in (1, 40):
         check_tokens(ranks, cases, token_batch(), only=[0], cells=cells)
 
 
 def test_float32(ranks):
     configs = [infonce(implementation=Implementation.plain), infonce(implementation=Implementation.tiled)]
-    cases = [TokenCase(config, mean=True) for config in (*configs, XTRConfig(top_k=4))]
+    configs += [XTRConfig(top_k=4), XTRConfig(top_k=4, implementation=Implementation.ring)]
+    cases = [TokenCase(config, mean=True) for config in configs]
     check_tokens(ranks, cases, token_batch(), only=[1], dtype=torch.float32, tolerance=1e-5)
 
 
@@ -102,13 +103,19 @@ def test_xtr(ranks, top_k):
     """The tokens of all ranks' documents are retrieved; with more than there are, it is MeanMaxSim."""
     trained = XTRConfig(top_k=top_k, temperature=0.7, learn_temperature=True)
     options = ({}, {"mask_duplicates": False}, {"matryoshka_dims": [6, 2]})
-    cases = [TokenCase(replace(trained, **given), mean=True) for given in options]
+    cases = [
+        TokenCase(replace(trained, implementation=implementation, **given), mean=True)
+        for given in options
+        for implementation in IMPLEMENTATIONS
+    ]
     check_tokens(ranks, cases, token_batch())
 
 
 def test_one_row_and_no_negatives(ranks):
     for documents, rows in (((1,), (3,)), ((2, 1), (2, 4, 1))):
-        cases = [TokenCase(config) for config in (infonce(), XTRConfig(top_k=2, temperature=0.5))]
+        xtr = XTRConfig(top_k=2, temperature=0.5)
+        configs = infonce(), xtr, replace(xtr, implementation=Implementation.ring)
+        cases = [TokenCase(config) for config in configs]
         check_tokens(ranks, cases, token_batch(documents, (3, 1)[: len(documents)], rows), only=[0, 2])
 
 

@@ -18,7 +18,6 @@ from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges,
 from embedtrain.losses.build import build_loss, build_losses
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.quantisation import Quantiser, Ranges, straight_through
-from embedtrain.losses.types import Origin
 from tests.losses.global_batch import GlobalVectors, vectors
 
 TEMPERATURE, BATCHES = 0.3, 10
@@ -50,7 +49,7 @@ def of_rank(world: World, counts: tuple[int, ...], sides: PrecisionSides) -> lis
         rows = range(first, first + counts[world.rank])
         queries, documents, info = batch.of_rank(list(rows), torch.float32)
         queries.requires_grad_(), documents.requires_grad_()
-        object.__setattr__(info, "origin", Origin(batch=number))
+        object.__setattr__(info, "origin", info.origin._replace(batch=number))
         output = loss(queries, documents, info)
         output.local_loss.backward()
         results.append(
@@ -162,7 +161,7 @@ def of_layers(world: World) -> tuple[list[float], list[float], list[set[str]]]:
     drawing = build_loss(config(precisions_per_step=2), dimension=8, seed=0)
     metrics = []
     for number in range(8):
-        object.__setattr__(info, "origin", Origin(batch=number))
+        object.__setattr__(info, "origin", info.origin._replace(batch=number))
         metrics.append({name for name in drawing(queries, documents, info).metrics if name.startswith("loss@8-")})
     return actual, expected, metrics
 
@@ -185,7 +184,7 @@ def of_sources(world: World) -> list[float]:
     loss = build_losses(configs, dimension=8, guide_dimensions=[{}, {}], seed=0)
     for source, batch in enumerate(batches()[:2]):
         queries, documents, info = batch.of_rank(range(5), torch.float32)
-        object.__setattr__(info, "origin", Origin(source=source))
+        object.__setattr__(info, "origin", info.origin._replace(source=source))
         loss(queries, documents, info)
     saved = checkpointed_weights(nn.ModuleDict({"loss": loss}))
     (values,) = {value.data_ptr(): value for name, value in saved.items() if ".ranges." in name}.values()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.loss_choices import Implementation, Similarity
 from embedtrain.config.losses import SigLIPConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses import similarity
@@ -59,6 +59,14 @@ CONFIGS = {
     "dot": SigLIPConfig(similarity=Similarity.dot, temperature=0.5, bias=-1.0),
     "fixed": SigLIPConfig(learn_temperature=False, learn_bias=False, temperature=0.3, bias=-2.0),
     "fixed bias": SigLIPConfig(learn_bias=False, bias=0.0),
+    "ring": SigLIPConfig(implementation=Implementation.ring),
+    "ring, dot": SigLIPConfig(
+        implementation=Implementation.ring, similarity=Similarity.dot, temperature=0.5, bias=-1.0
+    ),
+    "ring, fixed": SigLIPConfig(
+        implementation=Implementation.ring, learn_temperature=False, learn_bias=False, temperature=0.3, bias=-2.0
+    ),
+    "plain": SigLIPConfig(implementation=Implementation.plain),
     "out of bounds": SigLIPConfig(temperature=0.1, temperature_bounds=[0.2, 0.5], bias=-3.0),
 }
 
@@ -79,8 +87,10 @@ def with_duplicates(*, ids: bool) -> GlobalVectors:
 
 @pytest.mark.parametrize("ids", [False, True], ids=["texts", "ids"])
 @pytest.mark.parametrize("mask", [False, True], ids=["not masked", "masked"])
-def test_duplicates(ranks, mask, ids):
-    batch, config = with_duplicates(ids=ids), SigLIPConfig(mask_duplicates=mask, bias=-1.0)
+@pytest.mark.parametrize("implementation", [Implementation.tiled, Implementation.ring])
+def test_duplicates(ranks, mask, ids, implementation):
+    batch = with_duplicates(ids=ids)
+    config = SigLIPConfig(mask_duplicates=mask, bias=-1.0, implementation=implementation)
     assert any(excluded(batch, row) for row in range(6))
     check(ranks, config, batch, sigmoids(config), only=[0, 2, 5, 7])
 
@@ -136,16 +146,20 @@ def test_trained_parameters():
     assert names(SigLIPConfig(learn_temperature=False, learn_bias=False)) == {}
 
 
-def test_accuracy(ranks):
+@pytest.mark.parametrize("implementation", [Implementation.tiled, Implementation.ring])
+def test_accuracy(ranks, implementation):
     batch = vectors(SIZES)
     scores = F.normalize(batch.queries) @ F.normalize(batch.documents).T
+    config = SigLIPConfig(implementation=implementation)
     correct = [int(scores[row].argmax()) == batch.documents_of(row)[0] for row in range(6)]
-    answers = ranks(3, run, SigLIPConfig(), batch, [[0, 1], [], [2, 3, 4, 5]], torch.float64, 8)
+    answers = ranks(3, run, config, batch, [[0, 1], [], [2, 3, 4, 5]], torch.float64, 8)
     assert sum(answer["metrics"]["accuracy"] for answer in answers) == pytest.approx(sum(correct) / 6)
 
 
-def test_chunks(ranks):
-    for single, chunked in ranks(2, run_in_chunks, SigLIPConfig(), with_duplicates(ids=True), [[0, 1, 2, 3], [4, 5]]):
+@pytest.mark.parametrize("implementation", [Implementation.tiled, Implementation.ring])
+def test_chunks(ranks, implementation):
+    config = SigLIPConfig(implementation=implementation)
+    for single, chunked in ranks(2, run_in_chunks, config, with_duplicates(ids=True), [[0, 1, 2, 3], [4, 5]]):
         assert chunked["local_loss"] == pytest.approx(single["local_loss"], rel=1e-12)
         for name in ("queries", "documents"):
             torch.testing.assert_close(chunked[name], single[name], rtol=1e-10, atol=1e-14)

@@ -87,6 +87,7 @@ TOKEN_LOSSES = (
     ),
     InfoNCEConfig(in_batch_negatives=False, false_negative_margin=0.2),
     XTRConfig(top_k=4),
+    XTRConfig(top_k=4, implementation=Implementation.ring),
     DistillScoresConfig(normalize_scores=True),
     MarginMSEConfig(matryoshka_dims=[6, 3]),
 )

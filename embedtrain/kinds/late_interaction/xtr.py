@@ -11,19 +11,21 @@ Since a row's largest product is retrieved first, MaxSim's maxima and k' are all
 Q: rows of these queries; t: documents of all ranks; B, M: queries and documents of this rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import LossDirection
+from embedtrain.config.loss_choices import Implementation, LossDirection
 from embedtrain.config.losses import XTRConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.kinds.late_interaction.score import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.score import Score
+from embedtrain.losses.ring import Block, Reducer, Texts, ring_statistics
+from embedtrain.losses.score import Columns, Score, ScoreTile
 from embedtrain.losses.similarity import Temperature, rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward, SoftmaxSums, row_max
 from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
@@ -41,11 +43,12 @@ class XTR(ExcludingLoss):
     documents of all ranks. Tokens of excluded documents, such as duplicates of the positive, are retrieved as well.
     Products equal to the k-th largest are all retrieved. Logs `accuracy` and a trained `temperature`, as InfoNCE does.
 
-    A rank holds the rows of all documents, and a few of its queries' maxima at a time.
+    A rank holds the rows of all documents, or of one rank at a time, and a few of its queries' maxima.
     """
 
     def __init__(self, config: XTRConfig, score: Score | None = None) -> None:
-        super().__init__(Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates))
+        exclusion = Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates)
+        super().__init__(exclusion, config.implementation)
         self.top_k = config.top_k
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
@@ -55,44 +58,82 @@ class XTR(ExcludingLoss):
         """The encoded queries and documents to this rank's loss."""
         score = MaxSim(mean=False)
         anchors, local, rows = score.prepare(queries), score.prepare(documents), batch_info.rows
-        sizes, counts = rows.part_sizes.documents, rows.counts
-        gathered = Part(gather_rows(local.values, rows_per_rank(sizes, counts.documents)), sizes)
-        columns = sorted_by_length(gathered)
-        excluded = ExcludedCandidates.of(self.exclusion, batch_info)
-        scale = self.temperature.scale(anchors.values)
-        positives = batch_info.positives + rows.local_documents.start
-        sums = SoftmaxSums(
-            *_Softmax.apply(  # type: ignore[no-untyped-call]
-                anchors.values,
-                columns.values,
-                scale,
-                (anchors, columns, excluded, positives, rows.local_rows.start, self.top_k),
-            )
-        )
+        exclusion = self.exclusion(rows, local.values.shape[1], local.values.dtype)
+        excluded = ExcludedCandidates.of(exclusion, batch_info)
+        scale, counts = self.temperature.scale(anchors.values), rows.counts
+        compute = self._around_ring if exclusion.ring else self._gathered
+        sums = compute(anchors, local, batch_info, excluded, scale)
         num_rows = max(1, sum(counts.queries))
         metrics = {"accuracy": sums.num_correct / num_rows}
         if self.temperature.log_scale is not None:
             metrics["temperature"] = 1.0 / (scale.detach().squeeze() * len(counts.queries))
         return LossOutput(sums.loss / num_rows, metrics, sums.row_losses / num_rows)
 
+    def _gathered(
+        self, anchors: Part, local: Part, batch_info: BatchInfo, excluded: ExcludedCandidates, scale: Tensor
+    ) -> SoftmaxSums:
+        rows = batch_info.rows
+        sizes = rows.part_sizes.documents
+        gathered = Part(gather_rows(local.values, rows_per_rank(sizes, rows.counts.documents)), sizes)
+        columns = sorted_by_length(gathered)
+        positives = batch_info.positives + rows.local_documents.start
+        is_plain = self.implementation is Implementation.plain
+        slices = _row_slices(anchors, len(columns), whole=is_plain)
+        return SoftmaxSums(
+            *_Softmax.apply(  # type: ignore[no-untyped-call]
+                anchors.values,
+                columns.values,
+                scale,
+                (anchors, columns, excluded, positives, rows.local_rows.start, self.top_k, slices),
+            )
+        )
+
+    def _around_ring(
+        self, anchors: Part, local: Part, batch_info: BatchInfo, excluded: ExcludedCandidates, scale: Tensor
+    ) -> SoftmaxSums:
+        rows, sizes = batch_info.rows, batch_info.rows.part_sizes
+        assert sizes.documents is not None
+        statistics = ring_statistics(
+            _Statistics(excluded, min(self.top_k, max(1, int(sizes.documents.sum())))),
+            Texts(rows.local_rows.start, (anchors.with_values(anchors.values * scale),)),
+            Texts(rows.local_documents.start, (local,)),
+            rows,
+            ((sizes.queries,), (sizes.documents,)),
+        )
+        lse, positive = statistics.unbind(dim=1)[:2]
+        highest, tolerance = statistics.detach()[:, 2], rounding_tolerance(anchors.values) * scale.detach()
+        losses = F.softplus((lse - positive).masked_fill(highest == -torch.inf, -torch.inf))
+        num_correct = (highest < positive.detach() - tolerance).sum()
+        return SoftmaxSums(losses.sum(), num_correct, losses.detach())
+
 
 class _XTRTile(MaxSimTile):
-    """Scores of queries and all documents of the batch."""
+    """Scores of queries and all documents of the batch, or those whose rows of queries retrieve from `thresholds` on.
 
-    def __init__(self, anchors: Part, columns: SortedDocuments, top_k: int) -> None:
+    `thresholds` [Q, 1] are the k-th largest products.
+    """
+
+    def __init__(self, anchors: Part, columns: SortedDocuments, top_k: int, thresholds: Tensor | None = None) -> None:
         super().__init__(anchors, columns)
-        self.top_k = top_k
+        self.top_k, self.thresholds = top_k, thresholds
         self.highest = anchors.values.new_empty(len(anchors.values), 0)  # up to k products of each row
 
     def _visit(self, products: Tensor) -> None:
+        if self.thresholds is not None:
+            return
         highest = products.topk(min(self.top_k, products.shape[1]), dim=1, sorted=False).values
         highest = torch.cat([self.highest, highest], dim=1)
         self.highest = highest.topk(min(self.top_k, highest.shape[1]), dim=1, sorted=False).values
 
+    def retrieve(self) -> None:
+        """Compute `highest`."""
+        self._best()
+
     def _sums(self) -> Tensor:
         best = self._best()
         if best.numel():
-            self.retrieved = best >= self.highest.amin(dim=1, keepdim=True)
+            thresholds = self.highest.amin(dim=1, keepdim=True) if self.thresholds is None else self.thresholds
+            self.retrieved = best >= thresholds
         else:
             self.retrieved = torch.zeros_like(best, dtype=torch.bool)
         self.counts = sum_by_text(self.retrieved.to(best.dtype), self.anchors).clamp_(min=1)
@@ -114,15 +155,15 @@ class _Softmax(GradientInForward):
         queries: Tensor,
         documents: Tensor,
         scale: Tensor,
-        rest: tuple[Part, SortedDocuments, ExcludedCandidates, Tensor, int, int],
+        rest: tuple[Part, SortedDocuments, ExcludedCandidates, Tensor, int, int, list[tuple[int, int]]],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        anchors, columns, excluded, positives, first, top_k = rest
+        anchors, columns, excluded, positives, first, top_k, slices = rest
         query_grads, document_grads = torch.zeros_like(queries), torch.zeros_like(documents)
         row_losses = queries.new_zeros(len(anchors))
         num_correct = torch.zeros((), dtype=torch.int64, device=queries.device)
         # Inner products of vectors of length 1, and so their means.
         tolerance = rounding_tolerance(queries) * scale
-        for start, end in _row_slices(anchors, len(columns)):
+        for start, end in slices:
             rows, index = anchors.slice(start, end), positives[start:end].unsqueeze(1)
             tile = _XTRTile(rows, columns, top_k)
             scores = tile.scores(scale, queries.new_empty(end - start, len(columns)))
@@ -147,7 +188,90 @@ class _Softmax(GradientInForward):
         return row_losses.sum(), num_correct, row_losses
 
 
-def _row_slices(anchors: Part, num_columns: int) -> list[tuple[int, int]]:
+class _Statistics(Reducer):
+    """Of each query: the logsumexp of its negatives' scores, its positive's score, and the largest of the negatives'.
+
+    First the rows of queries retrieve, then documents are scored.
+    """
+
+    num_passes = 2
+
+    def __init__(self, excluded: ExcludedCandidates, top_k: int) -> None:
+        self.excluded, self.top_k = excluded, top_k
+
+    def columns(self, parts: Sequence[Part]) -> tuple[Columns, ...]:
+        """The documents, sorted by length."""
+        return tuple(map(sorted_by_length, parts))
+
+    def slices(self, rows: Texts, num_candidates: int) -> list[tuple[int, int]]:
+        """As without the ring."""
+        return _row_slices(rows.parts[0], num_candidates)
+
+    def start(self, rows: Texts) -> tuple[Part, ...]:
+        """The k largest products of each row [Q, k]; the largest score, the sum of exp, and the positive's score."""
+        (anchors,) = rows.parts
+        products = anchors.values.new_full((len(anchors.values), self.top_k), -torch.inf)
+        values = anchors.values.new_full((len(rows), 3), -torch.inf)
+        values[:, 1] = 0
+        return anchors.with_values(products), Part(values)
+
+    def collect(self, number: int, rows: Texts, known: Sequence[Part], block: Block) -> None:
+        """Retrieve, then score."""
+        products = known[0].values
+        if number == 0:
+            tile = self._tile(rows, block)
+            tile.retrieve()
+            products.copy_(torch.cat([products, tile.highest], dim=1).topk(self.top_k, dim=1).values)
+            return
+        _tile, scores, positive = self._scores(rows, _thresholds(products), block)
+        maximum, sum_exp, own = known[1].values.unbind(dim=1)
+        own.copy_(torch.maximum(own, positive))
+        highest = torch.maximum(maximum, row_max(scores))
+        offset = _finite(highest)
+        sum_exp.mul_((maximum - offset).exp()).add_(scores.sub_(offset.unsqueeze(1)).exp_().sum(dim=1))
+        maximum.copy_(highest)
+
+    def finish(self, known: Sequence[Part]) -> tuple[Tensor, tuple[Part, ...]]:
+        """The logsumexp is 0 without negatives."""
+        maximum, sum_exp, positive = known[1].values.unbind(dim=1)
+        lse = _finite(maximum + sum_exp.log())
+        kept = known[0].with_values(_thresholds(known[0].values)), Part(lse.unsqueeze(1))
+        return torch.stack([lse, positive, maximum], dim=1), kept
+
+    def derivatives(
+        self, rows: Texts, kept: Sequence[Part], upstream: Tensor, block: Block
+    ) -> list[tuple[ScoreTile, Tensor, Tensor]]:
+        """The softmax of the negatives, and the positive."""
+        tile, scores, _positive = self._scores(rows, kept[0].values, block)
+        grads = scores.sub_(kept[1].values).exp_().mul_(upstream[:, :1])
+        index, is_own = self.own_column(self.excluded.positives, rows, block)
+        grads.scatter_add_(1, index, torch.where(is_own, upstream[:, 1:2], 0.0))
+        return [(tile, grads, torch.ones_like(upstream[:, :1]))]
+
+    def _scores(self, rows: Texts, thresholds: Tensor, block: Block) -> tuple[ScoreTile, Tensor, Tensor]:
+        """The tile, its scores [c, t], -inf where a document is no negative, and those of positives among them [c]."""
+        tile = self._tile(rows, block, thresholds)
+        one, empty = thresholds.new_ones(1), thresholds.new_empty(len(rows), len(block))
+        scores = tile.scores(one, empty)
+        index, is_own = self.own_column(self.excluded.positives, rows, block)
+        positive = torch.where(is_own, scores.gather(1, index), -torch.inf).squeeze(1)
+        return tile, self.excluded.mask_scores(scores, LossDirection.query_document, rows.first, block.first), positive
+
+    def _tile(self, rows: Texts, block: Block, thresholds: Tensor | None = None) -> _XTRTile:
+        (columns,) = block.columns
+        assert isinstance(columns, SortedDocuments)
+        return _XTRTile(rows.parts[0], columns, self.top_k, thresholds)
+
+
+def _thresholds(products: Tensor) -> Tensor:
+    return products.amin(dim=1, keepdim=True)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.masked_fill(values == -torch.inf, 0.0)
+
+
+def _row_slices(anchors: Part, num_columns: int, *, whole: bool = False) -> list[tuple[int, int]]:
     rows = min(TILE_ROWS, _TILE_CELLS // max(1, num_columns))
-    height = max(1, rows // anchors.max_size)
+    height = max(1, len(anchors) if whole else rows // anchors.max_size)
     return [(start, min(start + height, len(anchors))) for start in range(0, len(anchors), height)]

@@ -15,7 +15,8 @@ With the softmax t of a teacher's scores of the query's own documents 0, 1, ...,
     kl_div:      CE(s) - sum_k t_k log softmax_own(s)_k, whose softmax is over the own documents
     m3_kd_loss:  sum_k t_k CE_k(s), where CE_k is the cross entropy of document k without 0, ..., k - 1 in its softmax.
 
-The three scores of a few queries with all documents are in memory at a time, and their gradient is computed at once.
+The three scores of a few queries with all documents are in memory at a time, and their gradient is computed at once; or
+documents travel around a ring of ranks.
 
 B, M: queries and documents of this rank; K: documents of all ranks; R: rows of texts; c: queries of a tile; G: the most
 documents of one query.
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_choices import KDLossType, LossDirection
+from embedtrain.config.loss_choices import Implementation, KDLossType, LossDirection
 from embedtrain.config.losses import M3LossConfig
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.kinds.late_interaction.score import SortedDocuments
@@ -45,10 +46,11 @@ from embedtrain.kinds.m3.score import (
 )
 from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
+from embedtrain.losses.ring import Block, Reducer, Texts, ring_statistics
 from embedtrain.losses.score import Columns, Score, ScoreTile
-from embedtrain.losses.similarity import rounding_tolerance
-from embedtrain.losses.softmax import GradientInForward
-from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
+from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
+from embedtrain.losses.softmax import GradientInForward, row_max
+from embedtrain.losses.types import BatchInfo, GlobalRows, LossOutput, rows_per_rank
 
 NAMES = ("dense", "lexical", "multi_vector")
 # Scores of one tile of each kind: 16 MiB of float32; their softmaxes and gradients take about ten times as much.
@@ -70,8 +72,14 @@ class M3Loss(ExcludingLoss):
     def __init__(self, config: M3LossConfig, score: Score | None) -> None:
         assert isinstance(score, M3Score), "rejected for other models"
         directions = (LossDirection.query_document,) if config.in_batch_negatives else ()
-        super().__init__(Exclusion(directions=directions, duplicates=config.mask_duplicates))
+        exclusion = Exclusion(directions=directions, duplicates=config.mask_duplicates)
+        super().__init__(exclusion, config.implementation)
         self.config, self.settings = config, score.settings
+
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """Around a ring, queries are compared with their own documents apart from the others."""
+        exclusion = super().exclusion(rows, width, dtype)
+        return replace(exclusion, own_answers=exclusion.ring)
 
     def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
@@ -83,9 +91,12 @@ class M3Loss(ExcludingLoss):
             distils=self.config.self_distillation
             and batch_info.origin.batch >= self.config.self_distillation_start_step,
         )
-        excluded = ExcludedCandidates.of(self.exclusion, batch_info)
+        values = queries.parts[0].values
+        exclusion = self.exclusion(batch_info.rows, values.shape[1], at_least_float32(values[:0]).dtype)
+        excluded = ExcludedCandidates.of(exclusion, batch_info)
         own = _OwnDocuments.of(batch_info, self.config)
-        compare = self._all_documents if self.config.in_batch_negatives else self._own_documents
+        in_batch = self._around_ring if exclusion.ring else self._all_documents
+        compare = in_batch if self.config.in_batch_negatives else self._own_documents
         texts_of_rank = _Compared(anchors, local, batch_info, excluded, own, terms)
         loss, row_losses, entropies, num_correct = compare(texts_of_rank)
         num_rows, num_texts = max(1, sum(counts.queries)), max(1, sum(counts.queries) + sum(counts.documents))
@@ -114,23 +125,56 @@ class M3Loss(ExcludingLoss):
             own=own.shifted(rows.local_documents.start),
             first=rows.local_rows.start,
             terms=terms,
+            is_plain=self.implementation is Implementation.plain,
         )
         values = [part.values for part in (*anchors, *columns)]
         return _Unified.apply(*values, problem)  # type: ignore[no-untyped-call,no-any-return]
 
     def _own_documents(self, compared: "_Compared") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each query against its own documents, in rows of G; autograd has the gradient."""
+        padded, masked = self._own_scores(compared)
+        row_losses, entropies, hybrid = compared.terms.of_rows(padded, masked, compared.own.in_rows())
+        num_correct = _num_correct(hybrid.detach(), torch.zeros_like(compared.own.columns[:, 0]))
+        return row_losses.sum(), row_losses.detach(), entropies.detach(), num_correct
+
+    def _around_ring(self, compared: "_Compared") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each query against its own documents, and the documents of all ranks by statistics of their scores."""
         anchors, local, batch_info, excluded, own, terms = compared
-        owners = batch_info.owners
-        scores = compare_parts(anchors, local, owners, batch_info.rows.local_num_documents)
+        rows, (of_queries, of_documents) = batch_info.rows, batch_info.rows.part_sizes
+        assert of_queries is not None
+        assert of_documents is not None
+        statistics = ring_statistics(
+            _OtherDocuments(excluded, to_device(rows.num_documents, own.columns.device), terms),
+            Texts(rows.local_rows.start, tuple(anchors)),
+            Texts(rows.local_documents.start, tuple(local)),
+            rows,
+            ((None, of_queries, of_queries - 1), (None, of_documents, of_documents - 1)),
+        )
+        padded, masked = self._own_scores(compared)
+        # The others are one more column, of their logsumexp.
+        *others, of_hybrid = statistics[:, :4].split(1, dim=1)
+        highest = statistics.detach()[:, 7:]
+        row_losses, entropies, hybrid = terms.of_rows(
+            [torch.cat(parts, dim=1) for parts in zip(padded, others, strict=True)],
+            torch.cat([masked, highest == -torch.inf], dim=1),
+            own.in_rows(),
+            torch.cat([weighted_sum(terms.weights, padded), of_hybrid], dim=1),
+            statistics[:, 4:7],
+        )
+        hybrid = torch.cat([hybrid.detach()[:, :-1], highest], dim=1)
+        num_correct = _num_correct(hybrid, torch.zeros_like(own.columns[:, 0]))
+        return row_losses.sum(), row_losses.detach(), entropies.detach(), num_correct
+
+    def _own_scores(self, compared: "_Compared") -> tuple[list[Tensor], Tensor]:
+        """The three scores of each query's own documents, [c, G], and which of these are no candidates."""
+        owners, own = compared.batch_info.owners, compared.own
+        counts = compared.batch_info.rows.local_num_documents
+        scores = compare_parts(compared.anchors, compared.local, owners, counts)
         is_answer = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
-        excluded.exclude_answers(is_answer, owners)
+        compared.excluded.exclude_answers(is_answer, owners)
         masked = ~own.real | is_answer[own.columns]
         masked[:, 0] = False
-        padded = [score[own.columns] / self.config.temperature for score in scores]
-        row_losses, entropies, hybrid = terms.of_rows(padded, masked, own.in_rows())
-        num_correct = _num_correct(hybrid.detach(), torch.zeros_like(own.columns[:, 0]))
-        return row_losses.sum(), row_losses.detach(), entropies.detach(), num_correct
+        return [score[own.columns] / self.config.temperature for score in scores], masked
 
 
 class _Compared(NamedTuple):
@@ -188,12 +232,21 @@ class _Terms:
     weights: Sequence[float]  # of the three scores in their sum
     distils: bool
 
-    def of_rows(self, scores: Sequence[Tensor], excluded: Tensor, own: _OwnDocuments) -> tuple[Tensor, Tensor, Tensor]:
+    def of_rows(
+        self,
+        scores: Sequence[Tensor],
+        excluded: Tensor,
+        own: _OwnDocuments,
+        hybrid: Tensor | None = None,
+        expected: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of each row [c], the sums of the four cross entropies [4], and the sum of scores [c, K].
 
-        The scores [c, K] of each kind are divided by the temperature; those of `excluded` [c, K] are no candidates.
+        The scores [c, K] of each kind are divided by the temperature; those of `excluded` [c, K] are no candidates. If
+        the last column is a logsumexp over other documents, `hybrid` [c, K] has it of their sums, and `expected` [c, 3]
+        are their mean scores, weighted by the softmax of these sums.
         """
-        hybrid = weighted_sum(self.weights, scores)
+        hybrid = weighted_sum(self.weights, scores) if hybrid is None else hybrid
         logs = [score.masked_fill(excluded, -torch.inf).log_softmax(dim=1) for score in (*scores, hybrid)]
         entropies = torch.stack([-log.gather(1, own.columns[:, :1]).squeeze(1) for log in logs])
         weights, terms = self.config.loss_weights, entropies
@@ -210,6 +263,11 @@ class _Terms:
         if self.distils:
             softmax = logs[3].detach().exp()
             distilled = [-(softmax * log.masked_fill(excluded, 0.0)).sum(dim=1) for log in logs[:3]]
+            if expected is not None:
+                distilled = [
+                    term - softmax[:, -1] * (mean - score[:, -1])
+                    for term, mean, score in zip(distilled, expected.unbind(dim=1), scores, strict=True)
+                ]
             losses = (losses + weighted_sum(weights[:3], distilled) / 3) / 2
         return losses, entropies.sum(dim=1), hybrid.masked_fill(excluded, -torch.inf)
 
@@ -239,6 +297,7 @@ class _Problem:
     own: _OwnDocuments  # among all documents
     first: int  # the number of the first query over all ranks
     terms: _Terms
+    is_plain: bool  # whether all scores are in memory at a time
 
 
 class _Unified(GradientInForward):
@@ -253,7 +312,8 @@ class _Unified(GradientInForward):
         entropies = values[0].new_zeros(4)
         num_correct = torch.zeros((), dtype=torch.int64, device=entropies.device)
         scale = entropies.new_full((1,), 1 / problem.terms.config.temperature)
-        for start, end in _row_slices(anchors, len(columns[0])):
+        slices = _row_slices(anchors, len(columns[0]), whole=problem.is_plain)
+        for start, end in slices:
             rows = anchors.slice(start, end)
             tiles = _tiles(rows, columns)
             shape = end - start, len(columns[0])
@@ -276,6 +336,90 @@ class _Unified(GradientInForward):
         ctx.computed = grads
         ctx.mark_non_differentiable(row_losses, entropies, num_correct)
         return row_losses.sum(), row_losses, entropies, num_correct
+
+
+class _OtherDocuments(Reducer):
+    """Of each query and the documents of other queries: statistics of their scores, divided by the temperature.
+
+    The logsumexp of each of the three scores and of their sum, 0 if there are none; the mean of the three scores,
+    weighted by the softmax of the sum, without its gradient; and the largest sum. Args: `num_documents` [N].
+    """
+
+    def __init__(self, excluded: ExcludedCandidates, num_documents: Tensor, terms: _Terms) -> None:
+        self.excluded, self.num_documents, self.terms = excluded, num_documents, terms
+
+    def columns(self, parts: Sequence[Part]) -> tuple[Columns, ...]:
+        """The three representations as candidates."""
+        dense, lexical, tokens = parts
+        return DENSE.columns(dense), lexical, TOKENS.columns(tokens)
+
+    def slices(self, rows: Texts, num_candidates: int) -> list[tuple[int, int]]:
+        """As without the ring."""
+        return _row_slices(Parts(*rows.parts), num_candidates)
+
+    def start(self, rows: Texts) -> tuple[Part, ...]:
+        """Four maxima, four sums of exp, and three sums of scores times exp of their sum."""
+        values = rows.parts[0].values.new_zeros(len(rows), 11)
+        values[:, :4] = -torch.inf
+        return (Part(values),)
+
+    def collect(self, number: int, rows: Texts, known: Sequence[Part], block: Block) -> None:
+        """Add further documents."""
+        _tiles_of, scores, mask = self._scores(rows, block)
+        maxima, sums, weighted = known[0].values.split([4, 4, 3], dim=1)
+        for index, score in enumerate((*scores, weighted_sum(self.terms.weights, scores))):
+            masked = score.masked_fill(mask, -torch.inf)
+            highest = torch.maximum(maxima[:, index], row_max(masked))
+            offset = _finite(highest)
+            rescale = (maxima[:, index] - offset).exp()
+            exp = masked.sub_(offset.unsqueeze(1)).exp_()
+            sums[:, index] = sums[:, index] * rescale + exp.sum(dim=1)
+            maxima[:, index] = highest
+            if index == 3:
+                products = torch.stack([(exp * each).sum(dim=1) for each in scores], dim=1)
+                weighted.copy_(weighted * rescale.unsqueeze(1) + products)
+
+    def finish(self, known: Sequence[Part]) -> tuple[Tensor, tuple[Part, ...]]:
+        """See the class."""
+        maxima, sums, weighted = known[0].values.split([4, 4, 3], dim=1)
+        lse = _finite(maxima + sums.log())
+        mean = weighted / sums[:, 3:].masked_fill(sums[:, 3:] == 0, 1.0)
+        return torch.cat([lse, mean, maxima[:, 3:]], dim=1), (Part(lse),)
+
+    def derivatives(
+        self, rows: Texts, kept: Sequence[Part], upstream: Tensor, block: Block
+    ) -> list[tuple[ScoreTile, Tensor, Tensor]]:
+        """Of each score: its own softmax, and that of the sum."""
+        tiles, scores, mask = self._scores(rows, block)
+        lse = kept[0].values
+        hybrid = weighted_sum(self.terms.weights, scores).masked_fill_(mask, -torch.inf)
+        hybrid = hybrid.sub_(lse[:, 3:]).exp_()
+        factors = zip(tiles, scores, self.terms.weights, strict=True)
+        grads = []
+        for index, (tile, score, weight) in enumerate(factors):
+            own = score.masked_fill_(mask, -torch.inf).sub_(lse[:, index : index + 1]).exp_()
+            of_hybrid = weight * upstream[:, 3] + upstream[:, 4 + index]
+            grads.append((tile, own * upstream[:, index : index + 1] + hybrid * of_hybrid.unsqueeze(1)))
+        scale = upstream.new_full((len(rows), 1), 1 / self.terms.config.temperature)
+        return [(tile, grad, scale) for tile, grad in grads]
+
+    def _scores(self, rows: Texts, block: Block) -> tuple[list[ScoreTile], list[Tensor], Tensor]:
+        """The tiles and their scores [c, t], and which of the documents do not count: excluded and own ones."""
+        dense, lexical, tokens = block.columns
+        tiles = _tiles(Parts(*rows.parts), (dense, lexical, tokens))
+        values = rows.parts[0].values
+        scale = values.new_full((1,), 1 / self.terms.config.temperature)
+        shape = len(rows), len(block)
+        scores = [tile.scores(scale, values.new_empty(shape)) for tile in tiles]
+        mask = self.excluded.mask_scores(values.new_zeros(shape), LossDirection.query_document, rows.first, block.first)
+        numbers = torch.arange(block.first, block.first + len(block), device=values.device)
+        first = self.excluded.positives[rows.first : rows.first + len(rows)].unsqueeze(1)
+        end = first + self.num_documents[rows.first : rows.first + len(rows)].unsqueeze(1)
+        return tiles, scores, (mask == -torch.inf) | ((numbers >= first) & (numbers < end))
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.masked_fill(values == -torch.inf, 0.0)
 
 
 def _tiles(rows: Parts, columns: tuple[Columns, Columns, Columns]) -> list[ScoreTile]:
@@ -306,9 +450,13 @@ def _num_without_weight(part: Part) -> Tensor:
     return (weights.new_zeros(len(part)).index_add(0, texts, weights) == 0).sum()
 
 
-def _row_slices(anchors: Parts, num_columns: int) -> list[tuple[int, int]]:
-    """Queries of a tile: its maxima are remembered for each row, and its table grows with the square of the rows."""
+def _row_slices(anchors: Parts, num_columns: int, *, whole: bool = False) -> list[tuple[int, int]]:
+    """Queries of a tile: its maxima are remembered for each row, and its table grows with the square of the rows.
+
+    Or all queries in the `whole`.
+    """
     longest = anchors.tokens.max_size + 1
     height = max(1, min(TILE_CELLS // max(1, num_columns * longest), int((TABLE_CELLS // longest) ** 0.5)))
     num_rows = len(anchors.dense)
+    height = max(height, num_rows) if whole else height
     return [(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]

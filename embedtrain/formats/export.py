@@ -44,8 +44,7 @@ from embedtrain.formats.peft import (
     write_task_adapters,
 )
 from embedtrain.formats.replacement import export_lock, replace_export, require_only_export
-from embedtrain.formats.serving import ServedModel
-from embedtrain.formats.serving_card import changed_outputs, serving_section
+from embedtrain.formats.serving import ServedModel, changed_outputs, serving_section
 from embedtrain.formats.transformers import remove_code
 from embedtrain.formats.verify import (
     ExportReference,

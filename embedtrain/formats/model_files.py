@@ -225,6 +225,10 @@ class ModelFiles(ABC):
     ) -> Tensor:
         """What the encoder returns of a chunk, from the outputs in `graph_shapes`."""
 
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+        """Traits and other facts that `serving_engines.yaml` refers to, of this kind of model only."""
+        return {}
+
     def probe_texts(self, source: ModelSource) -> list[tuple[str, ...]]:
         """PROBES as the tokenizer gets them for a graph: a text, or the two texts of a pair."""
         return [(text,) for text in PROBES]

@@ -1,35 +1,31 @@
-"""What of a model a serving engine keeps: properties that engines may lose, and the verdict for one engine.
+"""What of a model serving engines keep: the verdict for each engine, and the section of the model card about them.
 
-The facts about each engine are in `serving_engines`.
+The facts about the engines are in `serving_engines.yaml`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.recipe import Pooling
-from embedtrain.formats.model_files import VECTORS
+import yaml
+
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import PYLATE, SETTINGS
-from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
 
-# What cards and messages call models.
-KIND_NAMES = {
-    "dense": "models of one vector per text",
-    "cross_encoder": "rerankers",
-    "late_interaction": "late-interaction models",
-    "sparse": "sparse models",
-    "m3": "models of three representations",
-}
+_MAX_BATCH_TOKENS = 16384  # of text-embeddings-inference by default
+_PLAIN_ACTIVATIONS = ("torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity")
 
 
 class Effect(StrEnum):
-    """What a loss does to the vectors or scores that an engine returns."""
+    """What a loss does to the vectors or scores that an engine returns, from the least."""
 
     rounded = "rounded"  # they differ by less than 1e-2 of their length
     some_texts = "some_texts"  # those that the reason describes get other tokens
@@ -39,7 +35,14 @@ class Effect(StrEnum):
 
 
 # With these, what the engine computes is compared, and used.
-BEARABLE = (Effect.rounded, Effect.some_texts, Effect.partial)
+_BEARABLE = (Effect.rounded, Effect.some_texts, Effect.partial)
+_VERDICTS = {
+    Effect.rounded: "nearly",
+    Effect.some_texts: "most texts",
+    Effect.partial: "a part",
+    Effect.changed: "**other numbers**",
+    Effect.refused: "no",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +53,7 @@ class Loss:
     reason: str  # a main clause whose subject, the engine, is `it`
 
 
-class Trait(StrEnum):
-    """A property of a model that some engines lose."""
-
-    custom_code = "custom_code"
-    dense = "dense"
-    include_prompt = "include_prompt"
-    is_causal = "is_causal"
-    no_graph = "no_graph"
-    no_vectors_in_graph = "no_vectors_in_graph"
-    pooling = "pooling"
-    scaled_positions = "scaled_positions"
-    static = "static"
-    logit_scores = "logit_scores"
-    truncation = "truncation"
-    vector_length = "vector_length"
-
-
-_TRAITS = {
-    Trait.custom_code: Loss(Effect.refused, "it does not run the Python code of the model's directory"),
-    Trait.dense: Loss(Effect.changed, "it leaves out dense heads"),
-    Trait.include_prompt: Loss(Effect.changed, "its pooling includes the tokens of the prompt (include_prompt=false)"),
-    Trait.is_causal: Loss(Effect.changed, "it ignores is_causal=false of the configuration: its attention is causal"),
-    Trait.no_graph: Loss(Effect.refused, f"it reads {GRAPH}, which is missing: export with formats=[onnx]"),
-    Trait.no_vectors_in_graph: Loss(
-        Effect.changed, "the graph cannot leave out the tokens of the prompt (include_prompt=false)"
-    ),
-    Trait.pooling: Loss(Effect.refused, "it has no maximum and no weighted mean of tokens"),
-    Trait.scaled_positions: Loss(Effect.changed, "it ignores the scaling of rotary positions"),
-    Trait.static: Loss(Effect.refused, "it does not open a static table of tokens"),
-    Trait.logit_scores: Loss(Effect.refused, "it does not score pairs by the logits of tokens"),
-    Trait.truncation: Loss(Effect.changed, "it returns all dimensions of a vector, not the first ones (truncate_dim)"),
-    Trait.vector_length: Loss(Effect.changed, "it scales vectors to length 1, which the model does not"),
-}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     """A model directory as an engine finds it."""
 
@@ -109,38 +77,60 @@ class ServedModel:
             settings.get("model_type") == PYLATE,
         )
 
-    @property
-    def model_type(self) -> str:
-        """The architecture, as transformers names it."""
-        return str(self.source.config.model_type)
-
-    @property
-    def is_bidirectional_decoder(self) -> bool:
-        """Whether a decoder attends in both directions because of `is_causal=false`."""
-        is_own_option = self.model_type == "gemma3_text"
-        return is_decoder(self.source.config) and not attends_causally(self.source.config) and not is_own_option
-
-    @property
-    def traits(self) -> frozenset[Trait]:
-        """The properties of this model that some engines lose."""
-        source, files = self.source, self.source.kind.files
-        is_truncated = source.truncate_dim is not None and source.truncate_dim < source.dimension
-        is_dense = source.kind.name == "dense"
-        has = {
-            Trait.custom_code: bool(self.config.get("auto_map")),
-            Trait.dense: is_dense and bool(source.dense),
-            Trait.include_prompt: is_dense and not source.include_prompt and any(source.prompts.values()),
-            Trait.is_causal: self.is_bidirectional_decoder,
-            Trait.no_graph: not self.has_graph,
-            Trait.no_vectors_in_graph: is_dense and self.has_graph and VECTORS not in files.graph_outputs(source),
-            Trait.pooling: is_dense and source.pooling in (Pooling.max, Pooling.weighted_mean),
-            Trait.scaled_positions: _has_scaled_positions(source),
-            Trait.static: is_static(source.config),
-            Trait.logit_scores: source.kind.name == "cross_encoder" and bool(source.settings.tokens),
-            Trait.truncation: is_truncated,
-            Trait.vector_length: is_dense and (is_truncated or not source.normalize),
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What rules about engines refer to, by name; the traits among them are true or false."""
+        source, config, prompts = self.source, self.config, self.source.prompts
+        kind, rope, layers = source.config.model_type, config.get("rope_scaling") or {}, config.get("layer_types") or ()
+        others = [dense.activation for dense in source.dense if dense.activation not in _PLAIN_ACTIVATIONS]
+        sizes = [config.get(name) or 0 for name in ("head_dim", "num_attention_heads", "hidden_size")]
+        pattern, max_length = config.get("_sliding_window_pattern"), source.tokenization.max_length or 0
+        has_own_option = kind == "gemma3_text"
+        is_bidirectional = is_decoder(source.config) and not attends_causally(source.config) and not has_own_option
+        return {
+            **dict.fromkeys(_TABLE["traits"], False),
+            "kind": source.kind.name,
+            "model_type": str(kind),
+            "pooling": source.pooling.value,
+            "pooling_upper": source.pooling.value.upper(),
+            "normalize": json.dumps(source.normalize),
+            "max_length": max_length,
+            "is_long": max_length > _MAX_BATCH_TOKENS,
+            **{role: json.dumps(prompts.get(role, ""), ensure_ascii=False) for role in ("query", "document")},
+            **{f"has_{role}_prompt": bool(prompts.get(role)) for role in ("query", "document")},
+            "has_graph": self.has_graph,
+            "has_sentencepiece": self.has_sentencepiece,
+            "is_pylate": self.is_pylate,
+            "is_bidirectional_decoder": is_bidirectional,
+            "has_dense": bool(source.dense),
+            "other_activation": others[0].rpartition(".")[2] if others else "",
+            "activation": config.get("hidden_act", config.get("hidden_activation", config.get("activation"))),
+            "hidden_act": config.get("hidden_act"),
+            "has_other_head_dim": bool(sizes[0]) and sizes[0] * sizes[1] != sizes[2],
+            "attention_bias": bool(config.get("attention_bias")),
+            "norm_bias": bool(config.get("norm_bias")),
+            "use_sliding_window": bool(config.get("use_sliding_window")),
+            "use_bidirectional_attention": bool(config.get("use_bidirectional_attention")),
+            "has_token_types": config.get("type_vocab_size", 1) > 1,
+            "rope_scaling": bool(rope),
+            "rope_type": rope.get("rope_type"),
+            "has_distance_of_full_layers": "global_attn_every_n_layers" in config,
+            "has_irregular_layers": pattern is not None
+            and any(((i + 1) % pattern > 0) != (layer == "sliding_attention") for i, layer in enumerate(layers)),
+            # Traits; those of a kind of model are its own.
+            "custom_code": bool(config.get("auto_map")),
+            "is_causal": is_bidirectional,
+            "no_graph": not self.has_graph,
+            "scaled_positions": _has_scaled_positions(source),
+            "static": not source.kind.files.is_transformers(source),
+            "truncation": source.truncate_dim is not None and source.truncate_dim < source.dimension,
+            **source.kind.files.serving_facts(source, has_graph=self.has_graph),
         }
-        return frozenset(trait for trait, is_present in has.items() if is_present)
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """The properties of this model that some engines lose, by their names in the table."""
+        return frozenset(trait for trait in _TABLE["traits"] if self.facts[trait])
 
 
 def _has_scaled_positions(source: ModelSource) -> bool:
@@ -149,27 +139,18 @@ def _has_scaled_positions(source: ModelSource) -> bool:
     return any(layer.get("rope_type", "default") != "default" for layer in layers)
 
 
-Check = Callable[[ServedModel], Iterable[Loss]]
-
-
-def _no_checks(_: ServedModel) -> Iterable[Loss]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """What a library or server does with a model directory."""
+    """What a library or server does with a model directory; the fields are explained in the table."""
 
-    title: str  # as its own documentation writes it
-    source: str  # the version whose source was read
-    # The kinds of models that it computes, and what it leaves out of them if the text is not empty.
+    title: str
+    source: str
     kinds: Mapping[str, str]
-    lost: frozenset[Trait] = frozenset()
-    model_types: frozenset[str] | None = None  # None: all of transformers
-    files: tuple[str, ...] = ("config.json", "model.safetensors", "tokenizer.json")  # that it reads, besides settings
-    prompts: str  # who prepends the prompts of queries and documents
-    precision: str = "the type of the files"  # in which it computes by default
-    checks: Check = field(default=_no_checks)  # further conditions
+    prompts: str
+    lost: frozenset[str] = frozenset()
+    model_types: frozenset[str] | None = None
+    rules: Sequence[Mapping[str, Any]] = ()
+    start: Sequence[str | Mapping[str, Any]] = ()
 
     def losses(self, model: ServedModel) -> list[Loss]:
         """Why it would not serve the model exactly, the worst reasons first; empty if it does.
@@ -177,26 +158,108 @@ class Engine:
         Of a model that it does not open, only the reasons for that. What a client can do is no loss: prepend prompts,
         format pairs, and request float32 or vectors without normalisation.
         """
-        kind, losses = model.source.kind.name, []
-        if kind not in self.kinds:
-            losses.append(Loss(Effect.refused, f"it does not serve {KIND_NAMES[kind]}"))
-        elif self.kinds[kind]:
-            losses.append(Loss(Effect.partial, self.kinds[kind]))
-        losses += [_TRAITS[trait] for trait in sorted(model.traits & self.lost)]
-        is_known = self.model_types is None or Trait.static in model.traits or model.model_type in self.model_types
-        if not is_known:
-            losses.append(Loss(Effect.refused, f"it has no implementation of {model.model_type}"))
+        kind, facts, losses = model.source.kind, model.facts, []
+        if kind.name not in self.kinds:
+            losses.append(Loss(Effect.refused, f"it does not serve {kind.files.plural}"))
+        elif self.kinds[kind.name]:
+            losses.append(Loss(Effect.partial, self.kinds[kind.name]))
+        losses += [_loss(_TABLE["traits"][trait], facts) for trait in sorted(model.traits & self.lost)]
+        if not (self.model_types is None or facts["static"] or facts["model_type"] in self.model_types):
+            losses.append(Loss(Effect.refused, f"it has no implementation of {facts['model_type']}"))
         if not any(loss.effect is Effect.refused for loss in losses):
-            losses += self.checks(model)
+            losses += _applied(self.rules, facts)
         refused = [loss for loss in losses if loss.effect is Effect.refused]
         return refused or sorted(losses, key=lambda loss: list(Effect).index(loss.effect), reverse=True)
 
+    def reasons_against(self, model: ServedModel) -> list[str]:
+        """Why what it computes of the model is not to be compared with the encoder; empty if it is."""
+        return [loss.reason for loss in self.losses(model) if loss.effect not in _BEARABLE]
 
-def reasons_against(engine: Engine, model: ServedModel) -> list[str]:
-    """Why what the engine computes of the model is not to be compared with the encoder; empty if it is."""
-    return [loss.reason for loss in engine.losses(model) if loss.effect not in BEARABLE]
+    def known_differences(self, model: ServedModel) -> list[str]:
+        """Why what it computes of the model may differ although it is compared."""
+        return [loss.reason for loss in self.losses(model) if loss.effect in _BEARABLE]
+
+    def command(self, model: ServedModel, name: str) -> str:
+        """How to start it with the model `name`, or the call that opens it; empty if the section on usage says it."""
+        facts = model.facts | {"name": shlex.quote(name)}
+        parts = [{"text": part} if isinstance(part, str) else part for part in self.start]
+        return "".join(part["text"].format_map(facts) for part in parts if _holds(part, facts))
 
 
-def known_differences(engine: Engine, model: ServedModel) -> list[str]:
-    """Why what the engine computes of the model may differ although it is compared."""
-    return [loss.reason for loss in engine.losses(model) if loss.effect in BEARABLE]
+def _holds(rule: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether the facts are those of `when`."""
+    for name, expected in rule.get("when", {}).items():
+        excluded = isinstance(expected, dict)
+        values = expected["not"] if excluded else expected if isinstance(expected, list) else [expected]
+        if (facts[name] in values) is excluded:
+            return False
+    return True
+
+
+def _applied(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Loss]:
+    for rule in _flat(rules):
+        if _holds(rule, facts):
+            if "effect" in rule:
+                yield _loss(rule, facts)
+            if rule.get("last"):
+                return
+
+
+def _flat(rules: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    """A rule that is itself a list is shared by several engines."""
+    for rule in rules:
+        yield from _flat(rule) if isinstance(rule, list) else [rule]
+
+
+def _loss(entry: Mapping[str, str], facts: Mapping[str, Any]) -> Loss:
+    return Loss(Effect(entry["effect"]), entry["reason"].format_map(facts))
+
+
+def _engine(entry: Mapping[str, Any]) -> Engine:
+    types = entry.get("model_types")
+    names = None if types is None else frozenset(name for each in types for name in ([each], each)[type(each) is list])
+    return Engine(**{**entry, "lost": frozenset(entry.get("lost", ())), "model_types": names})
+
+
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("serving_engines.yaml").read_text(encoding="utf-8"))
+# By the name of the package that a client imports, or of the program.
+ENGINES: Mapping[str, Engine] = {name: _engine(entry) for name, entry in _TABLE["engines"].items()}
+
+
+def serving_section(model: ServedModel, name: str) -> str:
+    """A section of the model card: which engines serve the model `name` exactly, why others do not, and commands."""
+    rows, commands = [], []
+    for engine in ENGINES.values():
+        losses = engine.losses(model)
+        verdict = _VERDICTS[losses[0].effect] if losses else "exactly"
+        reasons = "; ".join(loss.reason for loss in losses)
+        rows.append(f"| {engine.title} ({engine.source}) | {verdict} | {reasons} |")
+        if engine.start and not engine.reasons_against(model):
+            commands += [f"# {engine.title}", engine.command(model, name)]
+    lines = [
+        "## Serving",
+        "",
+        "What engines compute of this model in float32, from the source code of the versions in parentheses. "
+        "`embedtrain verify` compares those that are installed.",
+        "",
+        "| engine | serves it | why not exactly |",
+        "| --- | --- | --- |",
+        *rows,
+        "",
+        *(["```text", *commands, "```", ""] if commands else []),
+    ]
+    return "\n".join(lines)
+
+
+def changed_outputs(model: ServedModel) -> list[str]:
+    """A line for each reason why engines that open the model return other numbers, and nothing says so."""
+    engines: dict[str, list[str]] = {}
+    for engine in ENGINES.values():
+        for loss in engine.losses(model):
+            if loss.effect is Effect.changed:
+                engines.setdefault(loss.reason, []).append(engine.title)
+    return [f"other numbers with {_joined(titles)}: {reason}" for reason, titles in engines.items()]
+
+
+def _joined(titles: list[str]) -> str:
+    return titles[0] if len(titles) == 1 else f"{', '.join(titles[:-1])} and {titles[-1]}"

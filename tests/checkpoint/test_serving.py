@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ import torch
 
 from embedtrain.commands.verify.options import ENGINES as VERIFIED
 from embedtrain.config.heads import HeadActivation, HeadConfig
+from embedtrain.config.kinds import kinds
 from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.formats.serving import Effect, ServedModel, Trait
-from embedtrain.formats.serving_card import serving_section
-from embedtrain.formats.serving_engines import ENGINES
+from embedtrain.formats.serving import ENGINES, Effect, ServedModel, serving_section
 from embedtrain.formats.weights import WeightPlan, create_model_directory
 from embedtrain.models.module_settings import DenseSource, stored_kind
 from embedtrain.models.source import open_model_source
@@ -143,16 +143,16 @@ TRUNCATED = {"truncate_dim": 16}
     [
         (
             {"dense": (HEAD,)},
-            Trait.dense,
+            "dense",
             {"sentence_transformers", "fastembed", "text_embeddings_inference", "vllm", "infinity_emb", "chromadb"},
         ),
-        (TRUNCATED, Trait.truncation, {"sentence_transformers", "fastembed", "langchain_huggingface", "chromadb"}),
+        (TRUNCATED, "truncation", {"sentence_transformers", "fastembed", "langchain_huggingface", "chromadb"}),
         (
             {"include_prompt": False, "prompts": {"query": "q: "}},
-            Trait.include_prompt,
+            "include_prompt",
             {"sentence_transformers", "langchain_huggingface", "txtai"},
         ),
-        ({"normalize": False}, Trait.vector_length, {"text_embeddings_inference", "vllm", "FlagEmbedding"}),
+        ({"normalize": False}, "vector_length", {"text_embeddings_inference", "vllm", "FlagEmbedding"}),
     ],
 )
 def test_engines_lose_what_the_table_says(changes, trait, lossless):
@@ -169,11 +169,32 @@ def test_every_engine_that_is_verified_has_facts():
     assert set(VERIFIED) <= ENGINES.keys()
     for engine in ENGINES.values():
         assert engine.kinds
-        assert engine.lost <= set(Trait)
+        assert engine.lost <= with_traits().facts.keys()
     static = open_model_source(small_model("static_embedding"))
     served = {name for name, each in ENGINES.items() if not each.losses(ServedModel(static, {}, has_graph=False))}
     others = {"langchain_huggingface", "llama_index", "haystack", "chromadb", "txtai"}
     assert served == {"sentence_transformers"} | others
+
+
+def test_rules_name_facts_and_kinds_that_models_have():
+    """A misspelled fact would be an error only for the models that the rule is about."""
+    known = {kind.name: set(with_traits().facts) for kind in kinds()}
+    known["sparse"] |= {"has_static_queries", "has_other_words"}
+
+    def conditions(rules: Any) -> Iterator[dict[str, Any]]:
+        for rule in rules:
+            if isinstance(rule, list):
+                yield from conditions(rule)
+            elif not isinstance(rule, str):
+                yield rule.get("when", {})
+
+    for engine in ENGINES.values():
+        assert set(engine.kinds) <= set(known)
+        for condition in conditions([*engine.rules, *engine.start]):
+            named = condition.get("kind", [])
+            named = named.get("not", []) if isinstance(named, dict) else [named] if isinstance(named, str) else named
+            assert set(named) <= set(known)
+            assert condition.keys() <= known[named[0] if named else "dense"], condition
 
 
 def test_the_image_for_cpus_runs_the_graph_if_there_is_one():
@@ -238,12 +259,13 @@ def test_the_page_on_serving_has_the_facts_of_the_table():
     for line in text.partition("## What each engine keeps")[2].partition("##")[0].splitlines():
         first, *cells = (cell.strip() for cell in line.strip("| ").split(" | "))
         rows[re.sub(r"\[(.*)\]\([^)]*\)", r"\1", first).partition(" (")[0]] = cells
-    traits = (Trait.dense, Trait.truncation, Trait.include_prompt, Trait.is_causal, Trait.vector_length)
+    traits = ("dense", "truncation", "include_prompt", "is_causal", "vector_length")
     kinds = ("cross_encoder", "sparse", "late_interaction")
     for engine in ENGINES.values():
         cells = rows[engine.title]
         for trait, cell in zip(traits, cells, strict=False):
             assert cell == "no" or trait not in engine.lost, (engine.title, trait)
+        assert cells[-1] == engine.prompts
         assert [cell == "yes" for cell in cells[len(traits) : -1]] == [kind in engine.kinds for kind in kinds]
 
 

@@ -29,8 +29,7 @@ def main(options: VerifyOptions) -> list["Outcome"]:
     from embedtrain.commands.verify.engines import interpreters, run_engine
     from embedtrain.commands.verify.probes import probe_model
     from embedtrain.distributed.world import joined_world
-    from embedtrain.formats.serving import ServedModel, known_differences, reasons_against
-    from embedtrain.formats.serving_engines import ENGINES
+    from embedtrain.formats.serving import ENGINES, ServedModel
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
 
@@ -43,12 +42,12 @@ def main(options: VerifyOptions) -> list["Outcome"]:
         probe = probe_model(directory, world)
     outcomes, served = [], ServedModel.open(directory, probe.source)
     for engine, python in pythons.items():
-        if reasons := reasons_against(ENGINES[engine], served):
+        if reasons := ENGINES[engine].reasons_against(served):
             console.note(f"{engine}: not compared, {'; '.join(reasons)}")
             continue
         with console.phase(f"encoding with {engine}"):
             outcome = run_engine(engine, python, probe)
-        known = known_differences(ENGINES[engine], served)
+        known = ENGINES[engine].known_differences(served)
         console.note(_describe(outcome, options.tolerance, known))
         outcomes += [outcome] if outcome.is_supported else []
     failed = [outcome.engine for outcome in outcomes if not outcome.passes(options.tolerance)]

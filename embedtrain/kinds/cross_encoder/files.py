@@ -213,6 +213,10 @@ class CrossEncoderFiles(ModelFiles):
         """`LogitScore` of sentence-transformers 6."""
         return _write_logit_score(directory, base, max_file_size)
 
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+        """Whether the score is the logit of tokens."""
+        return {"logit_scores": bool(source.settings.tokens)}
+
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """The logit of a pair."""
         return {LOGITS: None}

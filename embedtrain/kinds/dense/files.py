@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.recipe import Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError
@@ -158,6 +159,17 @@ class DenseFiles(ModelFiles):
                 f"sentence-transformers opens {directory} for texts of {length} tokens, not {max_length}"
             )
         return vectors
+
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+        """What engines that pool by themselves may lose."""
+        is_truncated = source.truncate_dim is not None and source.truncate_dim < source.dimension
+        return {
+            "dense": bool(source.dense),
+            "include_prompt": not source.include_prompt and any(source.prompts.values()),
+            "no_vectors_in_graph": has_graph and VECTORS not in self.graph_outputs(source),
+            "other_pooling": source.pooling in (Pooling.max, Pooling.weighted_mean),
+            "vector_length": is_truncated or not source.normalize,
+        }
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Without the tokens of the prompt (`include_prompt=false`) vectors would need a mask that no client passes."""

@@ -108,6 +108,10 @@ class M3Files(DenseFiles):
         """The dense vector."""
         return source.dimension
 
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+        """The pooling is always that of the first token."""
+        return {}
+
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """The dense vector under two names."""
         own = {M3_DENSE: None, M3_LEXICAL: "length", M3_TOKENS: "length_without_first"}

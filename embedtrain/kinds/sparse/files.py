@@ -167,6 +167,12 @@ class SparseFiles(ModelFiles):
                 )
         return torch.as_tensor(weights).float().cpu()
 
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+        """What is not as in SPLADE."""
+        words = source.settings
+        is_usual = (words.pooling, words.activation) == (SparsePooling.max, SparseActivation.relu)
+        return {"has_static_queries": words.queries is not None, "has_other_words": not is_usual}
+
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Weights of words."""
         return {LOGITS: "length", VECTORS: None}

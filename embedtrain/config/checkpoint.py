@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from embedtrain.config.options import Effect, option
+
 
 class CheckpointLayout(str, Enum):
     """`sharded`: one file per shard. `full`: one safetensors file of whole tensors; each rank writes its rows to it."""
@@ -29,15 +31,21 @@ class WeightsOf(str, Enum):
 class CheckpointConfig:
     """What is saved and when."""
 
-    every: int = 0  # steps between checkpoints; 0: by time, see `every_minutes`
-    every_minutes: float = 30.0  # minutes between checkpoints if `every=0` and `contents=all`; 0: only at the end
-    keep: int = 2  # the newest checkpoints to keep, besides the best one
-    keep_every: int = 0  # checkpoints at multiples of so many steps are never deleted; 0: none
+    # steps between checkpoints; 0: by time, see `every_minutes`
+    every: int = option(0, at_least=0, hint="0 saves by time (checkpoint.every_minutes)")
+    # minutes between checkpoints if `every=0` and `contents=all`; 0: only at the end
+    every_minutes: float = option(30.0, at_least=0, hint="0 saves at the end only")
+    # the newest checkpoints to keep, besides the best one
+    keep: int = option(2, at_least=1, hint="training resumes from a checkpoint")
+    # checkpoints at multiples of so many steps are never deleted; 0: none
+    keep_every: int = option(0, at_least=0, hint="0 keeps none for good")
     asynchronous: bool = True  # write while training continues, from a copy in host memory; false: training waits
-    max_disk_gb: float | None = None  # limit for all checkpoints together, in 10^9 bytes; checked before each
+    # limit for all checkpoints together, in 10^9 bytes; checked before each
+    max_disk_gb: float | None = option(None, above=0, hint="null sets no limit")
     layout: CheckpointLayout = CheckpointLayout.sharded
     contents: CheckpointContents = CheckpointContents.all
-    best_metric: str | None = None  # set/metric, such as dev/ndcg@10: keep and export the checkpoint that is best by it
+    # set/metric, such as dev/ndcg@10: keep and export the checkpoint that is best by it
+    best_metric: str | None = option(None, resume=Effect.changes_training)
 
     @property
     def minutes(self) -> float:

@@ -19,6 +19,7 @@ from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.optim import check_optim
+from embedtrain.config.options import check_values
 from embedtrain.config.recipe import (
     ADAPTER,
     EXPORT_FORMATS,
@@ -47,11 +48,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)")
 
 def check_recipe(recipe: Recipe) -> Recipe:
     """The recipe itself, if it can work; otherwise a ConfigError of the first check that fails."""
-    check = OptionChecks(recipe)
     if not recipe.name:
         names = "`embedtrain train --help` lists the names"
         raise ConfigError(f"no recipe: write recipe=NAME ({names}), or model.path=MODEL data.train=[FILE]")
-    check.seed("seed")
+    check_values(recipe)
     check_model(recipe.model)
     _check_data(recipe.data)
     _check_train(recipe.train)
@@ -103,9 +103,6 @@ def _check_data(data: DataConfig) -> None:
     check = OptionChecks(data, "data.")
     check.require(bool(data.train), "train", "is empty; give it files, such as data.train=[my.jsonl]")
     check.instruction_format()
-    check.positive("mixing_temperature", "1 draws by size and weight")
-    check.at_least(0, "batch_negatives", "0 draws none")
-    check.at_least(0, "workers", "0 prepares each batch when it is needed")
     check_train_sources(data.train, "data.train")
 
 
@@ -114,23 +111,18 @@ def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
     paths_by_name: dict[str, str] = {}
     for source in sources:
         check = OptionChecks(source, f"{option}, {source.path}: ")
-        check.positive("weight", "leave the source out instead")
-        check.at_least(1, "max_rows", "null for all rows")
+        check_values(source, f"{option}, {source.path}: ")
         check.require(
             source.documents_revision is None or source.documents is not None,
             "documents_revision",
             "has no effect without documents; write documents: ID",
         )
-        check.at_least(0, "negatives", "null for all of a row")
-        check.positive("score_scale", "scores are divided by it")
         try:
             parse_columns(source.columns)
             if source.where is not None:
                 parse_condition(source.where)
         except ConfigError as error:
             raise ConfigError(f"{option}, {source.path}: {error}") from None
-        check.length("query_max_length")
-        check.length("document_max_length")
         check.instruction_format()
         if source.name is not None:
             other = paths_by_name.get(source.name)
@@ -139,20 +131,11 @@ def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
 
 
 def _check_train(train: TrainConfig) -> None:
-    check = OptionChecks(train, "train.")
     if (train.steps is None) == (train.epochs is None):
         raise ConfigError(
             f"train.steps={written(train.steps)} and train.epochs={written(train.epochs)}: set exactly one of them "
             "and the other to null"
         )
-    check.positive("steps")
-    check.positive("epochs")
-    check.at_least(2, "global_batch_size", "a contrastive loss compares rows")
-    check.at_least(1, "chunk_tokens")
-    check.at_least(0, "activation_tokens", "0 encodes every chunk twice")
-    check.at_least(0, "pass_overhead_tokens", "null chooses by device and sharding")
-    check.at_least(1, "gradient_accumulation_steps")
-    check.at_least(1, "log_every")
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
@@ -162,19 +145,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         "shard_size",
         f"is for parallel.strategy=hsdp, not {parallel.strategy.value}",
     )
-    check.at_least(1, "shard_size", "null takes the ranks of one node")
-    check.positive("timeout")
-    check.positive("step_timeout")
 
 
 def _check_evaluation(recipe: Recipe) -> None:
     evaluation = recipe.evaluation
     check = OptionChecks(evaluation, "evaluation.")
-    check.at_least(0, "every", "0 evaluates at the end only")
-    check.at_least(1, "chunk_tokens")
-    check.at_least(1, "subset", "null takes all queries or rows")
-    check.at_least(1, "patience", "null never stops early")
-    check.at_least(1, "rerank_depth")
     check_index(evaluation.index, "evaluation.index.", stores_vectors=False)
     OptionChecks(evaluation.index, "evaluation.index.").require(
         evaluation.index.scan_dtype is None or recipe.model.kind == "dense",
@@ -213,6 +188,7 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
     """Raise a ConfigError for a set that cannot work, named by its index in `option`, such as `evaluation.sets`."""
     for index, evaluation_set in enumerate(sets):
         check = OptionChecks(evaluation_set, f"{option}[{index}].")
+        check_values(evaluation_set, f"{option}[{index}].")
         kind = evaluation_set.kind
         check.require(bool(evaluation_set.path), "path", "is empty; write a BEIR folder, a table or a Hub id")
         instead = evaluator_sets(evaluation_set.path, option)
@@ -227,10 +203,6 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
             "columns",
             "names at least two columns of a table, such as [question,answer], or {text: body, label: topic}",
         )
-        check.at_least(1, "subset", "null takes all queries or rows")
-        check.at_least(1, "subset_documents", "null takes all documents")
-        check.length("query_max_length")
-        check.length("document_max_length")
         check.require(evaluation_set.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
         check.require(
             evaluation_set.candidates is None or kind in (SetKind.auto, SetKind.reranking),
@@ -242,18 +214,11 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
             "train",
             f"is for kind=classification, not {kind.value}",
         )
-        check.at_least(1, "samples_per_label", "null takes all texts of each class")
-        check.at_least(1, "experiments")
 
 
 def _check_checkpoint(recipe: Recipe) -> None:
     check = OptionChecks(recipe.checkpoint, "checkpoint.")
     best = recipe.checkpoint.best_metric
-    check.at_least(0, "every", "0 saves by time (checkpoint.every_minutes)")
-    check.at_least(0, "every_minutes", "0 saves at the end only")
-    check.at_least(1, "keep", "training resumes from a checkpoint")
-    check.at_least(0, "keep_every", "0 keeps none for good")
-    check.positive("max_disk_gb", "null sets no limit")
     if best is not None:
         check.require(
             bool(recipe.evaluation.sets or recipe.evaluation.function),
@@ -266,15 +231,13 @@ def _check_checkpoint(recipe: Recipe) -> None:
 def check_export(export: ExportConfig, prefix: str = "") -> None:
     """Raise a ConfigError for an unknown format, an invalid size, or an id that the Hub does not accept."""
     check = OptionChecks(export, prefix)
+    check_values(export, prefix)
     are_known = all(item in EXPORT_FORMATS for item in export.formats)
     check.require(are_known, "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
     smaller = [name for name in (ONNX_FP16, ONNX_INT8, OPENVINO) if name in export.formats]
     check.require(
         not smaller or ONNX in export.formats, "formats", f"needs onnx, of which {', '.join(smaller)} is made"
     )
-    check.require(0 <= export.onnx_min_agreement <= 1, "onnx_min_agreement", "must be a number from 0 to 1")
-    check.at_least(1, "truncate_dim", "null keeps all dimensions")
-    check.positive("rope_theta", "null keeps that of training")
     size = _SIZE.fullmatch(export.max_file_size.strip().upper())
     check.require(
         size is not None and 0 < float(size[1]) < math.inf,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorPrecision
+from embedtrain.config.options import check_values, option
 from embedtrain.config.parsing import merge_options, parse_items
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, written
@@ -23,17 +24,17 @@ class RescoreConfig:
     The query is a float vector. Documents beyond those that are scored again follow in the order of the search.
     """
 
-    times: int = 4  # so many times `top_k` documents are scored again
-    top_k: int = 10  # results that a search serves
+    times: int = option(4, at_least=1)  # so many times `top_k` documents are scored again
+    top_k: int = option(10, at_least=1)  # results that a search serves
     documents: VectorPrecision = VectorPrecision.int8  # of the copy
-    dims: int | None = None  # of the copy; default: all
+    dims: int | None = option(None, at_least=1)  # of the copy; default: all
 
 
 @dataclass(kw_only=True)
 class VectorFormat:
     """A form of the vectors to measure, an element of `evaluation.vectors` (a string is its `documents`)."""
 
-    dims: int | None = None  # the first so many dimensions, normalised again; default: all
+    dims: int | None = option(None, at_least=1)  # the first so many dimensions, normalised again; default: all
     documents: VectorPrecision = VectorPrecision.float
     queries: VectorPrecision | None = None  # float, or the precision of the documents, which is the default
     rescore: RescoreConfig | None = None  # options of RescoreConfig; default: documents are scored once
@@ -126,9 +127,7 @@ def parse_evaluation(evaluation: EvaluationConfig) -> None:
 def check_evaluated_vectors(recipe: Recipe) -> None:
     """Raise a ConfigError for truncated or compressed vectors that cannot be evaluated."""
     evaluation = recipe.evaluation
-    check = OptionChecks(evaluation, "evaluation.")
     check_truncate_dims(evaluation.truncate_dims, "evaluation.truncate_dims")
-    check.at_least(1, "calibration")
     if evaluation.vectors:
         check_kind_of_vectors(recipe.model.kind, "evaluation.vectors")
 
@@ -150,7 +149,7 @@ def check_truncate_dims(dims: Sequence[int] | None, option: str) -> None:
 
 def _checked(vectors: VectorFormat, prefix: str) -> VectorFormat:
     check = OptionChecks(vectors, prefix)
-    check.at_least(1, "dims")
+    check_values(vectors, prefix)
     check.require(
         vectors.queries in (None, VectorPrecision.float, vectors.documents),
         "queries",
@@ -164,9 +163,6 @@ def _checked(vectors: VectorFormat, prefix: str) -> VectorFormat:
     )
     if vectors.rescore is not None:
         rescoring = OptionChecks(vectors.rescore, f"{prefix}rescore.")
-        rescoring.at_least(1, "times")
-        rescoring.at_least(1, "top_k")
-        rescoring.at_least(1, "dims")
         rescoring.require(
             vectors.rescore.documents in (VectorPrecision.float, VectorPrecision.int8, VectorPrecision.uint8),
             "documents",

@@ -1,10 +1,11 @@
 """Options of evaluation: the sets, their metrics, and how texts are encoded and searched."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from embedtrain.config.code import code_option
+from embedtrain.config.options import LENGTH, Effect, declare, option
 from embedtrain.config.validation import OptionChecks
 
 
@@ -96,8 +97,8 @@ class IndexConfig:
     # A search reads a smaller copy of this type, and scores by the embeddings themselves all documents that the error
     # of the copy leaves possible. The results are the same. With place=auto, the copy is on the GPU if it fits into
     # half its free memory, and the embeddings are on the host.
-    scan_dtype: ScanDtype | None = None
-    place: VectorPlacement = VectorPlacement.auto
+    scan_dtype: ScanDtype | None = option(None, in_result=False)
+    place: VectorPlacement = option(VectorPlacement.auto, in_result=False)
 
 
 def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> None:
@@ -119,7 +120,7 @@ def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> Non
 class EvaluationSet:
     """One evaluation set, an element of `evaluation.sets` (a string is its `path`)."""
 
-    path: str  # BEIR directory, table, directory of tables, or Hub id
+    path: str = option(is_input=True)  # BEIR directory, table, directory of tables, or Hub id
     kind: SetKind = SetKind.auto
     # Of a table: those of the query and its documents, or of the two languages, in this order; or by role, as
     # {query: q, positive: passage, label: gold}, with text, sentence1, sentence2, negative and score. Default: by name.
@@ -132,17 +133,21 @@ class EvaluationSet:
     qrels_revision: str | None = None  # the same of the Hub data set with its judgements, <path>-qrels
     query_prompt: str | None = None  # for queries and all texts other than documents; default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
-    query_max_length: int | None = None  # tokens; default: the model's
-    document_max_length: int | None = None  # tokens; default: the model's
+    query_max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
+    document_max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
     metrics: list[str] | None = None  # as [ndcg@10, recall@1000], the main one first; default: evaluation.metrics
-    subset: int | None = None  # at most so many queries or rows, the same in every run; default: evaluation.subset
-    subset_documents: int | None = None  # at most so many documents besides the judged ones
+    # at most so many queries or rows, the same in every run; default: evaluation.subset
+    subset: int | None = option(None, at_least=1, hint="null takes all queries or rows")
+    # at most so many documents besides the judged ones
+    subset_documents: int | None = option(None, at_least=1, hint="null takes all documents")
     ignore_identical_ids: bool = False  # leave out the document with the query's id, as in ArguAna and Quora
-    candidates: str | None = None  # reranking: a TREC run file with the documents to rank for each query
-    train: str | None = None  # classification: training table; default: train beside the path
+    # reranking: a TREC run file with the documents to rank for each query
+    candidates: str | None = option(None, is_input=True)
+    train: str | None = option(None, is_input=True)  # classification: training table; default: train beside the path
     classifier: Classifier = Classifier.logistic
-    samples_per_label: int | None = 8  # classification: training texts per class; null: all
-    experiments: int = 10  # classification and clustering: number of random draws to average
+    # classification: training texts per class; null: all
+    samples_per_label: int | None = option(8, at_least=1, hint="null takes all texts of each class")
+    experiments: int = option(10, at_least=1)  # classification and clustering: number of random draws to average
 
 
 TRAINED = "@trained"  # follows the names of sets that are measured with the trained weights
@@ -152,27 +157,31 @@ TRAINED = "@trained"  # follows the names of sets that are measured with the tra
 class EvaluationConfig:
     """What is evaluated and when."""
 
-    every: int = 0  # steps; 0: only at the end
+    # steps; 0: only at the end
+    every: int = option(0, at_least=0, hint="0 evaluates at the end only", chooses_best=True)
     at_start: bool = True  # evaluate before the first step as well, for comparison
-    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
-    subset: int | None = None  # at most so many queries or rows of each set
+    sets: list[Any] = option(factory=list, is_measured=True, is_input=True)  # sets: options of EvaluationSet, or paths
+    # at most so many queries or rows of each set
+    subset: int | None = option(None, at_least=1, hint="null takes all queries or rows", is_measured=True)
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
-    metrics: list[str] | None = None
+    metrics: list[str] | None = option(None, is_measured=True)
     # Also measure the first so many dimensions of the vectors, as SET@256. Default: those of loss.matryoshka_dims.
     truncate_dims: list[int] | None = None
     # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
-    vectors: list[Any] = field(default_factory=list)
-    calibration: int = 10000  # documents of a set whose vectors give the ranges of int8 and uint8
+    vectors: list[Any] = option(factory=list, is_measured=True)
+    # documents of a set whose vectors give the ranges of int8 and uint8
+    calibration: int = option(10000, at_least=1, is_measured=True)
     # With optim.ema, whose average is what is evaluated, also measure the trained weights, as SET@trained.
     trained_weights: bool = False
-    patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
-    chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
+    # stop after so many evaluations without a better checkpoint.best_metric
+    patience: int | None = option(None, at_least=1, hint="null never stops early", resume=Effect.changes_training)
+    chunk_tokens: int = option(16384, at_least=1)  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer
-    index: IndexConfig = field(default_factory=IndexConfig)
+    index: IndexConfig = option(factory=IndexConfig, is_measured=True)
     # With model.kind=cross_encoder: documents to rank for each query of a retrieval set, the best of its `candidates`,
     # or of BM25 without.
-    rerank_depth: int = 100
+    rerank_depth: int = option(100, at_least=1, is_measured=True)
     # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
-    document_windows: bool = False
+    document_windows: bool = option(False, is_measured=True)
     # module:function, called with the encoder after every evaluation; its metrics are a set of the function's name.
-    function: str | None = code_option(None)
+    function: str | None = declare(code_option(None), is_measured=True)

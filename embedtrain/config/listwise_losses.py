@@ -5,6 +5,7 @@ from enum import Enum
 
 from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import LossConfig
+from embedtrain.config.options import option
 
 
 class MeanOver(str, Enum):
@@ -27,7 +28,7 @@ class ListConfig(LossConfig):
     """Options of the losses of each query's own documents."""
 
     # Scores are divided by it: 1 for the logits of a cross-encoder, 0.02 to 0.1 for cosines.
-    temperature: float = 1.0
+    temperature: float = option(1.0, above=0, hint="1 is usual")
     # Of a dense model, by default its own; a cross-encoder's scores are taken as they are.
     similarity: Similarity | None = None
 
@@ -37,7 +38,8 @@ class BCEConfig(ListConfig):
     """Binary cross entropy of single pairs of query and document, labelled from 0 to 1."""
 
     name: str = "bce"
-    pos_weight: float = 1.0  # factor of the positives' part of the loss
+    # factor of the positives' part of the loss
+    pos_weight: float = option(1.0, above=0, hint="1 weighs positives and negatives alike")
 
 
 @dataclass(kw_only=True)
@@ -46,7 +48,7 @@ class SoftmaxConfig(ListConfig):
 
     name: str = "softmax"
     # A document with a higher label is a positive, and a row must have one; null: the first document of a row is.
-    positive_above: float | None = None
+    positive_above: float | None = option(None, finite=True)
 
 
 @dataclass(kw_only=True)
@@ -70,8 +72,9 @@ class LambdaLossConfig(ListConfig):
 
     name: str = "lambdaloss"
     weighting: LambdaWeighting = LambdaWeighting.ndcg_loss2pp
-    mu: float = 10.0  # of ndcg_loss2pp: factor of ndcg_loss2 beside lambdarank
-    top_k: int | None = None  # only pairs with a document among the first k by score, for nDCG@k; null: all pairs
+    mu: float = option(10.0, at_least=0)  # of ndcg_loss2pp: factor of ndcg_loss2 beside lambdarank
+    # only pairs with a document among the first k by score, for nDCG@k; null: all pairs
+    top_k: int | None = option(None, at_least=1, hint="null for all pairs")
     mean_over: MeanOver = MeanOver.queries
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListConfig, SoftmaxConfig
 from embedtrain.config.loss_choices import (
     Hardness,
     KDLossType,
@@ -17,22 +16,19 @@ from embedtrain.config.loss_choices import (
 )
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
-    BatchTripletConfig,
     CombinedConfig,
-    ContrastiveConfig,
     CustomConfig,
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
-    OnlineContrastiveConfig,
     OrthogonalConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
-    TripletConfig,
     XTRConfig,
 )
 from embedtrain.config.matryoshka import check_layer_kl, check_layers, check_matryoshka
 from embedtrain.config.names import unknown_loss
+from embedtrain.config.options import check_values
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
 from embedtrain.config.similarity_losses import TeacherConfig, check_teacher_loss
@@ -74,31 +70,19 @@ def _check(loss: LossConfig, option: str) -> None:
         "name",
         f"does not choose a loss; write loss={loss.name}",
     )
-    check.positive("weight", "leave the loss out instead")
+    check_values(loss, f"{option}.")
     check_matryoshka(loss, check)
     _check_precisions(loss, check)
     check_layers(loss, check)
-    for name in ("temperature", "teacher_temperature"):
-        if hasattr(loss, name):
-            of_lists = isinstance(loss, ListConfig)
-            check.positive(name, "0.01 to 0.1 is usual" if name == "temperature" and not of_lists else "1 is usual")
     match loss:
         case InfoNCEConfig():
             _check_temperature_bounds(loss, check)
             _check_infonce(loss, check)
         case M3LossConfig():
             _check_m3(loss, check)
-        case XTRConfig():
+        case XTRConfig() | SigLIPConfig():
             _check_temperature_bounds(loss, check)
-            check.at_least(1, "top_k")
-        case SigLIPConfig():
-            _check_temperature_bounds(loss, check)
-            check.number("bias", "-10 is usual")
-        case ContrastiveConfig() | OnlineContrastiveConfig() | TripletConfig() | BatchTripletConfig():
-            check.positive("margin")
         case OrthogonalConfig():
-            check.at_least(0, "mean_weight")
-            check.at_least(0, "second_moment_weight")
             check.require(
                 loss.mean_weight > 0 or loss.second_moment_weight > 0,
                 "mean_weight",
@@ -106,13 +90,6 @@ def _check(loss: LossConfig, option: str) -> None:
             )
         case TeacherConfig():
             check_teacher_loss(loss, check)
-        case BCEConfig():
-            check.positive("pos_weight", "1 weighs positives and negatives alike")
-        case SoftmaxConfig():
-            check.number("positive_above")
-        case LambdaLossConfig():
-            check.at_least(0, "mu")
-            check.require(loss.top_k is None or loss.top_k >= 1, "top_k", "must be 1 or more, or null for all pairs")
         case CustomConfig():
             _check_custom(loss, check)
         case SentenceTransformersConfig():
@@ -129,7 +106,6 @@ def _check_m3(loss: M3LossConfig, check: OptionChecks) -> None:
         "loss_weights",
         "must be 4 weights, not all 0: of the dense, lexical and multi-vector scores, and of their sum",
     )
-    check.at_least(0, "self_distillation_start_step")
     check.require(
         loss.self_distillation or loss.self_distillation_start_step == 0,
         "self_distillation_start_step",
@@ -236,12 +212,6 @@ def _check_infonce(loss: InfoNCEConfig, check: OptionChecks) -> None:
         check.require(
             loss.hardness is not Hardness.in_batch, "hardness", "there are none with in_batch_negatives=false"
         )
-    check.number("false_negative_margin")
-    check.number("guide_margin")
-    check.at_least(0, "margin")
-    check.at_least(0, "hardness_strength")
-    check.at_least(0, "focal")
-    check.at_least(0, "mixed_pairs")
     check.require(
         not loss.mixes_negatives or loss.similarity is not Similarity.dot,
         "similarity",

@@ -20,6 +20,7 @@ from embedtrain.config.loss_choices import (
     Similarity,
     TripletMining,
 )
+from embedtrain.config.options import Effect, option
 
 # Of similarities of vectors, which differ by at most 2.
 VECTOR_TEMPERATURE = 0.05
@@ -33,7 +34,7 @@ class LossConfig:
     """Options of every loss."""
 
     name: str = "infonce"  # set by `loss=NAME`
-    weight: float = 1.0  # factor of this loss within loss=combined
+    weight: float = option(1.0, above=0, hint="leave the loss out instead")  # factor of this loss within loss=combined
     matryoshka_dims: list[int] | None = None  # also train on the first n dimensions, for each n (Kusupati et al., 2022)
     matryoshka_weights: list[float] | None = None  # of each of `matryoshka_dims`; default: by `matryoshka_weighting`
     matryoshka_weighting: MatryoshkaWeighting = MatryoshkaWeighting.uniform
@@ -60,7 +61,7 @@ class InfoNCEConfig(LossConfig):
 
     name: str = "infonce"
     # Scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim.
-    temperature: float | None = None
+    temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.
     temperature_bounds: list[float] | None = None
@@ -69,26 +70,25 @@ class InfoNCEConfig(LossConfig):
     directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
     partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
-    margin: float = 0.0  # subtracted from the positive's similarity (Yang et al., 2019)
+    margin: float = option(0.0, at_least=0)  # subtracted from the positive's similarity (Yang et al., 2019)
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
-    false_negative_margin: float | None = (
-        None  # exclude negatives more similar than the positive by this margin (may be negative)
-    )
+    # exclude negatives more similar than the positive by this margin (may be negative)
+    false_negative_margin: float | None = option(None, finite=True)
     # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; excludes negatives that it finds
     # closer than the positive (GISTEmbed).
-    guide: str | None = None
-    guide_margin: float = 0.0  # exclude negatives from this margin below the positive's similarity on
+    guide: str | None = option(None, is_input=True)
+    # exclude negatives from this margin below the positive's similarity on
+    guide_margin: float = option(0.0, finite=True)
     guide_margin_kind: MarginKind = MarginKind.absolute
     hardness: Hardness = Hardness.none  # negatives weighted by exp(hardness_strength * similarity) (Lan et al., 2025)
-    hardness_strength: float = 0.0  # 0: none
+    hardness_strength: float = option(0.0, at_least=0)  # 0: none
     # Rows are weighted by (1 - p)^focal, p the positive's probability, without gradient (Lin et al., 2017); KaLM: 0.5.
-    focal: float = 0.0
+    focal: float = option(0.0, at_least=0)
     # Synthetic negatives of each row (KaLM-Embedding-V2): so many mixtures of two of its own hard negatives.
-    mixed_pairs: int = 0
-    mixed_list: bool = (
-        False  # also the mixture of all hard negatives of the row, weighted by the softmax of their scores
-    )
-    implementation: Implementation = Implementation.auto
+    mixed_pairs: int = option(0, at_least=0)
+    # Also the mixture of all hard negatives of the row, weighted by the softmax of their scores.
+    mixed_list: bool = False
+    implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
     @property
     def mixes_negatives(self) -> bool:
@@ -101,8 +101,10 @@ class XTRConfig(LossConfig):
     """Softmax over all documents, scored by the tokens that each token of the query retrieves (Lee et al., 2023)."""
 
     name: str = "xtr"
-    top_k: int = 256  # tokens that each token of a query retrieves, among those of all documents of the global batch
-    temperature: float = 0.05  # scores, which are means of similarities, are divided by it
+    # tokens that each token of a query retrieves, among those of all documents of the global batch
+    top_k: int = option(256, at_least=1)
+    # scores, which are means of similarities, are divided by it
+    temperature: float = option(0.05, above=0, hint="0.01 to 0.1 is usual")
     learn_temperature: bool = False  # start from `temperature` and train it
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
@@ -117,14 +119,15 @@ class M3LossConfig(LossConfig):
     """
 
     name: str = "m3"
-    temperature: float = 0.02  # scores are divided by it
+    temperature: float = option(0.02, above=0, hint="0.01 to 0.1 is usual")  # scores are divided by it
     # Weights of the cross entropies of the dense, lexical and multi-vector scores and of their sum, before a mean of 4.
     loss_weights: list[float] = field(default_factory=lambda: [1.0, 0.1, 1.0, 1.0])
     self_distillation: bool = True  # the softmax of the sum of scores is a target of the three scores as well
-    self_distillation_start_step: int = 0  # the batch, counted from 0, that self-distillation begins with
+    # the batch, counted from 0, that self-distillation begins with
+    self_distillation_start_step: int = option(0, at_least=0)
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
     kd_loss_type: KDLossType = KDLossType.none  # of a teacher's scores, which all documents of the rows then need
-    teacher_temperature: float = 1.0  # the teacher's scores are divided by it
+    teacher_temperature: float = option(1.0, above=0, hint="1 is usual")  # the teacher's scores are divided by it
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
     implementation: Implementation = Implementation.auto
 
@@ -134,8 +137,9 @@ class SigLIPConfig(LossConfig):
     """A sigmoid for every pair of a query and a document of the global batch (Zhai et al., 2023)."""
 
     name: str = "siglip"
-    temperature: float = 0.1  # similarities are divided by it
-    bias: float = -10.0  # added to the scaled similarities: most pairs do not match
+    temperature: float = option(0.1, above=0, hint="0.01 to 0.1 is usual")  # similarities are divided by it
+    # added to the scaled similarities: most pairs do not match
+    bias: float = option(-10.0, finite=True, hint="-10 is usual")
     learn_temperature: bool = True  # start from `temperature` and train it
     learn_bias: bool = True  # start from `bias` and train it
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
@@ -149,7 +153,7 @@ class CoSENTConfig(LossConfig):
     """Ranks scored pairs by their scores, over the whole global batch (Su, 2022)."""
 
     name: str = "cosent"
-    temperature: float = 0.05  # similarities are divided by it
+    temperature: float = option(0.05, above=0, hint="0.01 to 0.1 is usual")  # similarities are divided by it
 
 
 @dataclass(kw_only=True)
@@ -157,7 +161,7 @@ class AnglEConfig(LossConfig):
     """CoSENT with the angle between complex vectors (Li and Li, 2024)."""
 
     name: str = "angle"
-    temperature: float = 0.05  # similarities are divided by it
+    temperature: float = option(0.05, above=0, hint="0.01 to 0.1 is usual")  # similarities are divided by it
 
 
 @dataclass(kw_only=True)
@@ -172,7 +176,7 @@ class ContrastiveConfig(LossConfig):
     """Pairs labelled 1 pulled together, pairs labelled 0 pushed `margin` apart (Hadsell et al., 2006)."""
 
     name: str = "contrastive"
-    margin: float = 0.5  # distance that pairs labelled 0 are pushed to
+    margin: float = option(0.5, above=0)  # distance that pairs labelled 0 are pushed to
     distance: Distance | None = None  # default: the model's
 
 
@@ -181,7 +185,7 @@ class OnlineContrastiveConfig(LossConfig):
     """The contrastive loss of only the hard pairs of the global batch, as in sentence-transformers."""
 
     name: str = "online_contrastive"
-    margin: float = 0.5  # distance that pairs labelled 0 are pushed to
+    margin: float = option(0.5, above=0)  # distance that pairs labelled 0 are pushed to
     distance: Distance | None = None  # default: the model's
     reduction: Reduction = Reduction.sum  # sum, as in sentence-transformers; mean: over all pairs of the batch
 
@@ -191,7 +195,7 @@ class TripletConfig(LossConfig):
     """Pushes negatives farther than the positive by a margin (Schroff et al., 2015)."""
 
     name: str = "triplet"
-    margin: float = 0.3  # minimal difference of the distances of negative and positive
+    margin: float = option(0.3, above=0)  # minimal difference of the distances of negative and positive
     distance: Distance | None = None  # default: the model's
 
 
@@ -201,7 +205,7 @@ class BatchTripletConfig(LossConfig):
 
     name: str = "batch_triplet"
     mining: TripletMining = TripletMining.hard
-    margin: float = 0.3  # minimal difference of the distances of negative and positive
+    margin: float = option(0.3, above=0)  # minimal difference of the distances of negative and positive
     distance: Distance | None = None  # default: the model's
 
 
@@ -212,8 +216,8 @@ class DistillScoresConfig(LossConfig):
     name: str = "distill_scores"
     # The student's scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim,
     # for a cross-encoder's logits and with `normalize_scores`.
-    temperature: float | None = None
-    teacher_temperature: float = 1.0  # the teacher's scores are divided by it
+    temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
+    teacher_temperature: float = option(1.0, above=0, hint="1 is usual")  # the teacher's scores are divided by it
     similarity: Similarity | None = None  # default: the model's
     times_squared_temperature: bool = False  # as in Hinton et al. and sentence-transformers, for equal temperatures
     normalize_scores: bool = False  # map the student's scores of each query to 0 to 1, as PyLate does
@@ -235,8 +239,8 @@ class OrthogonalConfig(LossConfig):
     """Global orthogonal regularisation: spreads unrelated vectors on the sphere (Zhang et al., 2017)."""
 
     name: str = "orthogonal"
-    mean_weight: float = 1.0  # of the squared mean of their similarities
-    second_moment_weight: float = 1.0  # of the mean of squared similarities beyond 1 / dimensions
+    mean_weight: float = option(1.0, at_least=0)  # of the squared mean of their similarities
+    second_moment_weight: float = option(1.0, at_least=0)  # of the mean of squared similarities beyond 1 / dimensions
     aggregation: Reduction = Reduction.mean  # over queries, positives, first negatives, ...
 
 
@@ -255,7 +259,8 @@ class SentenceTransformersConfig(LossConfig):
     name: str = "sentence_transformers"
     class_name: str = ""  # such as MultipleNegativesRankingLoss
     arguments: Any = None  # a mapping of its constructor's arguments except `model`
-    guide: str | None = None  # a model directory or Hub id (ID@REVISION), for the classes with a guide
+    # a model directory or Hub id (ID@REVISION), for the classes with a guide
+    guide: str | None = option(None, is_input=True)
 
     def __post_init__(self) -> None:
         """A default of {} would reject new keys on the command line."""

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from embedtrain.config.options import Effect, check_values, option
 from embedtrain.config.validation import OptionChecks
 
 _MAX_BETA2_OF_BF16 = 0.99
@@ -64,11 +65,14 @@ class ParameterGroup:
     # `backbone.` and the names of transformers, `dense.` of heads, `loss.` of the loss.
     match: str
     name: str | None = None  # in notes and metrics (`lr/NAME`); default: match
-    lr: float | None = None  # peak learning rate; 0: these parameters are not trained
-    lr_scale: float | None = None  # the same as a factor of optim.lr
-    weight_decay: float | None = None  # of all of the group's parameters; null: optim.weight_decay, of matrices only
+    # peak learning rate; 0: these parameters are not trained
+    lr: float | None = option(None, at_least=0, hint="0 does not train these parameters")
+    # the same as a factor of optim.lr
+    lr_scale: float | None = option(None, at_least=0, hint="0 does not train these parameters")
+    # of all of the group's parameters; null: optim.weight_decay, of matrices only
+    weight_decay: float | None = option(None, at_least=0)
     # They stay unchanged, moments included, until this step: below 1 a fraction of all steps, from 1 a number of steps.
-    freeze_until: float | None = None
+    freeze_until: float | None = option(None, at_least=0, hint="null trains them from the first step on")
 
     @property
     def label(self) -> str:
@@ -80,29 +84,38 @@ class ParameterGroup:
 class OptimConfig:
     """The optimizer, its schedule and gradient clipping."""
 
-    name: OptimizerName = OptimizerName.adamw
-    lr: float = 5e-5  # the peak learning rate, at the end of warm-up; models of billions of weights: 1e-6 to 2e-5
-    weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
+    name: OptimizerName = option(OptimizerName.adamw, resume=Effect.must_match)
+    # the peak learning rate, at the end of warm-up; models of billions of weights: 1e-6 to 2e-5
+    lr: float = option(5e-5, above=0)
+    weight_decay: float = option(0.01, at_least=0)  # of matrices; biases and norms are not decayed
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay rates of the two moments
-    eps: float = 1e-8  # added to the root of the second moment
+    eps: float = option(1e-8, above=0)  # added to the root of the second moment
     state_dtype: StateDtype = StateDtype.fp32  # of the moments; bf16 halves their memory and needs betas=[0.9,0.99]
     momentum: float = 0.95  # of muon
     muon_dtype: StateDtype = StateDtype.fp32  # of muon's products of matrices; bf16 depends on the kernel of the device
-    max_grad_norm: float | None = 1.0  # norm of the gradient of the whole model; null: no clipping
+    # norm of the gradient of the whole model; null: no clipping
+    max_grad_norm: float | None = option(1.0, above=0, hint="null switches clipping off")
     schedule: ScheduleKind = ScheduleKind.linear
-    warmup: float = 0.05  # below 1 a fraction of all steps, from 1 a number of steps
-    decay: float = 0.1  # length of the decay of wsd: below 1 a fraction of all steps, from 1 a number of steps
+    warmup: float = option(0.05, at_least=0)  # below 1 a fraction of all steps, from 1 a number of steps
+    # length of the decay of wsd: below 1 a fraction of all steps, from 1 a number of steps
+    decay: float = option(0.1, above=0)
     decay_shape: DecayShape = DecayShape.linear
-    power: float = 1.0  # exponent of polynomial
+    power: float = option(1.0, above=0, hint="1 is linear")  # exponent of polynomial
     min_lr: float | None = None  # the learning rate does not fall below it after warm-up; null: min_lr_ratio
-    min_lr_ratio: float | None = None  # the same as a fraction of lr; null: 0
-    schedule_steps: int | None = None  # all steps, as the schedule counts them; null: those of the run
-    loss_lr: float | None = None  # learning rate of the loss's parameters (a temperature, a classifier); default: lr
+    # the same as a fraction of lr; null: 0
+    min_lr_ratio: float | None = option(None, within=(0, 1), hint="it is a fraction of optim.lr")
+    # all steps, as the schedule counts them; null: those of the run
+    schedule_steps: int | None = option(None, at_least=1, hint="null takes all steps of the run")
+    # learning rate of the loss's parameters (a temperature, a classifier); default: lr
+    loss_lr: float | None = option(None, above=0, hint="null takes optim.lr")
     # Decay of a moving average of the weights, such as 0.999, which is evaluated and exported; null: none.
-    ema: float | None = None
-    head_lr: float | None = None  # learning rate of what follows the backbone: heads, projections; default: lr
+    ema: float | None = option(None, within=(0, 0.9999999), hint="such as 0.999; null keeps no average")
+    # learning rate of what follows the backbone: heads, projections; default: lr
+    head_lr: float | None = option(None, above=0, hint="null takes optim.lr")
     # Of L blocks, counted from 0, block l has lr * layer_decay^(L - l), embeddings lr * layer_decay^(L + 1).
-    layer_decay: float | None = None
+    layer_decay: float | None = option(
+        None, within=(0.01, 1), hint="such as 0.9; null gives all layers the same learning rate"
+    )
     groups: list[ParameterGroup] = field(default_factory=list)  # of each parameter the first that matches
 
     @property
@@ -126,8 +139,6 @@ class OptimConfig:
 def check_optim(optim: OptimConfig) -> None:
     """Raise a ConfigError for an option that cannot work."""
     check = OptionChecks(optim, "optim.")
-    check.positive("lr")
-    check.positive("loss_lr", "null takes optim.lr")
     check.require(
         len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
         "betas",
@@ -146,12 +157,6 @@ def check_optim(optim: OptimConfig) -> None:
             name,
             f"is for optim.name=muon, not {optim.name.value}",
         )
-    check.positive("eps")
-    check.at_least(0, "weight_decay")
-    check.positive("max_grad_norm", "null switches clipping off")
-    check.within(0, 0.9999999, "ema", "such as 0.999; null keeps no average")
-    check.positive("head_lr", "null takes optim.lr")
-    check.within(0.01, 1, "layer_decay", "such as 0.9; null gives all layers the same learning rate")
     _check_schedule(optim, check)
     _check_groups(optim.groups)
 
@@ -160,6 +165,7 @@ def _check_groups(groups: list[ParameterGroup]) -> None:
     labels = [group.label for group in groups]
     for index, group in enumerate(groups):
         check = OptionChecks(group, f"optim.groups[{index}].")
+        check_values(group, f"optim.groups[{index}].")
         try:
             is_pattern = bool(re.compile(group.match)) and bool(group.match)
         except (re.error, RecursionError, OverflowError):
@@ -169,32 +175,24 @@ def _check_groups(groups: list[ParameterGroup]) -> None:
         check.require(
             labels.index(group.label) == index, name, f"is also that of optim.groups[{labels.index(group.label)}]"
         )
-        check.at_least(0, "lr", "0 does not train these parameters")
-        check.at_least(0, "lr_scale", "0 does not train these parameters")
         check.require(
             group.lr is None or group.lr_scale is None, "lr_scale", f"is set beside lr={group.lr}; set one of them"
         )
-        check.at_least(0, "weight_decay")
-        check.at_least(0, "freeze_until", "null trains them from the first step on")
         options = (group.lr, group.lr_scale, group.weight_decay, group.freeze_until)
         check.require(options != (None,) * 4, "match", "sets nothing; write lr, lr_scale, weight_decay or freeze_until")
 
 
 def _check_schedule(optim: OptimConfig, check: OptionChecks) -> None:
     kind = optim.schedule
-    check.at_least(0, "warmup")
     check.require(
         kind is not ScheduleKind.inverse_sqrt or optim.warmup > 0,
         "warmup",
         "optim.schedule=inverse_sqrt falls from the end of warm-up on, so it needs one",
     )
-    check.positive("decay")
-    check.positive("power", "1 is linear")
     for name, schedule in (("decay", "wsd"), ("decay_shape", "wsd"), ("power", "polynomial")):
         is_default = getattr(optim, name) == getattr(OptimConfig, name)
         check.require(is_default or kind.value == schedule, name, f"is for optim.schedule={schedule}, not {kind.value}")
     check.within(0, optim.lr, "min_lr", "optim.lr is the peak")
-    check.within(0, 1, "min_lr_ratio", "it is a fraction of optim.lr")
     check.require(
         optim.min_lr is None or optim.min_lr_ratio is None,
         "min_lr_ratio",
@@ -206,4 +204,3 @@ def _check_schedule(optim: OptimConfig, check: OptionChecks) -> None:
             name,
             "has no effect with optim.schedule=constant; leave it out",
         )
-    check.at_least(1, "schedule_steps", "null takes all steps of the run")

@@ -17,6 +17,7 @@ from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.m3 import M3Config
 from embedtrain.config.optim import OptimConfig
+from embedtrain.config.options import LENGTH, SEED, Effect, option
 from embedtrain.config.sparse import SparseConfig, SparsityConfig
 from embedtrain.config.tracking import TrackingConfig
 
@@ -48,7 +49,8 @@ class LoraConfig:
     modules_to_save: list[str] = field(default_factory=list)  # trained in full: embeddings, norms, or names of modules
     base_dtype: BaseDtype = BaseDtype.auto  # type of the frozen weights
     load_in_4bit: bool = False  # frozen linear layers in 4 bits (QLoRA): CUDA, bitsandbytes
-    path: str | None = None  # start from an adapter of PEFT: directory or Hub id; its rank and targets are used
+    # start from an adapter of PEFT: directory or Hub id; its rank and targets are used
+    path: str | None = option(None, is_input=True)
     revision: str | None = None  # a commit, tag or branch of its Hub repository
 
     @property
@@ -190,9 +192,11 @@ class ModelConfig:
     """The model to train, and how it turns a text into an embedding, or a pair of texts into a score."""
 
     kind: str = "dense"  # dense, cross_encoder, late_interaction, m3 or sparse
-    path: str | None = None  # Hub id, Hugging Face directory or sentence-transformers directory
-    config: Any = None  # instead, for random weights: a mapping with `model_type`, or the path of a config.json
-    tokenizer: str | None = None  # Hub id or directory; default: the model's, or one trained on the data
+    path: str | None = option(None, is_input=True)  # Hub id, Hugging Face directory or sentence-transformers directory
+    # instead, for random weights: a mapping with `model_type`, or the path of a config.json
+    config: Any = option(None, is_input=True)
+    # Hub id or directory; default: the model's, or one trained on the data
+    tokenizer: str | None = option(None, is_input=True)
     tokenizer_revision: str | None = None  # a commit, tag or branch of its Hub repository
     vocab_size: int = 16000  # size of a vocabulary trained on the data
     vocab_lowercase: bool = True  # lowercase texts for such a vocabulary
@@ -220,7 +224,7 @@ class ModelConfig:
     late_interaction: LateInteractionConfig = field(default_factory=LateInteractionConfig)
     m3: M3Config = field(default_factory=M3Config)
     sparse: SparseConfig = field(default_factory=SparseConfig)
-    attention: Attention = Attention.auto
+    attention: Attention = option(Attention.auto, resume=Effect.changes_rounding)
     rope_theta: float | None = None  # base of the rotary positions in training; default: the configuration's
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -236,31 +240,37 @@ class ModelConfig:
 class TrainSource:
     """One source of training rows, an element of `data.train` (a string is its `path`)."""
 
-    path: str  # file, directory or glob, local or a URL (s3://, hf://, https://, ...), or Hub id
+    # file, directory or glob, local or a URL (s3://, hf://, https://, ...), or Hub id
+    path: str = option(is_input=True)
     format: DataFormat = DataFormat.auto
     # Default: the end of the path; if several sources end alike, with the folders that distinguish them (`web/train`).
     name: str | None = None
     revision: str | None = None  # a commit, tag or branch of a Hub data set
-    documents: str | None = None  # corpus of the document ids in rows; default: the corpus beside them
+    # corpus of the document ids in rows; default: the corpus beside them
+    documents: str | None = option(None, is_input=True)
     documents_revision: str | None = None  # a commit, tag or branch of the Hub data set with the corpus
     each_file: bool = False  # every file is a source
-    weight: float = 1.0  # passes over its rows per epoch: 2 is two, 0.5 is half of the rows, the other half in the next
-    max_rows: int | None = None  # at most so many rows per epoch, other rows in the next
+    # passes over its rows per epoch: 2 is two, 0.5 is half of the rows, the other half in the next
+    weight: float = option(1.0, above=0, hint="leave the source out instead")
+    # at most so many rows per epoch, other rows in the next
+    max_rows: int | None = option(None, at_least=1, hint="null for all rows")
     query_prompt: str | None = None  # default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
     instruction_format: str | None = None  # default: data.instruction_format
-    query_max_length: int | None = None  # tokens; default: the model's
-    document_max_length: int | None = None  # tokens; default: the model's
+    query_max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
+    document_max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
     loss: Any = None  # options that differ from the recipe's loss, or another loss by `name`
     temperature: float | None = None  # default: loss.temperature
     in_batch_negatives: bool | None = None  # default: loss.in_batch_negatives; false for a path with no_in_batch_neg
-    negatives: int | None = 7  # hard negatives per row, drawn from all of its negatives in each epoch; null: all
+    # hard negatives per row, drawn from all of its negatives in each epoch; null: all
+    negatives: int | None = option(7, at_least=0, hint="null for all of a row")
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # of a Hub data set, or of a folder by the names of its files
     # In the order query, positive, negatives, and a score; or by role, as {query: q1, positive: q2, label: same}, with
     # text, negative and score. Default: by name.
     columns: Any = None
-    score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
+    # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
+    score_scale: float = option(1.0, above=0, hint="scores are divided by it")
     # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A
     # column with a number for each positive chooses among a row's positives; a row without any is left out.
     where: str | None = None
@@ -271,38 +281,54 @@ class TrainSource:
 class DataConfig:
     """The training data."""
 
-    train: list[Any] = field(default_factory=list)  # sources: options of TrainSource, or paths
-    on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
-    batches: BatchMode = BatchMode.auto
-    mixed_share: float = 0.0  # part of each batch by source that is drawn from all sources (KaLM-Embedding-V2)
+    # sources: options of TrainSource, or paths
+    train: list[Any] = option(factory=list, resume=Effect.must_match, is_input=True)
+    # for a row that cannot be used: stop with file and line, or skip and count it
+    on_error: OnError = option(OnError.stop, resume=Effect.no_effect, in_result=True)
+    batches: BatchMode = option(BatchMode.auto, resume=Effect.must_match)
+    # part of each batch by source that is drawn from all sources (KaLM-Embedding-V2)
+    mixed_share: float = option(0.0, resume=Effect.must_match)
     # Documents of other rows of the global batch that each row gets as further negatives, for model.kind=cross_encoder.
-    batch_negatives: int = 0
-    weight_mode: WeightMode = WeightMode.epochs
+    batch_negatives: int = option(0, at_least=0, hint="0 draws none", resume=Effect.must_match)
+    weight_mode: WeightMode = option(WeightMode.epochs, resume=Effect.no_effect, in_result=True)
     # Sources are drawn in proportion to (rows x weight)^(1/temperature): above 1, small sources more often.
-    mixing_temperature: float = 1.0
+    mixing_temperature: float = option(
+        1.0, above=0, hint="1 draws by size and weight", resume=Effect.no_effect, in_result=True
+    )
     # Combines the instruction of a row with its query, instead of a prompt; "{text}" leaves instructions of rows out.
-    instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
-    cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
-    workers: int = 1  # threads that prepare batches ahead; 0 prepares each batch when it is needed
+    instruction_format: str = option("Instruct: {instruction}\nQuery: {text}", resume=Effect.no_effect, in_result=True)
+    # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
+    cache_dir: str | None = option(None, resume=Effect.no_effect)
+    # threads that prepare batches ahead; 0 prepares each batch when it is needed
+    workers: int = option(1, at_least=0, hint="0 prepares each batch when it is needed", resume=Effect.no_effect)
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """The length of training, and the sizes of batches and chunks."""
 
-    steps: int | None = None  # optimizer steps; instead of epochs
-    epochs: float | None = None  # passes over the data; default: 1, if steps is not set
+    steps: int | None = option(None, above=0, resume=Effect.changes_training)  # optimizer steps; instead of epochs
+    # passes over the data; default: 1, if steps is not set
+    epochs: float | None = option(None, above=0, resume=Effect.changes_training)
     # An earlier run of the same model, or one of its checkpoints: a new run starts with its weights, loss and optimizer
     # state, at step 0 of its own data and schedule. Of a run, the step that it exported.
-    init_from: str | None = None
-    global_batch_size: int = 256  # rows per batch over all ranks, whatever their number
-    chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
+    init_from: str | None = option(None, resume=Effect.changes_training, is_input=True)
+    # rows per batch over all ranks, whatever their number
+    global_batch_size: int = option(256, at_least=2, hint="a contrastive loss compares rows", resume=Effect.must_match)
+    # tokens, including padding, of one forward pass on one rank
+    chunk_tokens: int = option(16384, at_least=1, resume=Effect.changes_rounding)
     # Tokens whose activations are kept, so that they are not encoded twice; default: what fits into memory.
-    activation_tokens: int | None = None
-    pass_overhead_tokens: int | None = None  # cost of a forward pass, in tokens: smaller is less padding in more passes
-    gradient_accumulation_steps: int = 1  # global batches per step; each has its own negatives
+    activation_tokens: int | None = option(
+        None, at_least=0, hint="0 encodes every chunk twice", resume=Effect.changes_rounding
+    )
+    # cost of a forward pass, in tokens: smaller is less padding in more passes
+    pass_overhead_tokens: int | None = option(
+        None, at_least=0, hint="null chooses by device and sharding", resume=Effect.changes_rounding
+    )
+    # global batches per step; each has its own negatives
+    gradient_accumulation_steps: int = option(1, at_least=1, resume=Effect.must_match)
     # Steps between log lines and rows of metrics.jsonl; default: 10, and less in a run that would have fewer than ten.
-    log_every: int | None = None
+    log_every: int | None = option(None, at_least=1, resume=Effect.no_effect)
 
 
 @dataclass(kw_only=True)
@@ -310,21 +336,24 @@ class ParallelConfig:
     """How the work is distributed over the ranks. None of these options changes the result."""
 
     strategy: Strategy = Strategy.auto
-    shard_size: int | None = None  # hsdp: ranks per replica of the weights; default: those of one node
+    # hsdp: ranks per replica of the weights; default: those of one node
+    shard_size: int | None = option(None, at_least=1, hint="null takes the ranks of one node")
     block_class: str | None = None  # the layer class to shard; default: detected
-    precision: Precision = Precision.auto  # a resumed run keeps its own
+    precision: Precision = option(Precision.auto, resume=Effect.changes_training)  # a resumed run keeps its own
     gradient_reduction: GradientReduction = GradientReduction.auto
     # Free a block's unsharded weights after its forward pass; null: if memory requires it.
     reshard_after_forward: bool | None = None
     activation_checkpointing: bool | None = None  # recompute activations; null: if they would not fit
     cpu_offload: bool | None = None  # weights and optimizer in host memory; null: if nothing else fits
-    accelerate_config: str | None = None  # a file that `accelerate config` wrote, for its FSDP options
+    # a file that `accelerate config` wrote, for its FSDP options
+    accelerate_config: str | None = option(None, is_input=True)
     compile: bool = False  # torch.compile for each block
     # Only kernels that repeat bit for bit on GPUs, at a cost that has not been measured yet; no effect on CPUs.
     deterministic: bool = False
-    timeout: float = 1800.0  # seconds that a rank waits for the others before all end with an error
+    # seconds that a rank waits for the others before all end with an error
+    timeout: float = option(1800.0, above=0, resume=Effect.no_effect)
     # The same within a step, after the first one: at most `timeout`, at least three times the first step.
-    step_timeout: float = 600.0
+    step_timeout: float = option(600.0, above=0, resume=Effect.no_effect)
 
 
 @dataclass(kw_only=True)
@@ -335,16 +364,19 @@ class ExportConfig:
     # same directory; onnx_fp16, onnx_int8: smaller files of it, and openvino: OpenVINO's, each besides onnx. adapter:
     # the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of
     # tokens as a causal language model again, in a directory inside it.
-    formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
-    dtype: ExportDtype = ExportDtype.source
-    truncate_dim: int | None = None  # vectors have only the first so many dimensions; needs loss.matryoshka_dims
+    formats: list[str] = option(factory=lambda: ["sentence_transformers"], in_result=True)
+    dtype: ExportDtype = option(ExportDtype.source, in_result=True)
+    # vectors have only the first so many dimensions; needs loss.matryoshka_dims
+    truncate_dim: int | None = option(None, at_least=1, hint="null keeps all dimensions", in_result=True)
     # Smallest cosine of a vector of onnx_fp16, onnx_int8 or openvino to that of onnx, on probe texts; of vectors of
     # tokens, the mean of a text; of a cross-encoder, 1 minus the largest difference of a probability. An export below
     # it fails.
-    onnx_min_agreement: float = 0.97
+    onnx_min_agreement: float = option(0.97, within=(0, 1))
     # Base of the rotary positions of the exported model, which its evaluations measure; default: that of training.
-    rope_theta: float | None = None
-    max_file_size: str = "5GB"  # larger weights are split into files of at most this size
+    rope_theta: float | None = option(
+        None, above=0, hint="null keeps that of training", is_measured=True, in_result=True
+    )
+    max_file_size: str = option("5GB", in_result=False)  # larger weights are split into files of at most this size
     check: bool = True  # reopen and compare; false for models that do not fit into one process
     push_to_hub: str | None = None  # Hub id of a repository to upload to; created if missing
     private: bool = True  # whether a repository that is created is private
@@ -356,18 +388,19 @@ class ExportConfig:
 class Recipe:
     """All options of a run."""
 
-    name: str = ""  # name of the run; default: that of the recipe, else the last part of model.path
-    seed: int = 42  # seed of the data order, dropout and new weights
-    output_dir: str = "runs/${name}"  # directory of the run
-    resume: Resume = Resume.auto
-    model: ModelConfig = field(default_factory=ModelConfig)
+    # name of the run; default: that of the recipe, else the last part of model.path
+    name: str = option("", resume=Effect.no_effect)
+    seed: int = option(42, **SEED, resume=Effect.must_match)  # seed of the data order, dropout and new weights
+    output_dir: str = option("runs/${name}", resume=Effect.no_effect, in_result=False)  # directory of the run
+    resume: Resume = option(Resume.auto, resume=Effect.no_effect)
+    model: ModelConfig = option(factory=ModelConfig, resume=Effect.must_match)
     data: DataConfig = field(default_factory=DataConfig)
-    loss: LossConfig = field(default_factory=InfoNCEConfig)
-    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = option(factory=InfoNCEConfig, resume=Effect.must_match)
+    sparsity: SparsityConfig = option(factory=SparsityConfig, resume=Effect.changes_training)
+    optim: OptimConfig = option(factory=OptimConfig, resume=Effect.changes_training)
     train: TrainConfig = field(default_factory=TrainConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    parallel: ParallelConfig = option(factory=ParallelConfig, resume=Effect.changes_rounding)
+    evaluation: EvaluationConfig = option(factory=EvaluationConfig, resume=Effect.no_effect)
+    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, resume=Effect.no_effect)
+    export: ExportConfig = option(factory=ExportConfig, resume=Effect.no_effect)
+    tracking: TrackingConfig = option(factory=TrackingConfig, resume=Effect.no_effect)

@@ -6,6 +6,7 @@ from enum import Enum
 
 from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
 from embedtrain.config.losses import VECTOR_TEMPERATURE, LossConfig
+from embedtrain.config.options import Effect, option
 from embedtrain.config.validation import OptionChecks, written
 
 
@@ -56,9 +57,9 @@ class TeacherConfig(LossConfig):
     """Options of the losses with a teacher's vectors."""
 
     # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; default: the vectors in the rows.
-    teacher: str | None = None
+    teacher: str | None = option(None, is_input=True)
     # Several of them in place of `teacher`: similarities are the mean of those by each, such as cosines.
-    teachers: list[str] | None = None
+    teachers: list[str] | None = option(None, is_input=True)
     teacher_weights: list[float] | None = None  # of each of `teachers` in the mean; default: 1 each
     on_missing: OnMissing = OnMissing.stop  # of teachers that are directories of `embedtrain vectors`
 
@@ -83,8 +84,10 @@ class DistillSimilaritiesConfig(TeacherConfig):
     """Divergence of each query's softmax over the documents of the global batch from a teacher's."""
 
     name: str = "distill_similarities"
-    temperature: float | None = None  # the student's similarities are divided by it; default: 0.05
-    teacher_temperature: float | None = None  # the teacher's similarities are divided by it; default: as `temperature`
+    # the student's similarities are divided by it; default: 0.05
+    temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
+    # the teacher's similarities are divided by it; default: as `temperature`
+    teacher_temperature: float | None = option(None, above=0, hint="1 is usual")
     divergence: Divergence = Divergence.kl
     candidates: CandidateSet = CandidateSet.batch
     # The mean of one softmax each; a row's own pair is a candidate, a query or positive is none of itself.
@@ -92,7 +95,7 @@ class DistillSimilaritiesConfig(TeacherConfig):
     # Leave copies of the row's positive, and further positives of an equal query, out of both softmaxes.
     mask_duplicates: bool = True
     similarity: Similarity | None = None  # of the student, by default the model's; the teacher's is its own
-    implementation: Implementation = Implementation.auto
+    implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
     @property
     def temperatures(self) -> tuple[float, float]:

@@ -36,9 +36,13 @@ class OptionChecks:
         """Require a finite number."""
         self._number(name, lambda _: True, "must be a number", hint)
 
+    def above(self, minimum: float, name: str, hint: str = "") -> None:
+        """Require a number above `minimum`."""
+        self._number(name, lambda value: value > minimum, f"must be above {minimum}", hint)
+
     def positive(self, name: str, hint: str = "") -> None:
         """Require a number above 0."""
-        self._number(name, lambda value: value > 0, "must be above 0", hint)
+        self.above(0, name, hint)
 
     def within(self, minimum: float, maximum: float, name: str, hint: str = "") -> None:
         """Require a number from `minimum` to `maximum`."""

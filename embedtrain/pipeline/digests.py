@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.options import is_in_result
 from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.types import Stage
@@ -22,10 +23,7 @@ _IGNORED = (
     *("output_dir", "cache_dir", "vectors_dir", "timeout", "unshard", "chunk_tokens", "query_batch_size"),
     *("trust_remote_code", "index.place", "index.scan_dtype", "max_file_size"),
 )
-# Of training, what decides about the rows and the exported files although a resumed run may change it.
-_COUNTS = ("data.", "train.init_from", "export.dtype", "export.formats", "export.truncate_dim", "export.rope_theta")
 _INDEX = re.compile(r"\[\d+\]")
-_DATA_IGNORED = ("data.cache_dir", "data.workers")
 SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
 LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
 # Options of all kinds of stages that name files, directories or ids of the Hub, without the numbers of elements. Others
@@ -50,20 +48,12 @@ def options_of(stage: Stage) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in leaves(stage.options, ""):
         if stage.kind.name == TRAIN:
-            counts = _counts_in_training(name, stage.options)
+            counts = is_in_result(name, stage.options)
         else:
             counts = not any(name == option or name.startswith((f"{option}.", f"{option}[")) for option in ignored)
         if counts:
             values[name] = value.value if isinstance(value, Enum) else value
     return values
-
-
-def _counts_in_training(name: str, recipe: Any) -> bool:
-    from embedtrain.training.resume import Effect, effect_of
-
-    if name.startswith(_COUNTS):
-        return name not in _DATA_IGNORED
-    return effect_of(name, recipe) in (Effect.must_match, Effect.changes_training)
 
 
 def input_paths(stage: Stage) -> dict[str, str]:

@@ -5,7 +5,6 @@ A new run may start with the weights and the optimizer state of an earlier one: 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
+from embedtrain.config.options import Effect, declarations, effect_of
 from embedtrain.config.recipe import ModelConfig, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.train_data import SourceSettings, TrainData
@@ -162,77 +162,8 @@ class Change:
         return f"{self.option} {_format_value(self.saved)} -> {_format_value(self.now)}"
 
 
-class Effect(Enum):
-    """Effect of changing an option on a resumed run; the value is the message about it."""
-
-    must_match = "rejected if it changes what is trained on which rows"
-    changes_training = "changed since step {step}, which affects training or the exported step"
-    changes_rounding = "changed since step {step}, which only affects rounding and dropout masks"
-    no_effect = "changed since step {step}, without effect on training"
-
-
-# By prefix of an option's name; the longest match applies.
-EFFECTS = {
-    "name": Effect.no_effect,
-    "seed": Effect.must_match,
-    "output_dir": Effect.no_effect,
-    "resume": Effect.no_effect,
-    "model": Effect.must_match,
-    "model.attention": Effect.changes_rounding,
-    "data.train": Effect.must_match,
-    _BATCHES: Effect.must_match,
-    "data.mixed_share": Effect.must_match,
-    "data.batch_negatives": Effect.must_match,
-    # Whether these change anything shows in the rows and their number per epoch, which are part of the identity.
-    "data.on_error": Effect.no_effect,
-    "data.weight_mode": Effect.no_effect,
-    "data.mixing_temperature": Effect.no_effect,
-    "data.instruction_format": Effect.no_effect,
-    "data.cache_dir": Effect.no_effect,
-    "data.workers": Effect.no_effect,
-    "loss": Effect.must_match,
-    "loss.implementation": Effect.changes_rounding,
-    "sparsity": Effect.changes_training,
-    "optim": Effect.changes_training,
-    OPTIMIZER_NAME: Effect.must_match,
-    "train.init_from": Effect.changes_training,
-    _STEPS: Effect.changes_training,
-    _EPOCHS: Effect.changes_training,
-    "train.global_batch_size": Effect.must_match,
-    "train.gradient_accumulation_steps": Effect.must_match,
-    "train.chunk_tokens": Effect.changes_rounding,
-    "train.activation_tokens": Effect.changes_rounding,
-    "train.pass_overhead_tokens": Effect.changes_rounding,
-    "train.log_every": Effect.no_effect,
-    "parallel": Effect.changes_rounding,
-    "parallel.precision": Effect.changes_training,
-    "parallel.timeout": Effect.no_effect,
-    "parallel.step_timeout": Effect.no_effect,
-    "evaluation": Effect.no_effect,
-    "evaluation.patience": Effect.changes_training,
-    "checkpoint": Effect.no_effect,
-    "checkpoint.best_metric": Effect.changes_training,
-    "export": Effect.no_effect,
-    "tracking": Effect.no_effect,
-}
 # Options of losses whose default is the model's, and was the cosine in earlier versions.
 _COMPARES = {"similarity", "distance"}
-# Options of what an evaluation measures.
-_MEASURED = (
-    *("evaluation.function", "evaluation.sets", "evaluation.subset", "evaluation.metrics"),
-    *("evaluation.index", "evaluation.rerank_depth", "evaluation.document_windows"),
-    *("evaluation.vectors", "evaluation.calibration", "export.rope_theta"),
-)
-# Options that select the best step, if `checkpoint.best_metric` is set.
-_CHOOSES_BEST = (*_MEASURED, "evaluation.every")
-
-
-def effect_of(option: str, recipe: Recipe) -> Effect:
-    """The effect of changing an option on a run resumed with this recipe."""
-    if recipe.checkpoint.best_metric is not None and option.startswith(_CHOOSES_BEST):
-        return Effect.changes_training
-    prefixes = (name for name in EFFECTS if option == name or option.startswith((f"{name}.", f"{name}[")))
-    return EFFECTS[max(prefixes, key=len)]
 
 
 def run_identity(
@@ -385,7 +316,7 @@ def measures_otherwise(saved: Mapping[str, Any], recipe: Recipe) -> bool:
     """Whether an evaluation of the same weights measures something else than with the saved recipe."""
     now = to_plain(recipe)
     changes = (change for group in now for change in _differences(group, saved.get(group, {}), now[group]))
-    return any(change.option.startswith(_MEASURED) for change in changes)
+    return any(declared.is_measured for change in changes for declared in declarations(recipe, change.option))
 
 
 def find_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, list[Change]]:

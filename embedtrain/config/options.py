@@ -1,0 +1,147 @@
+"""One declaration of an option: a field of a dataclass with its type, its default, its comment, and what `option` adds.
+
+Checks of single values, the rules of a resumed run, the digests of pipelines and the identity of mined folders read
+the fields.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any
+
+from embedtrain.config.validation import MAX_SEED, OptionChecks
+
+_KEY = "option"
+_NAMES = re.compile(r"[^.\[\]]+|\[\d+\]")
+
+
+class Effect(Enum):
+    """Effect of changing an option on a resumed run; the value is the message about it."""
+
+    must_match = "rejected if it changes what is trained on which rows"
+    changes_training = "changed since step {step}, which affects training or the exported step"
+    changes_rounding = "changed since step {step}, which only affects rounding and dropout masks"
+    no_effect = "changed since step {step}, without effect on training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionInfo:
+    """What a field declares besides its type, its default and its comment.
+
+    Attributes:
+        at_least: the smallest number.
+        above: a number that it has to exceed.
+        within: the smallest and the largest number.
+        finite: whether it is any number except NaN and infinity, as with each of the limits.
+        hint: what follows the limit in the error, such as the meaning of null.
+        resume: effect of changing it on a resumed run; None: that of the section that it is in.
+        is_measured: whether it decides what evaluations measure.
+        chooses_best: whether it decides which step is the best one (`checkpoint.best_metric`).
+        is_input: whether it names files, directories or ids of the Hub, whose content counts instead of the name.
+        in_result: whether what a command writes depends on it. None: on each option of a command; of training, on those
+            whose change on a resumed run is rejected or changes training.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    within: tuple[float, float] | None = None
+    finite: bool = False
+    hint: str = ""
+    resume: Effect | None = None
+    is_measured: bool = False
+    chooses_best: bool = False
+    is_input: bool = False
+    in_result: bool | None = None
+
+
+_NOTHING = OptionInfo()
+# Limits that several options have: `option(None, **LENGTH)`.
+LENGTH: dict[str, Any] = {"at_least": 3, "hint": "two of them are special tokens"}
+SEED: dict[str, Any] = {"within": (0, MAX_SEED)}
+
+
+def option(default: Any = MISSING, *, factory: Any = MISSING, **declared: Any) -> Any:
+    """A field of a dataclass of options; `declared` are attributes of OptionInfo.
+
+    `chunk_tokens: int = option(16384, at_least=1)`
+    """
+    metadata = {_KEY: OptionInfo(**declared)}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+def declare(of_field: Any, **declared: Any) -> Any:
+    """A field that another function made, such as `code_option`, with these attributes of OptionInfo."""
+    of_field.metadata = {**of_field.metadata, _KEY: replace(of_field.metadata.get(_KEY, _NOTHING), **declared)}
+    return of_field
+
+
+def info(of_field: Any) -> OptionInfo:
+    """What a field declares."""
+    declared: OptionInfo = of_field.metadata.get(_KEY, _NOTHING)
+    return declared
+
+
+def check_values(options: Any, prefix: str = "") -> None:
+    """Raise a ConfigError for a number outside of its limits, in this dataclass and the sections in it."""
+    check = OptionChecks(options, prefix)
+    for each in fields(options):
+        value, declared = getattr(options, each.name), info(each)
+        if is_dataclass(value):
+            check_values(value, f"{prefix}{each.name}.")
+        elif declared.at_least is not None:
+            check.at_least(declared.at_least, each.name, declared.hint)
+        elif declared.above is not None:
+            check.above(declared.above, each.name, declared.hint)
+        elif declared.within is not None:
+            check.within(*declared.within, each.name, declared.hint)
+        elif declared.finite:
+            check.number(each.name, declared.hint)
+
+
+def declarations(options: Any, name: str) -> Iterator[OptionInfo]:
+    """What is declared on the way to an option, such as `data.train[0].weight`, from the outermost section on.
+
+    The way ends where the dataclasses do, as in a mapping, or in an option of another loss.
+    """
+    value = options
+    for part in _NAMES.findall(name):
+        if part.startswith("["):
+            index = int(part[1:-1])
+            if not isinstance(value, list) or index >= len(value):
+                return
+            value = value[index]
+            continue
+        if not is_dataclass(value):
+            return
+        found = next((each for each in fields(value) if each.name == part), None)
+        if found is None:
+            return
+        yield info(found)
+        value = getattr(value, part)
+
+
+def effect_of(name: str, recipe: Any) -> Effect:
+    """The effect of changing an option on a run resumed with this recipe."""
+    found = list(declarations(recipe, name))
+    if recipe.checkpoint.best_metric is not None and any(each.is_measured or each.chooses_best for each in found):
+        return Effect.changes_training
+    return next(each.resume for each in reversed(found) if each.resume is not None)
+
+
+def is_in_result(name: str, options: Any) -> bool:
+    """Whether what a command, or training, writes depends on an option."""
+    found = list(declarations(options, name))
+    stated = next((each.in_result for each in reversed(found) if each.in_result is not None), None)
+    if stated is not None:
+        return stated
+    effect = next((each.resume for each in reversed(found) if each.resume is not None), None)
+    return effect in (None, Effect.must_match, Effect.changes_training)
+
+
+def is_input(name: str, options: Any) -> bool:
+    """Whether an option, or the list or the mapping that it is an element of, names files whose content counts."""
+    *_, innermost = declarations(options, name)
+    return innermost.is_input

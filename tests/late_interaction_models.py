@@ -131,7 +131,7 @@ def token_vectors(directory: Path, role: TextRole, texts: list[str] = TEXTS, **o
     chunk = tokenizer.chunk(ids, range(len(ids)))
     assert chunk.sizes is not None
     with torch.no_grad():
-        return list(encoder(chunk).split(chunk.sizes.tolist()))
+        return list(encoder(chunk)[0].split(chunk.sizes.tolist()))
 
 
 def added(text: str) -> AddedToken:

@@ -16,7 +16,7 @@ from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Preci
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row, TextRole
-from embedtrain.models.sparse_encoder import language_model_class
+from embedtrain.models.own_class import language_model_class
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
 

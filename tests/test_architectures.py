@@ -95,7 +95,7 @@ def run(world: World, arguments: list[str]) -> tuple[str, np.ndarray, np.ndarray
         texts = [opened.prompts["document"] + probe for probe in PROBES]
         tokens = opened.tokenizer(texts, padding=True, truncation=True, max_length=48, return_tensors="pt")
         with torch.no_grad():
-            embeddings.append(model.encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"])).numpy())
+            embeddings.append(model.encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))[0].numpy())
         embeddings.append(opened.encode_document(list(PROBES)))
         return exported
 

@@ -43,7 +43,7 @@ def on_ranks(world: World, model: ModelConfig, options: ParallelConfig) -> dict[
     """Vectors, and the gradients of trained weights."""
     encoder = load_model(model, options, world, seed=3).encoder.eval()
     assert len(list(four_bit_layers(encoder))) == 14
-    vectors = encoder(Chunk(IDS, MASK))
+    vectors = encoder(Chunk(IDS, MASK))[0]
     vectors.pow(3).sum().backward()
     tensors = {"vectors": vectors.detach()}
     for name, parameter in encoder.named_parameters():
@@ -65,7 +65,7 @@ def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
     assert adapted.config.r == 4
 
     encoder.load_state_dict(initial_adapters(encoder, adapted, 3), strict=False)
-    vectors = encoder.eval()(Chunk(IDS, MASK))
+    vectors = encoder.eval()(Chunk(IDS, MASK))[0]
     vectors.pow(3).sum().backward()
     grads = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
     return {"vectors": vectors.detach()} | grads

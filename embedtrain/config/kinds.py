@@ -7,16 +7,21 @@ they are called.
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from embedtrain.errors import ConfigError
+
 if TYPE_CHECKING:
+    from torch import Size, Tensor, device
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.models.encoder import Encoder, Head
+    from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
-
-from embedtrain.errors import ConfigError
 
 _KINDS = {
     "dense": "embedtrain.kinds.dense:Dense",
@@ -51,6 +56,46 @@ class Kind(ABC):
     @abstractmethod
     def score(self, source: "ModelSource") -> "Score":
         """How two texts that the model has encoded compare, in training and in search."""
+
+    @abstractmethod
+    def model_class(self, config: "PretrainedConfig") -> Any:
+        """Transformers' class that opens a model with the parts that this kind needs of it."""
+
+    @abstractmethod
+    def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
+        """The encoder of a model of `model_class`; the weights of what the model does not have are new."""
+
+    def head(self, source: "ModelSource") -> "Head":
+        """The head on a backbone, with new weights; only for kinds whose head is not transformers' own."""
+        raise NotImplementedError(self.name)
+
+    @abstractmethod
+    def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
+        """The weights in a source's directory, by the encoder's names, and the names of those that it lacks.
+
+        New ones are in neither. Dense modules are read by whoever calls. Raises ModelError.
+        """
+
+    def missing_weights_hint(self, names: Sequence[str]) -> str:
+        """What to do about files that lack these weights, as the end of a sentence."""
+        return ""
+
+    def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
+        """The weights of the head that are not in safetensors files under their names, by the encoder's names."""
+        return {}
+
+    def locate_head(
+        self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
+    ) -> tuple[dict[str, "TensorLocation"], set[str]]:
+        """Where the weights of the head are among the `stored` ones, and the names of those in `head_weights`."""
+        return {}, set()
+
+    def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
+        """Why the outputs of a loaded encoder cannot be right, as a sentence; None if they may be.
+
+        Its forward passes are collectives: every rank calls it. The encoder has no dropout.
+        """
+        return None
 
     @property
     @abstractmethod

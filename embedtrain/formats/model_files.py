@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
@@ -18,10 +19,11 @@ from embedtrain.config.recipe import LOGIT_SCORE
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
-from embedtrain.formats.transformers import open_checked, open_tokenizer, read_heads, write_tokenizer
+from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
-from embedtrain.models.build import assemble_encoder
+from embedtrain.models.build import assemble_encoder, head_weights
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.heads import dense_locations
 from embedtrain.models.types import ModelSource
 
 # Outputs of graphs. The first two are those of transformers' classes, which optimum and sentence-transformers read; the
@@ -126,13 +128,16 @@ class ModelFiles(ABC):
         return None
 
     def add_heads(self, backbone: nn.Module, source: ModelSource) -> Encoder:
-        """The encoder of a backbone with what a directory has behind it."""
-        return Encoder(
-            backbone,
-            source.pooling,
-            normalize=source.normalize,
-            dense=read_heads(source),
-        ).eval()
+        """The encoder of a backbone with the head of a directory."""
+        encoder = Encoder(backbone, source.kind.head(source))
+        weights = {name: weight for name, weight in head_weights(source).items() if not name.startswith("backbone.")}
+        for index, dense in enumerate(source.dense):
+            for name, location in dense_locations(index, dense).items():
+                with safe_open(location.path, framework="pt") as file:
+                    weights[name] = file.get_tensor(location.key)
+        for name, weight in weights.items():
+            encoder.get_parameter(name).data.copy_(weight)
+        return encoder.eval()
 
     def open_encoder(self, directory: Path, source: ModelSource) -> Encoder:
         """The fp32 backbone that transformers loads from a directory, with our pooling and heads."""
@@ -241,7 +246,7 @@ class ModelFiles(ABC):
         """What a client makes of an output of N texts with the mask [N, L], without padding: of each text [R, D]."""
         if name == HIDDEN:
             with torch.no_grad():
-                output = self.add_heads(nn.Identity(), source).vectors(output, mask)
+                output = self.add_heads(nn.Identity(), source).output.graph_outputs(output, mask)[0]
         return list(output.split(1))
 
     def joined(self, name: str, rows: Sequence[Tensor]) -> Tensor:

@@ -46,10 +46,10 @@ from embedtrain.models.adapters import (
     lora_b_name,
 )
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers, quantization_round_trip
 from embedtrain.models.module_settings import SETTINGS, TASKS_FOLDER
+from embedtrain.models.own_class import HEAD
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import TensorLocation, weights_digest
 from embedtrain.models.types import ModelSource

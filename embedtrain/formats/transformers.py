@@ -16,7 +16,6 @@ from transformers import MODEL_MAPPING, AutoTokenizer, BatchEncoding, Pretrained
 
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.models.encoder import Dense
 from embedtrain.models.file_references import read_json
 from embedtrain.models.rope import with_rope_theta
 from embedtrain.models.stored_weights import stored_tensors
@@ -248,19 +247,6 @@ def tokenize_padded(
 ) -> BatchEncoding:
     """One padded batch [N, L] of texts, or of their pairs with `documents`, cut to the model's maximum length."""
     return tokenizer(texts, documents, padding=True, truncation=True, return_tensors="pt")
-
-
-def read_heads(source: ModelSource) -> list[Dense]:
-    """The dense heads of a directory with their weights."""
-    heads = []
-    for dense in source.dense:
-        head = Dense(dense.num_in, dense.num_out, bias=dense.bias, activation=dense.activation)
-        assert dense.directory is not None
-        for name, location in stored_tensors(dense.directory).items():
-            with safe_open(location.path, framework="pt") as file:
-                head.get_parameter(name).data.copy_(file.get_tensor(location.key))
-        heads.append(head)
-    return heads
 
 
 def compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:

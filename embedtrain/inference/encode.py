@@ -94,7 +94,7 @@ class SentenceEncoder:
     All methods are collectives: every rank calls them with the same texts.
 
     Args:
-        encoder: maps a `Chunk` to float32 [N, D], or to the vectors of tokens [R, D]; it is called directly,
+        encoder: maps a `Chunk` to one part, float32 [N, D], or the vectors of tokens [R, D]; it is called directly,
             never its `forward`.
         chunk_tokens: maximum number of tokens, including padding, of one forward pass.
         query_prompt, document_prompt: defaults for callers that have no others.
@@ -371,7 +371,8 @@ class SentenceEncoder:
         return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size))
 
     def _forward(self, chunk: Chunk) -> Part:
-        vectors: Tensor = self.encoder(chunk.to(self.world.device))
+        vectors: Tensor
+        (vectors,) = self.encoder(chunk.to(self.world.device))
         return Part(vectors[:, : self.truncate_dim].float(), chunk.sizes)
 
 

@@ -25,12 +25,9 @@ from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precisio
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapter_files import CLASSIFIER, CLASSIFIER_MODULES, CONFIG, AdapterFiles
 from embedtrain.models.bounded import BoundExceeded, run_bounded
-from embedtrain.models.cross_encoder import HEAD, CrossEncoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
-from embedtrain.models.late_interaction import LateInteractionEncoder
-from embedtrain.models.m3 import M3Encoder
-from embedtrain.models.m3_files import LAYERS
+from embedtrain.models.own_class import HEAD
 
 EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 NAME = "default"  # PEFT's default name of an adapter
@@ -79,20 +76,15 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         parameter.requires_grad_(False)
     stored_modules = _modules_of_files(encoder, files)
     modules = stored_modules | find_modules(encoder, lora.modules_to_save)
-    if isinstance(encoder, CrossEncoder) and not isinstance(config.target_modules, str):
+    head = encoder.output
+    if head.peft_modules and not isinstance(config.target_modules, str):
         # Names in transformers' class, which PEFT writes for target_modules="all-linear".
         prefix = encoder.stored_name("backbone.")
         config.target_modules = {name.removeprefix(prefix) for name in config.target_modules or ()}
     on_meta = any(parameter.is_meta for parameter in encoder.parameters())
     with init_empty_weights(include_buffers=False) if on_meta else contextlib.nullcontext():
         _inject(encoder, config, files)
-    if isinstance(encoder, CrossEncoder):
-        modules[HEAD.rstrip(".")] = encoder.head  # as PEFT does for sequence classification
-    # New ones would stay random.
-    if isinstance(encoder, LateInteractionEncoder) or any(head.is_new for head in encoder.dense):
-        modules |= find_modules(encoder, [DENSE])
-    if isinstance(encoder, M3Encoder):
-        modules |= {name: encoder.get_submodule(name) for name in LAYERS}
+    modules |= head.beside_adapters  # would stay random
     for module in modules.values():
         for parameter in module.parameters():
             parameter.requires_grad_(True)
@@ -102,8 +94,8 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
     saved = tuple(sorted(encoder.stored_name(name) for name in modules if name.startswith("backbone.")))
-    if isinstance(encoder, CrossEncoder):
-        saved += tuple(encoder.head_modules)
+    if head.peft_modules:
+        saved += tuple(head.peft_modules)
         config.task_type = CLASSIFIER
     config.modules_to_save = list(saved) or None
     stored = [name for name, _ in encoder.named_parameters() if ".lora_" in name]
@@ -113,7 +105,11 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         files=files,
         stored=tuple(dict.fromkeys(stored)) if files is not None else (),
         modules_to_save=saved,
-        heads=tuple(dict.fromkeys(name.split(".")[0] for name in modules if name.startswith((DENSE, *LAYERS)))),
+        heads=tuple(
+            dict.fromkeys(
+                name.split(".")[0] for name in modules if not name.startswith(("backbone.", HEAD.rstrip(".")))
+            )
+        ),
     )
 
 
@@ -258,9 +254,9 @@ def _modules_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str,
     if files is None:
         return {}
     names, modules = set(files.modules_to_save), {}
-    if isinstance(encoder, CrossEncoder):
+    if encoder.output.peft_modules:
         # PEFT stores the parts whose names end with one of these.
-        parts = [part for part in encoder.head_modules if part.endswith(files.modules_to_save)]
+        parts = [part for part in encoder.output.peft_modules if part.endswith(files.modules_to_save)]
         modules = {f"{HEAD}{part}": encoder.get_submodule(f"{HEAD}{part}") for part in parts}
         names -= {name for name in names if any(part.endswith(name) for part in parts)} | set(CLASSIFIER_MODULES)
         names = {name.removeprefix(encoder.stored_name("backbone.")) for name in names}

@@ -1,4 +1,4 @@
-"""The encoder: backbone, pooling, dense heads and normalisation in one module with one public forward.
+"""The encoder: a backbone and a head in one module with one public forward.
 
 One module, because FSDP gathers weights around that module's `__call__`: a head outside of it would receive vectors of
 another precision, and a loss could hold an unsharded copy.
@@ -6,99 +6,22 @@ another precision, and a loss could hold an unsharded copy.
 N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; D: dimensions of the vectors.
 """
 
-from collections.abc import Sequence
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.data.types import Chunk, Packing
+from embedtrain.data.types import Chunk
 from embedtrain.models.attention_mask import known_padding
 from embedtrain.models.early_exits import EarlyExits
+from embedtrain.models.pooling import POOLING, PooledTokens, build_pooling
 
-_LOWEST = -1e9  # of tokens that are not pooled, in a maximum; as in sentence-transformers
-
-
-def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Pool token vectors [N, L, H] with mask [N, L] (1 = real) to float32 [N, H].
-
-    The mask gives the index of the first and the last real token: a fixed index would silently pool padding in half of
-    the batches.
-    """
-    match pooling:
-        case Pooling.cls:
-            return _take(hidden, mask.argmax(dim=1)).float()
-        case Pooling.last:
-            positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-            return _take(hidden, (mask * positions).argmax(dim=1)).float()
-        case Pooling.max:
-            return hidden.float().masked_fill(mask.unsqueeze(-1) == 0, _LOWEST).amax(dim=1)
-        case Pooling.mean | Pooling.weighted_mean:
-            counted = mask if pooling is Pooling.mean else mask * mask.cumsum(dim=1)
-            weights = counted.unsqueeze(-1).float()
-            return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1.0)
-
-
-def pool_packed(hidden: Tensor, mask: Tensor | None, packing: Packing, pooling: Pooling) -> Tensor:
-    """Pool token vectors [T, H] of concatenated texts to float32 [N, H].
-
-    `mask` int64 [T] is 0 for the tokens at the beginning of a text that are left out; None: all tokens are pooled.
-    """
-    starts = packing.starts.long()
-    match pooling:
-        case Pooling.cls:
-            skipped = 0 if mask is None else starts.diff() - _sums(mask[:, None].float(), packing)[:, 0].long()
-            return hidden[starts[:-1] + skipped].float()
-        case Pooling.last:
-            return hidden[starts[1:] - 1].float()
-        case Pooling.mean:
-            sums, weights = hidden.float(), starts.diff().unsqueeze(-1).float()
-            if mask is not None:
-                sums = sums * mask.unsqueeze(-1)
-                weights = _sums(mask.unsqueeze(-1).float(), packing).clamp(min=1.0)
-            means: Tensor = _sums(sums, packing) / weights
-            return means
-        case Pooling.weighted_mean:
-            counts = packing.positions[0] + 1
-            if mask is not None:
-                before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-                counts = mask * (before[1:] - before[starts[:-1]].repeat_interleave(starts.diff()))
-            weights = counts.unsqueeze(-1).float()
-            weighted: Tensor = _sums(hidden.float() * weights, packing) / _sums(weights, packing).clamp(min=1.0)
-            return weighted
-        case Pooling.max:
-            rows = hidden.float()
-            maxima: Tensor = _maxima(rows if mask is None else rows.masked_fill(mask[:, None] == 0, _LOWEST), packing)
-            return maxima
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _sums(rows: Tensor, packing: Packing) -> Tensor:
-    """The sum of each text's rows, [T, H] to [N, H], deterministic."""
-    if rows.is_cuda:
-        return torch.segment_reduce(rows, "sum", lengths=packing.starts.diff().long(), axis=0, unsafe=True)
-    return torch.cat([text.sum(1) for text in _by_length(rows, packing)])
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _maxima(rows: Tensor, packing: Packing) -> Tensor:
-    """The maximum of each text's rows, [T, H] to [N, H]."""
-    if rows.is_cuda:
-        return torch.segment_reduce(rows, "max", lengths=packing.starts.diff().long(), axis=0, unsafe=True)
-    return torch.cat([text.amax(1) for text in _by_length(rows, packing)])
-
-
-def _by_length(rows: Tensor, packing: Packing) -> list[Tensor]:
-    """The rows [T, H] of consecutive texts of one length L, [n, L, H]."""
-    runs = packing.runs
-    parts = rows.split([texts * length for texts, length in runs])
-    return [part.view(n, length, -1) for part, (n, length) in zip(parts, runs, strict=True)]
-
-
-def _take(hidden: Tensor, indices: Tensor) -> Tensor:
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), indices]
+_BACKBONE = "backbone."
+POOLING_MODULE = "pooling"  # the module of a user's pooling in the encoder
 
 
 class Dense(nn.Module):
@@ -126,80 +49,175 @@ ACTIVATIONS: dict[str, nn.Module] = {
 }
 
 
-class Encoder(nn.Module):
-    """Tokens of texts to vectors: a Hugging Face model without a head, pooling, dense heads, L2 normalisation.
+class Head(ABC):
+    """Maps the hidden states of a chunk's tokens to parts, such as a vector of each text.
+
+    It is no module: its `modules` are modules of the encoder, under the names that they have in checkpoints.
 
     Attributes:
-        has_layers: whether the backbone is a transformer; otherwise it has no blocks and no attention.
+        modules: those with weights, by name.
+        dimension: D, of the vectors; 1 for scores, V for weights of words.
+        in_float32: the module that is an FSDP group of its own and computes in float32; None: there is none.
+        ties_embeddings: whether it uses the table of token embeddings as well, which then stays in the root's group.
+        reads_pairs: whether texts are pairs, whose second text may have a token type of its own.
+        compares_tokens: whether `compared` has a row of each token that has a vector, instead of each text.
+        has_vocabulary: whether it multiplies every token with a vocabulary.
     """
 
-    has_layers = True
+    modules: dict[str, nn.Module]
+    dimension: int
+    in_float32: nn.Module | None = None
+    ties_embeddings = False
+    reads_pairs = False
+    compares_tokens = False
+    has_vocabulary = False
 
-    def __init__(
-        self, backbone: PreTrainedModel, pooling: Pooling, *, normalize: bool, dense: Sequence[Dense] = ()
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.dense = nn.ModuleList(dense)
-        self.pooling = pooling
-        self.normalize = normalize
-        self.exits: EarlyExits | None = None  # in training, the vectors after these layers are further outputs
-
-    @property
-    def dimension(self) -> int:
-        """D, the dimension of the vectors."""
-        return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
+    @abstractmethod
+    def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """Hidden states, [N, L, H] or [1, T, H] of packed texts, to float32 parts with rows of each text in order."""
 
     def stored_name(self, name: str) -> str:
-        """The name of a weight or module, `backbone.NAME`, in the files of transformers and PEFT."""
-        return name.removeprefix("backbone.")
+        """The name of a weight or module of the encoder in the files of transformers and PEFT."""
+        return name.removeprefix(_BACKBONE)
 
-    def forward(self, chunk: Chunk) -> Tensor | tuple[Tensor, ...]:
-        """The N texts of a chunk to float32 vectors [N, D]; with `exits`, in training, a tuple: first the last layer's.
+    def compared(self, hidden: Tensor, chunk: Chunk) -> Tensor:
+        """The rows by which packed and padded texts are compared: the first part, unless its rows may be near 0."""
+        return self(hidden, chunk)[0]
 
-        Attention covers all real tokens, also those that are not pooled. For packed texts the backbone has to be
-        prepared by `enable_packing`.
-        """
-        last = self.hidden_states(chunk)
-        if self.exits is None or not self.training:
-            return self.text_vectors(last, chunk)
-        return tuple(self.text_vectors(hidden, chunk) for hidden in (last, *self.exits.pop()))
+    def graph_outputs(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        """What an ONNX graph computes besides hidden states [N, L, H], from these and the mask [N, L]."""
+        raise NotImplementedError(f"{type(self).__name__} has no graph of its own")
 
-    def text_vectors(self, hidden: Tensor, chunk: Chunk) -> Tensor:
-        """The vectors [N, D] of texts from the hidden states of their tokens, [N, L, H], or [1, T, H] if packed."""
-        if chunk.packing is not None:
-            pooled = None if chunk.pooled is None else chunk.pooled[0]
-            return self._apply_heads(pool_packed(hidden[0], pooled, chunk.packing, self.pooling))
-        return self.vectors(hidden, chunk.mask if chunk.pooled is None else chunk.pooled)
+    @property
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """The modules of the encoder that are trained in full beside adapters, by name."""
+        return {}
 
-    def hidden_states(self, chunk: Chunk) -> Tensor:
-        """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts."""
-        token_types = {} if chunk.types is None else {"token_type_ids": chunk.types}
-        if chunk.packing is None:
-            # Without a mask some models fail (custom code), others search the position ids for packed texts.
-            with known_padding(chunk.has_padding):
-                hidden: Tensor = self.backbone(
-                    input_ids=chunk.ids, attention_mask=chunk.mask, **token_types
-                ).last_hidden_state
-            return hidden
-        # Transformers passes a mask of four dimensions on unchanged, so it creates none.
-        return self.backbone(  # type: ignore[no-any-return]
-            input_ids=chunk.ids,
-            attention_mask=chunk.ids.new_ones((1, 1, 1, 1)),
-            position_ids=chunk.packing.positions + first_position(self.backbone),
-            packing=chunk.packing,
-            **token_types,
-        ).last_hidden_state
+    @property
+    def peft_modules(self) -> list[str]:
+        """Those of them that PEFT stores with an adapter, by their names in transformers' class."""
+        return []
 
-    def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Apply pooling, heads and normalisation to token vectors [N, L, H] with the pooling mask [N, L]: [N, D]."""
-        return self._apply_heads(pool(hidden, mask, self.pooling))
 
-    def _apply_heads(self, vectors: Tensor) -> Tensor:
+class PooledHead(Head):
+    """One vector of each text: pooling, dense heads, L2 normalisation.
+
+    Args:
+        size: H.
+        pooling: a mode by name, or the path of a user's.
+    """
+
+    def __init__(self, size: int, pooling: Pooling | str, *, normalize: bool, dense: Sequence[Dense] = ()) -> None:
+        self.pooling, self.normalize, self.dense = pooling, normalize, nn.ModuleList(dense)
+        self.dimension = dense[-1].linear.out_features if dense else size
+        own = build_pooling(pooling, size)
+        self.own_pooling = own  # of the user
+        self.modules = {"dense": self.dense} | ({} if own is None else {POOLING_MODULE: own})
+
+    def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """The vectors of texts, [N, D]."""
+        return (self.vectors(hidden if chunk.packing is None else hidden[0], PooledTokens.of(chunk)),)
+
+    def vectors(self, hidden: Tensor, tokens: PooledTokens) -> Tensor:
+        """Pooling, heads and normalisation of hidden states [N, L, H] or [T, H]: [N, D]."""
+        pool = POOLING[self.pooling].pool if isinstance(self.pooling, Pooling) else self.own_pooling
+        assert pool is not None
+        return self.transformed(pool(hidden, tokens).float())
+
+    def transformed(self, vectors: Tensor) -> Tensor:
+        """Heads and normalisation of vectors [..., H]: [..., D]."""
         for head in self.dense:
             vectors = head(vectors)
         vectors = vectors.float()
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+    def graph_outputs(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        """The vectors of texts, [N, D]."""
+        return (self.vectors(hidden, PooledTokens(mask)),)
+
+    @property
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """New heads, which would stay random, and a pooling with weights."""
+        dense = {"dense": self.dense} if any(head.is_new for head in self.dense) else {}
+        return dense | ({} if self.own_pooling is None else {POOLING_MODULE: self.own_pooling})
+
+
+class Encoder(nn.Module):
+    """The items of a chunk to parts: a tower, which is a Hugging Face model without a head, and a head.
+
+    Attributes:
+        output: the head.
+        exits: in training, the hidden states after these layers are mapped to further parts.
+        has_layers: whether the backbone is a transformer; otherwise it has no blocks and no attention.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, head: Head, *, has_layers: bool = True) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.output, self.has_layers = head, has_layers
+        for name, module in head.modules.items():
+            self.add_module(name, module)
+        self.exits: EarlyExits | None = None
+        self._computes: Callable[[Chunk], Tensor] | None = None
+
+    @property
+    def dimension(self) -> int:
+        """D, the dimension of the vectors."""
+        return self.output.dimension
+
+    @property
+    def float32_head(self) -> nn.Module | None:
+        """The module that computes in float32, an FSDP group of its own."""
+        return self.output.in_float32
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the table of token embeddings as well."""
+        return self.output.ties_embeddings
+
+    def stored_name(self, name: str) -> str:
+        """The name of a weight or module, `backbone.NAME`, in the files of transformers and PEFT."""
+        return self.output.stored_name(name)
+
+    def forward(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """The parts of the N items of a chunk, float32, with rows of each item in order; those of `exits` follow.
+
+        Attention covers all real tokens, also those that are not pooled. For packed texts the backbone has to be
+        prepared by `enable_packing`.
+        """
+        if self._computes is not None:
+            return (self._computes(chunk),)
+        states = [hidden_states(self.backbone, chunk)]
+        if self.exits is not None and self.training:
+            states += self.exits.pop()
+        return tuple(part for hidden in states for part in self.output(hidden, chunk))
+
+    @contextlib.contextmanager
+    def computing(self, other: Callable[[Chunk], Tensor]) -> Iterator[None]:
+        """Compute something else in forward passes within the block, for checks: weights are unsharded in them only."""
+        self._computes = other
+        try:
+            yield
+        finally:
+            self._computes = None
+
+
+def hidden_states(backbone: nn.Module, chunk: Chunk) -> Tensor:
+    """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts."""
+    token_types = {} if chunk.types is None else {"token_type_ids": chunk.types}
+    if chunk.packing is None:
+        # Without a mask some models fail (custom code), others search the position ids for packed texts.
+        with known_padding(chunk.has_padding):
+            hidden: Tensor = backbone(input_ids=chunk.ids, attention_mask=chunk.mask, **token_types).last_hidden_state
+        return hidden
+    # Transformers passes a mask of four dimensions on unchanged, so it creates none.
+    return backbone(  # type: ignore[no-any-return]
+        input_ids=chunk.ids,
+        attention_mask=chunk.ids.new_ones((1, 1, 1, 1)),
+        position_ids=chunk.packing.positions + first_position(backbone),
+        packing=chunk.packing,
+        **token_types,
+    ).last_hidden_state
 
 
 def prepare_backbone(backbone: PreTrainedModel) -> PreTrainedModel:
@@ -231,6 +249,11 @@ def first_position(backbone: nn.Module) -> int:
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
         return int(embeddings.padding_idx) + 1  # type: ignore[union-attr]
     return 0
+
+
+def has_token_types(encoder: Encoder) -> bool:
+    """Whether the backbone distinguishes the two texts of a pair by token types."""
+    return int(getattr(encoder.backbone.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
 
 
 def hidden_size(config: PretrainedConfig) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import Dense, hidden_size
 from embedtrain.models.m3_files import read_pickled_tensors
 from embedtrain.models.module_settings import DenseSource
+from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
 
 # Of a Dense module that a version of sentence-transformers before 2.3 wrote.
 _PICKLE = "pytorch_model.bin"
@@ -90,6 +91,12 @@ def is_pickled(dense: DenseSource) -> bool:
     return (directory / _PICKLE).is_file()
 
 
+def pickled_head_names(dense: Sequence[DenseSource], names: Iterable[str]) -> set[str]:
+    """Those of the encoder's names that are weights of heads for which `is_pickled`."""
+    pickled = tuple(f"dense.{index}." for index, head in enumerate(dense) if is_pickled(head))
+    return {name for name in names if name.startswith(pickled)} if pickled else set()
+
+
 def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
     """The weights of the heads for which `is_pickled`, by the encoder's names; a ModelError if they are others."""
     weights: dict[str, Tensor] = {}
@@ -104,3 +111,21 @@ def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
             raise ModelError(f"{path} should contain {expected}: this head would be random")
         weights |= {f"dense.{index}.{name}": tensor.float() for name, tensor in stored.items()}
     return weights
+
+
+def dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
+    """Where the weights of a head are, by the encoder's names; nothing for a new or pickled one. Raises ModelError."""
+    if dense.directory is None or is_pickled(dense):
+        return {}
+    stored = stored_tensors(dense.directory)
+    shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}
+    if dense.bias:
+        shapes["linear.bias"] = torch.Size([dense.num_out])
+    if dense.is_inline:
+        stored = {name: location for name, location in stored.items() if name in shapes}
+    if set(stored) != set(shapes) or not shapes_match(stored, shapes):
+        expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ModelError(
+            f"{dense.directory / 'model.safetensors'} should contain {expected}: this head would be random"
+        )
+    return {f"dense.{index}.{key}": location for key, location in stored.items()}

@@ -36,7 +36,7 @@ from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.data.types import Chunk, PackedKeys, Packing
 from embedtrain.models.attention_kernels import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit
 from embedtrain.models.attention_mask import without_reads
-from embedtrain.models.encoder import Encoder, prepare_backbone
+from embedtrain.models.encoder import Encoder, PooledHead, hidden_size, prepare_backbone
 from embedtrain.models.hub import one_line
 
 NAME = "embedtrain_packed"
@@ -72,7 +72,7 @@ _SMALL_SIZES = {
 }
 _OWN_ATTENTION = "it computes attention itself instead of through transformers' interface"
 
-Forward = Callable[..., Tensor]
+Forward = Callable[[Chunk], tuple[Tensor, ...]]
 
 
 class PackingError(Exception):
@@ -172,7 +172,7 @@ def packing_mismatch(
     with torch.no_grad():
         texts = [(first, second), (changed_first, second), (first, changed_second)]
         both, other_first, other_second = (
-            encoder(_chunk(device, list(pair), key_lengths, token_types=token_types)).float() for pair in texts
+            encoder(_chunk(device, list(pair), key_lengths, token_types=token_types))[0].float() for pair in texts
         )
         padded = torch.tensor([first, (second + filler)[:width]], device=device)
         mask = torch.arange(width, device=device) < torch.tensor([[width], [num_attended]], device=device)
@@ -185,7 +185,7 @@ def packing_mismatch(
                 types=types if token_types else None,
                 token_rows=rows if token_vectors else None,
             )
-        ).float()
+        )[0].float()
     if not torch.stack([both, other_first, other_second, separate]).isfinite().all():
         return "its vectors are not finite"  # NaN never equals NaN, so no comparison would say anything
     if not (
@@ -221,7 +221,8 @@ def window_mismatch(config: PretrainedConfig, precision: Precision, device: torc
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             torch.manual_seed(0)
             backbone = prepare_backbone(AutoModel.from_config(small, dtype=torch.float32))
-        encoder = Encoder(backbone, Pooling.mean, normalize=False).eval()
+        head = PooledHead(hidden_size(small), Pooling.mean, normalize=False)
+        encoder = Encoder(backbone, head).eval()
         encoder.to(device, torch.bfloat16 if precision is Precision.bf16 else torch.float32)
         enable_packing(encoder)
         return packing_mismatch(encoder, small, precision, device, lengths=_LONG_LENGTHS)

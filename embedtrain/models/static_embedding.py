@@ -18,7 +18,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import one_line
 from embedtrain.models.security import require_safe_files
@@ -65,22 +64,6 @@ class StaticBackbone(PreTrainedModel):  # type: ignore[misc]
     def forward(self, input_ids: Tensor, **_: Any) -> BaseModelOutput:
         """The row of each token: neither a mask nor positions matter."""
         return BaseModelOutput(last_hidden_state=self.embedding(input_ids))
-
-
-class StaticEncoder(Encoder):
-    """The mean of a text's rows, dense heads, L2 normalisation; a text without tokens has the vector 0.
-
-    The table is an FSDP group of its own, in float32: in bf16, the gradients of a frequent token's thousands of
-    occurrences in a chunk would be lost in rounding.
-    """
-
-    has_layers = False
-
-    @property
-    def float32_head(self) -> nn.Module:
-        """The table."""
-        table: nn.Module = self.backbone.get_input_embeddings()
-        return table
 
 
 AutoConfig.register(MODEL_TYPE, StaticConfig)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from embedtrain.models.attention_direction import attends_causally
-from embedtrain.models.cross_encoder import HEAD
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
-from embedtrain.models.sparse_encoder import SparseEncoder
+from embedtrain.models.own_class import HEAD
 
 
 def token_flops(matmul_elements: float, trained: float, attention: float) -> tuple[float, float]:
@@ -65,12 +64,12 @@ NO_FLOPS = ModelFlops(0, 0, ())  # default if the rate is not of interest
 
 def model_flops(encoder: Encoder) -> ModelFlops:
     """FLOPs of an encoder with `requires_grad` as in training; sharded or not."""
-    embeddings, is_sparse = {id(p) for p in lookup_weights(encoder)}, isinstance(encoder, SparseEncoder)
+    embeddings, has_vocabulary = {id(p) for p in lookup_weights(encoder)}, encoder.output.has_vocabulary
     weights = [
         p
         for name, p in encoder.named_parameters()
         # The head of a cross-encoder computes one vector of a pair, that of a sparse model one of each token.
-        if p.dim() > 1 and id(p) not in embeddings and (is_sparse or not name.startswith(HEAD))
+        if p.dim() > 1 and id(p) not in embeddings and (has_vocabulary or not name.startswith(HEAD))
     ]
     quantized = sum(layer.in_features * layer.out_features for _, layer in four_bit_layers(encoder))
     return ModelFlops(
@@ -82,7 +81,7 @@ def model_flops(encoder: Encoder) -> ModelFlops:
 
 def lookup_weights(encoder: Encoder) -> list[Tensor]:
     """Weights of embeddings that tokens look up, and are not multiplied with, as with a tied vocabulary head."""
-    tied = encoder.backbone.get_input_embeddings() if isinstance(encoder, SparseEncoder) and encoder.tied else None
+    tied = encoder.backbone.get_input_embeddings() if encoder.tied else None
     return [
         weight
         for part in encoder.modules()

@@ -163,7 +163,7 @@ def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float,
     mask = torch.empty_like(ids)
     existing = [ids, mask, *encoder.parameters(), *encoder.buffers()]
     with LiveBytes(existing) as live:
-        vectors = encoder(Chunk(ids, mask))
+        (vectors,) = encoder(Chunk(ids, mask))
         saved, forward = live.bytes, live.peak
         live.peak = saved
         if vectors.requires_grad:

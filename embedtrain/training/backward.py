@@ -169,10 +169,10 @@ class Backward:
         return LossOutput(output.local_loss.detach(), output.metrics, output.row_losses)
 
     def _encode(self, step: int, index: int, chunk: Chunk) -> tuple[Tensor, ...]:
-        """The parts of a chunk's texts; an encoder of one part returns it without a tuple."""
+        """The parts of a chunk's texts."""
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
-        encoded: Tensor | tuple[Tensor, ...] = self.encoder(chunk)
-        return (encoded,) if isinstance(encoded, Tensor) else encoded
+        parts: tuple[Tensor, ...] = self.encoder(chunk)
+        return parts
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:

@@ -54,7 +54,7 @@ class GuideModel:
         (num_passes,) = max_over_ranks([len(chunks)], torch.device("cpu"))
         padded = [*chunks, *[self._dummy] * (max(1, num_passes) - len(chunks))]
         with torch.no_grad():
-            rows = restore_order([self.encoder(chunk) for chunk in padded], padded)
+            rows = restore_order([self.encoder(chunk)[0] for chunk in padded], padded)
         reshard(self.encoder)
         return Guide(rows[:num_queries], rows[num_queries:], self.similarity)
 

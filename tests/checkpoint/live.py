@@ -47,9 +47,9 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("rounded", torch.arange(6).bfloat16())
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> tuple[Tensor]:
         x = self.words(ids)
-        return self.out(x).sum() + self.scale * (self.frozen(x) + self.up(self.down(x))).sum()
+        return (self.out(x).sum() + self.scale * (self.frozen(x) + self.up(self.down(x))).sum(),)
 
 
 class Live:
@@ -77,7 +77,8 @@ class Live:
     def step(self) -> None:
         """One optimizer step with real gradients; the loss's parameters have none, as before a batch of its source."""
         ids = torch.tensor([[1, 2, 3]], device=self.device)
-        self.trained.encoder(ids if self.odd else Chunk(ids, torch.ones_like(ids))).sum().backward()
+        (part,) = self.trained.encoder(ids if self.odd else Chunk(ids, torch.ones_like(ids)))
+        part.sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -26,7 +26,7 @@ def load(world: World, path: str, strategies: list[Strategy]) -> list[float]:
         model = load_model(ModelConfig(path=path, pooling=Pooling.mean), parallel(strategy), world, seed=0)
         ids = torch.tensor([[0, 5, 2]])
         with torch.no_grad():
-            outputs.append(model.encoder.eval()(Chunk(ids, torch.ones_like(ids)))[0, 0].item())
+            outputs.append(model.encoder.eval()(Chunk(ids, torch.ones_like(ids)))[0][0, 0].item())
     return outputs
 
 

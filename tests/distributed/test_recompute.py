@@ -35,7 +35,7 @@ def texts(rank: int) -> list[Chunk]:
 
 def loss(encoder: nn.Module, rank: int, num_passes: int) -> Tensor:
     """Like a triplet loss: a forward pass per column, and one backward pass."""
-    queries, *documents = (encoder(chunk) for chunk in texts(rank)[:num_passes])
+    queries, *documents = (encoder(chunk)[0] for chunk in texts(rank)[:num_passes])
     return sum((1 + column) * (queries * vectors).sum() for column, vectors in enumerate(documents))
 
 

@@ -47,7 +47,7 @@ def rejected_or_correct(world: World, models: dict[str, ModelConfig]) -> None:
     for name, model in models.items():
         reference = in_one_process(model)
         with torch.no_grad():
-            expected = reference(Chunk(IDS, MASK))
+            expected = reference(Chunk(IDS, MASK))[0]
             hidden = reference.backbone.get_input_embeddings()(IDS)
         for strategy in (Strategy.fsdp, Strategy.ddp):
             encoder = load_model(model, parallel(strategy), world, seed=0).encoder.eval()
@@ -66,17 +66,17 @@ def rejected_or_correct(world: World, models: dict[str, ModelConfig]) -> None:
                 assert "DTensor" not in str(caught.value), (name, case)
             for _ in range(2):
                 with torch.no_grad():
-                    torch.testing.assert_close(encoder(Chunk(IDS, MASK)), expected, rtol=0, atol=1e-5)
+                    torch.testing.assert_close(encoder(Chunk(IDS, MASK))[0], expected, rtol=0, atol=1e-5)
             with torch.inference_mode():
-                torch.testing.assert_close(encoder(Chunk(IDS, MASK)), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(encoder(Chunk(IDS, MASK))[0], expected, rtol=0, atol=1e-5)
             reshard(encoder)
             assert all(isinstance(p, DTensor) for p in encoder.parameters())
             with pytest.raises(EmbedtrainError), torch.no_grad():
                 encoder.forward(Chunk(IDS, MASK))
             # Training after evaluation has the gradient of the reference.
-            encoder(Chunk(IDS, MASK))[0, 0].backward()
+            encoder(Chunk(IDS, MASK))[0][0, 0].backward()
             reference.zero_grad()
-            reference(Chunk(IDS, MASK))[0, 0].backward()
+            reference(Chunk(IDS, MASK))[0][0, 0].backward()
             for key, parameter in reference.named_parameters():
                 if parameter.grad is not None:
                     grad = encoder.get_parameter(key).grad.full_tensor()
@@ -96,7 +96,7 @@ def single_block(world: World, model: ModelConfig) -> None:
         output, expected = encoder.backbone.encoder.layer[0](hidden), reference.backbone.encoder.layer[0](hidden)
         output, expected = (x[0] if isinstance(x, tuple) else x for x in (output, expected))
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(encoder(Chunk(IDS, MASK)), reference(Chunk(IDS, MASK)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(encoder(Chunk(IDS, MASK))[0], reference(Chunk(IDS, MASK))[0], rtol=0, atol=1e-5)
 
 
 def test_a_block_called_alone_first(ranks, models):
@@ -111,15 +111,15 @@ def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
         block = find_blocks(encoder)[0]
         block.register_forward_pre_hook(lambda _, args, inside=inside: inside.append(args[0].dtype))
         with torch.no_grad():
-            vectors = encoder(Chunk(IDS, MASK))
-            left_padded = encoder(Chunk(IDS.flip(1), MASK.flip(1)))
-            expected = reference(Chunk(IDS, MASK))
+            vectors = encoder(Chunk(IDS, MASK))[0]
+            left_padded = encoder(Chunk(IDS.flip(1), MASK.flip(1)))[0]
+            expected = reference(Chunk(IDS, MASK))[0]
         assert inside == [torch.bfloat16] * 2, name
         assert vectors.dtype == torch.float32
         assert left_padded.isfinite().all()  # a mask of fp32's smallest number would be -inf in bf16 and cause NaN
         assert torch.cosine_similarity(vectors, expected).min() > 0.99, name
         reshard(encoder)
-        encoder(Chunk(IDS, MASK)).sum().backward()
+        encoder(Chunk(IDS, MASK))[0].sum().backward()
         for parameter in encoder.parameters():
             assert parameter.dtype == torch.float32
             assert parameter.grad is None or parameter.grad.dtype == torch.float32
@@ -162,7 +162,7 @@ def test_sharded_shapes(ranks):
 def memory_options(world: World, model: ModelConfig) -> None:
     """Vectors and gradients with resharding, recomputation and CPU offload; the large embedding is its own group."""
     reference = in_one_process(model)
-    expected = reference(Chunk(IDS, MASK))
+    expected = reference(Chunk(IDS, MASK))[0]
     expected.pow(3).sum().backward()
     limit, sharding.LARGE_EMBEDDING = sharding.LARGE_EMBEDDING, 64 * 32
     try:
@@ -180,7 +180,7 @@ def memory_options(world: World, model: ModelConfig) -> None:
             assert sum(isinstance(part, FSDPModule) for part in encoder.modules()) == 2 + 1 + 1
             for _ in range(2):  # the second time after a backward pass, which gathers again
                 encoder.zero_grad()
-                vectors = encoder(Chunk(IDS, MASK))
+                vectors = encoder(Chunk(IDS, MASK))[0]
                 torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
                 weight = embedding.weight
                 assert isinstance(weight, DTensor) == (options.get("reshard_after_forward") is not False), options
@@ -203,9 +203,9 @@ def memory_options(world: World, model: ModelConfig) -> None:
             optimizer.step()
             assert all(not p.full_tensor().equal(old) for p, old in zip(encoder.parameters(), before, strict=True))
             with unsharded_weights(encoder, lambda encoder=encoder: encoder(Chunk(IDS, MASK))), torch.no_grad():
-                unsharded = encoder(Chunk(IDS, MASK))
+                unsharded = encoder(Chunk(IDS, MASK))[0]
             with torch.no_grad():
-                assert encoder(Chunk(IDS, MASK)).equal(unsharded)
+                assert encoder(Chunk(IDS, MASK))[0].equal(unsharded)
     finally:
         sharding.LARGE_EMBEDDING = limit
 

@@ -23,7 +23,7 @@ class MeanPooled(nn.Module):
         assert chunk.pooled is None, "every token counts"
         hidden = self.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
         weights = chunk.mask.unsqueeze(-1).float()
-        return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+        return (nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1),)
 
 
 def evaluate(world, directory, paths):

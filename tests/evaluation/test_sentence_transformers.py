@@ -34,7 +34,7 @@ def run_evaluators(world, folder):
     assert all(isinstance(parameter, DTensor) for parameter in encoder.encoder.parameters())
     tokens = encoder.tokenizer.chunks([text(i, 4) for i in range(4)], 1000)[0]
     optimizer = torch.optim.SGD(encoder.encoder.parameters(), lr=0.5)
-    encoder.encoder(tokens)[:, 0].sum().backward()
+    encoder.encoder(tokens)[0][:, 0].sum().backward()
     optimizer.step()
     results.append(similarity(model))
 

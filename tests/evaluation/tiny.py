@@ -38,11 +38,11 @@ class TinyEncoder(nn.Module):
         self.forwards = 0
         self.dimension = config.hidden_size
 
-    def forward(self, chunk: Chunk) -> Tensor:
+    def forward(self, chunk: Chunk) -> tuple[Tensor]:
         self.forwards += 1
         hidden = self.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
         weights = (chunk.mask if chunk.pooled is None else chunk.pooled).unsqueeze(-1).float()
-        return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+        return (nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1),)
 
 
 def sharded_encoder(world: World) -> TinyEncoder:
@@ -68,10 +68,10 @@ class TinyTokenEncoder(nn.Module):
         self.projection = nn.Linear(32, 16, bias=False)
         self.forwards = 0
 
-    def forward(self, chunk: Chunk) -> Tensor:
+    def forward(self, chunk: Chunk) -> tuple[Tensor]:
         self.forwards += 1
         hidden = self.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
-        return nn.functional.normalize(self.projection(hidden.flatten(0, 1)[chunk.token_rows]), dim=-1)
+        return (nn.functional.normalize(self.projection(hidden.flatten(0, 1)[chunk.token_rows]), dim=-1),)
 
 
 # Queries have 9 vectors, and documents none of two words.
@@ -104,9 +104,9 @@ class TinyCrossEncoder(nn.Module):
         self.model = BertForSequenceClassification(config)
         self.scored = 0
 
-    def forward(self, chunk: Chunk) -> Tensor:
+    def forward(self, chunk: Chunk) -> tuple[Tensor]:
         self.scored += len(chunk.ids)
-        return self.model(input_ids=chunk.ids, attention_mask=chunk.mask, token_type_ids=chunk.types).logits
+        return (self.model(input_ids=chunk.ids, attention_mask=chunk.mask, token_type_ids=chunk.types).logits,)
 
 
 def pair_tokenizer() -> PreTrainedTokenizerFast:

@@ -26,7 +26,7 @@ def alone(texts, prompt=""):
     encoder, tokenizer = TinyEncoder().eval(), TextTokenizer(small_tokenizer(), 16)
     with torch.no_grad():
         chunks = [tokenizer.chunk(tokenizer.ids([prompt + t]), [0]) for t in texts]
-        return torch.cat([encoder(chunk) for chunk in chunks])
+        return torch.cat([encoder(chunk)[0] for chunk in chunks])
 
 
 def encode_all(world, texts, prompt="", chunk_tokens=40):
@@ -96,7 +96,7 @@ def evaluate_then_train(world, inference_mode):
     tokens = encoder.tokenizer.chunks(TEXTS[:4], 1000)[0]
     before = encoder.encode_all(TEXTS[:1])
     for _ in range(2):
-        model(tokens)[:, 0].sum().backward()
+        model(tokens)[0][:, 0].sum().backward()
         optimizer.step()
     return (encoder.encode_all(TEXTS[:1]) - before).abs().max().item()
 

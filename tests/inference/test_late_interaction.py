@@ -165,7 +165,7 @@ def alone(texts, role):
             ids = ids + [tokenizer.eos_token_id] * (9 - len(ids))
         with torch.no_grad():
             chunk = Chunk(torch.tensor([ids]), torch.tensor([mask]), token_rows=torch.tensor(rows))
-            encoded.append(Part(model(chunk), np.array([len(rows)])))
+            encoded.append(Part(model(chunk)[0], np.array([len(rows)])))
     return concatenate(encoded)
 
 

@@ -68,7 +68,7 @@ class Reads:
 def vectors(encoder: torch.nn.Module) -> torch.Tensor:
     ids, mask = torch.tensor(TEXT["input_ids"]), torch.tensor(TEXT["attention_mask"])
     with torch.no_grad():
-        return encoder.eval()(Chunk(ids, mask))
+        return encoder.eval()(Chunk(ids, mask))[0]
 
 
 def reference(model: ModelConfig) -> torch.nn.Module:

@@ -154,10 +154,10 @@ def loaded_and_encoded(world: World, model: ModelConfig, options: ParallelConfig
     loaded = load_model(model, options, world, seed=5)
     encoder = loaded.encoder.eval()
     with torch.no_grad():
-        tensors = {"with": encoder(Chunk(IDS, MASK))}
+        tensors = {"with": encoder(Chunk(IDS, MASK))[0]}
         with without_adapters(encoder):
-            tensors["without"] = encoder(Chunk(IDS, MASK))
-        again = encoder(Chunk(IDS, MASK))
+            tensors["without"] = encoder(Chunk(IDS, MASK))[0]
+        again = encoder(Chunk(IDS, MASK))[0]
     assert again.equal(tensors["with"])
     for part in encoder.modules():
         if isinstance(part, FSDPModule):

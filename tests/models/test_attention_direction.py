@@ -69,7 +69,7 @@ def test_probe_works_with_any_pooling_and_detects_differences_with_padding():
         for bidirectional in (False, True):
             torch.manual_seed(0)
             encoder = assemble_encoder(open_model_source(model("llama", bidirectional=bidirectional))).eval()
-            encoder.pooling = pooling
+            encoder.output.pooling = pooling
             assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is bidirectional
     # Gemma's own option has no effect with padding.
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def vectors(exported, options, text):
     encoder.load_state_dict(exported.state)
     ids = torch.tensor([small_tokenizer()(text)["input_ids"]])
     with torch.no_grad():
-        return encoder(Chunk(ids, torch.ones_like(ids)))
+        return encoder(Chunk(ids, torch.ones_like(ids)))[0]
 
 
 def test_decoder_without_bidirectional_support():

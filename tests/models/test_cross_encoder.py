@@ -28,11 +28,13 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inference.loading.bound_tokenizer import read_pair_format
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.cross_encoder.model import ScoreHead
 from embedtrain.models.adapter_files import open_adapter, peft_key
 from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters
 from embedtrain.models.attention_kernels import CPU
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, classifier_name, has_token_types
+from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
+from embedtrain.models.own_class import own_class_mismatch, own_name
 from embedtrain.models.packing import check_packing, enable_packing, packing_mismatch
 from embedtrain.models.score_head import SIGMOID
 from embedtrain.models.source import open_model_source
@@ -68,18 +70,18 @@ def reranker(case: str) -> ModelConfig:
     return model
 
 
-def build(case: str) -> CrossEncoder:
+def build(case: str) -> Encoder:
     torch.manual_seed(0)
     encoder = assemble_encoder(open_model_source(reranker(case)))
-    assert isinstance(encoder, CrossEncoder)
+    assert isinstance(encoder.output, ScoreHead)
     return encoder.eval()
 
 
-def whole_class(encoder: CrossEncoder) -> torch.nn.Module:
+def whole_class(encoder: Encoder) -> torch.nn.Module:
     """Transformers' class with the weights of `encoder`."""
     config = copy.deepcopy(encoder.backbone.config)
     model = AutoModelForSequenceClassification.from_config(config)
-    model.load_state_dict({classifier_name(n, model.base_model_prefix): w for n, w in encoder.state_dict().items()})
+    model.load_state_dict({own_name(n, model.base_model_prefix): w for n, w in encoder.state_dict().items()})
     return model.eval()
 
 
@@ -117,18 +119,19 @@ def test_scores_and_gradients_are_those_of_the_whole_class(case):
     if case not in PADDED:
         enable_packing(encoder)
         chunks += tokenizer(case, packed=True).chunks(PAIRS, 10_000)
-        with encoder.returning_vectors():
+        head, backbone = encoder.output, encoder.backbone
+        with encoder.computing(lambda chunk: head.compared(hidden_states(backbone, chunk), chunk)):
             mismatch = packing_mismatch(
                 encoder, encoder.backbone.config, Precision.fp32, torch.device("cpu"), token_types=bool(types)
             )
         assert mismatch is None
-    assert classifier_mismatch(encoder, torch.device("cpu")) is None
+    assert own_class_mismatch(encoder, torch.device("cpu")) is None
     for chunk in chunks:
-        scores = encoder(chunk)
+        scores = encoder(chunk)[0]
         assert scores.dtype == torch.float32
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
         for name, grad in grads(encoder, scores).items():
-            torch.testing.assert_close(grad, expected_grads[classifier_name(name, prefix)], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(grad, expected_grads[own_name(name, prefix)], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["xlm-roberta", "qwen3"])
@@ -138,7 +141,7 @@ def test_a_tokenizer_that_pads_on_the_left_scores_as_each_pair_alone(case):
     pairs.tokenizer.padding_side = "left"
     (chunk,) = pairs.chunks(PAIRS, 10_000)
     assert chunk.has_padding
-    scores = restore_order([encoder(chunk)], [chunk])
+    scores = restore_order([encoder(chunk)[0]], [chunk])
     reference = whole_class(encoder)
     ids = [[token if token >= 0 else ~token for token in pairs.ids([pair])[0]] for pair in PAIRS]
     alone = [reference(torch.tensor([tokens])).logits[0] for tokens in ids]
@@ -174,8 +177,8 @@ def test_peft_reads_adapters_with_the_head_and_ours_read_those_of_peft(case, mod
     types = {} if chunk.types is None else {"token_type_ids": chunk.types}
     opened = PeftModel.from_pretrained(whole_class(base), str(tmp_path / "ours")).eval()
     scores = opened(input_ids=chunk.ids, attention_mask=chunk.mask, **types).logits
-    assert (scores - base(chunk)).abs().max() > 0.1
-    torch.testing.assert_close(encoder(chunk), scores, rtol=1e-4, atol=1e-5)
+    assert (scores - base(chunk)[0]).abs().max() > 0.1
+    torch.testing.assert_close(encoder(chunk)[0], scores, rtol=1e-4, atol=1e-5)
     layers = [n for n, part in base.named_modules() if isinstance(part, torch.nn.Linear) and n.startswith("backbone.")]
     targets = [base.stored_name(name) for name in layers]
     built = get_peft_model(whole_class(base), PeftLoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
@@ -191,7 +194,7 @@ def test_peft_reads_adapters_with_the_head_and_ours_read_those_of_peft(case, mod
         read = initial_adapters(again, add_adapters(again, LoraConfig(), files, torch.float32), seed=0)
         again.load_state_dict(read, strict=False)
         expected = model.eval()(input_ids=chunk.ids, attention_mask=chunk.mask, **types).logits
-        torch.testing.assert_close(again(chunk), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(again(chunk)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora: int) -> tuple[list[float], list[str]]:
@@ -202,9 +205,9 @@ def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora:
     encoder = loaded.encoder.eval()
     assert loaded.tokenizer.packed == (chunk.packing is not None)
     assert (chunk.types is not None) == has_token_types(encoder)
-    scores = encoder(chunk).detach()
+    scores = encoder(chunk)[0].detach()
     if strategy is Strategy.fsdp:  # the gradient reaches every trained weight, the head's among them
-        encoder(chunk).sum().backward()
+        encoder(chunk)[0].sum().backward()
         assert all(weight.grad is not None for weight in encoder.parameters() if weight.requires_grad)
     order = torch.tensor(chunk.rows).argsort()
     return scores[order, 0].tolist(), list(loaded.notes)
@@ -285,7 +288,7 @@ def test_the_padding_side_of_a_decoder_changes_no_score(tmp_path):
         pairs.padding_side = pairs.init_kwargs["padding_side"] = side  # the second is saved
         pair_format = read_pair_format(open_model_source(reranker("qwen3")), pairs)
         (padded,) = PairTokenizer(pairs, 48, pair_format, packed=False).chunks(PAIRS, 10_000)
-        scores.append(encoder(padded)[torch.tensor(padded.rows).argsort(), 0])
+        scores.append(encoder(padded)[0][torch.tensor(padded.rows).argsort(), 0])
         pairs.save_pretrained(directory)
         theirs = CrossEncoder_(str(directory), device="cpu", activation_fn=torch.nn.Identity())
         assert theirs.tokenizer.padding_side == side
@@ -343,7 +346,7 @@ def test_the_logits_of_two_labels_are_one_score(case, num_labels, labels, tmp_pa
     expected = logits[:, labels[0]] - (logits[:, labels[1]] if len(labels) > 1 else 0)
     (chunk,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
     with torch.no_grad():
-        scores = encoder(chunk)[torch.tensor(chunk.rows).argsort(), 0]
+        scores = encoder(chunk)[0][torch.tensor(chunk.rows).argsort(), 0]
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
     if num_labels == 2:
         torch.testing.assert_close(scores.sigmoid(), logits.softmax(dim=1)[:, labels[0]], rtol=1e-4, atol=1e-5)
@@ -430,13 +433,13 @@ def sharded_step(world: World, directory: Path, options: ParallelConfig, expecte
     assert loaded.layout.activation_checkpointing == bool(options.activation_checkpointing)
     encoder = loaded.encoder.eval()
     (chunk,) = loaded.tokenizer.chunks(PAIRS, 10_000)
-    actual = grads(encoder, encoder(chunk))
+    actual = grads(encoder, encoder(chunk)[0])
     assert actual.keys() == expected.keys()
     for name, grad in actual.items():
         torch.testing.assert_close(grad.full_tensor(), expected[name], rtol=1e-3, atol=1e-5, msg=name)
     model.lora = LoraConfig(rank=2)
     encoder = load_model(model, replace(options, precision=Precision.bf16), world, seed=0).encoder.eval()
-    scores = encoder(chunk)
+    scores = encoder(chunk)[0]
     assert not torch.equal(scores, scores.bfloat16().float())
     trained = {name for name, _ in grads(encoder, scores).items()}
     assert {name for name in trained if ".lora_" not in name} == {name for name in expected if name.startswith("head.")}
@@ -464,7 +467,7 @@ def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, case, size, o
     source = open_model_source(ModelConfig(path=str(directory), kind="cross_encoder"))
     encoder.load_state_dict(full_state_dict(source, seed=0))
     (chunk,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
-    ranks(size, sharded_step, directory, options, grads(encoder, encoder(chunk)))
+    ranks(size, sharded_step, directory, options, grads(encoder, encoder(chunk)[0]))
 
 
 def test_the_template_of_a_decoder_survives_truncation():

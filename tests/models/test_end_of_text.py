@@ -190,7 +190,7 @@ def test_last_token_pooling_if_the_end_token_is_also_the_padding(llama):
     texts = ["alpha", "alpha beta gamma delta alpha beta", ""]
     (chunk,) = tokenizer.chunks(texts, 999)
     with torch.no_grad():
-        vectors = encoder(chunk)
+        vectors = encoder(chunk)[0]
         for vector, row in zip(vectors, chunk.rows, strict=True):
             text_ids = torch.tensor(tokenizer.ids([texts[row]]))
             assert text_ids[0, -1] == 1

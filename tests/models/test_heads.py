@@ -44,8 +44,8 @@ def opened(model: Path, *heads: HeadConfig) -> Encoder:
 def test_identity_leaves_vectors_as_they_were(model, sizes):
     """Dimensions beyond those of the pooling are 0; hidden ones that the last head drops get a gradient."""
     encoder = opened(model, *(HeadConfig(out=out, bias=out != 32) for out in sizes))
-    vectors = encoder(Chunk(IDS, MASK))
-    torch.testing.assert_close(vectors[:, :32], opened(model)(Chunk(IDS, MASK)), rtol=0, atol=1e-6)
+    vectors = encoder(Chunk(IDS, MASK))[0]
+    torch.testing.assert_close(vectors[:, :32], opened(model)(Chunk(IDS, MASK))[0], rtol=0, atol=1e-6)
     assert vectors.shape == (2, sizes[-1]) and not vectors[:, 32:].any()
     if sizes == (48, 32):
         (vectors * torch.arange(32)).sum().backward()
@@ -54,7 +54,7 @@ def test_identity_leaves_vectors_as_they_were(model, sizes):
 
 
 def test_the_first_dimensions_of_a_smaller_identity_are_kept(model):
-    narrow, whole = opened(model, HeadConfig(out=8))(Chunk(IDS, MASK)), opened(model)(Chunk(IDS, MASK))[:, :8]
+    narrow, whole = opened(model, HeadConfig(out=8))(Chunk(IDS, MASK))[0], opened(model)(Chunk(IDS, MASK))[0][:, :8]
     torch.testing.assert_close(narrow, torch.nn.functional.normalize(whole, dim=1), rtol=0, atol=1e-6)
 
 

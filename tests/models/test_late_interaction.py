@@ -12,11 +12,12 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
 from embedtrain.data.token_rows import EXPANDED, TokenRowTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import ConfigError
+from embedtrain.kinds.late_interaction.model import TokenVectorHead, expansion_mismatch
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.encoded import Part
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
+from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import open_model_source
 from tests.small import small_model, small_tokenizer, text
@@ -47,11 +48,11 @@ def late_interaction(architecture: str, *, dropout: float = 0.0, **options: obje
     )
 
 
-def open_model(model: ModelConfig) -> tuple[LateInteractionEncoder, TokenRowTokenizer]:
+def open_model(model: ModelConfig) -> tuple[Encoder, TokenRowTokenizer]:
     source = open_model_source(model)
     torch.manual_seed(0)
     encoder = assemble_encoder(source).eval()
-    assert isinstance(encoder, LateInteractionEncoder) and source.kind.name == "late_interaction"
+    assert isinstance(encoder.output, TokenVectorHead) and source.kind.name == "late_interaction"
     return encoder, TokenRowTokenizer(small_tokenizer(), 48, source.settings)
 
 
@@ -66,7 +67,7 @@ def rows_of(vectors: torch.Tensor, chunk: Chunk) -> dict[int, torch.Tensor]:
     return dict(zip(chunk.rows, vectors.split(chunk.sizes.tolist()), strict=True))
 
 
-def own_class(encoder: LateInteractionEncoder, marked: list[int]) -> torch.Tensor:
+def own_class(encoder: Encoder, marked: list[int]) -> torch.Tensor:
     """The vectors of one text from transformers' class with an attention mask."""
     ids = [max(token, ~token) for token in marked]
     mask = torch.tensor([[token & EXPANDED == 0 for token in ids]]).long()
@@ -89,7 +90,7 @@ def test_packed_and_padded_texts_have_the_vectors_of_transformers_class(architec
 
     def compute(*, packed: bool) -> dict[int, torch.Tensor]:
         chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
-        vectors = encoder(chunk)
+        vectors = encoder(chunk)[0]
         encoder.zero_grad()
         vectors.backward(torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1)))
         grads.append([parameter.grad for parameter in encoder.parameters() if parameter.grad is not None])
@@ -136,7 +137,7 @@ def test_score_depends_on_no_other_text_of_its_chunk():
             ids = tokenizer.ids(texts, role=role)
             chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
             # Without a positive product, a vector of zeros would win.
-            vectors = encoder(chunk).abs() * (-1 if role is TextRole.query else 1)
+            vectors = encoder(chunk)[0].abs() * (-1 if role is TextRole.query else 1)
             parts.append(Part(rows_of(vectors.detach(), chunk)[0], chunk.sizes[:1]))
         return float(MaxSim(mean=False).compare(*parts, torch.zeros(1, dtype=torch.int64), np.array([1])))
 
@@ -175,7 +176,7 @@ def test_skip_list_leaves_vectors_out_but_not_tokens():
         len(ids) == len(plain) for ids, plain in zip(documents, tokenizer.ids(texts, role=TextRole.query), strict=True)
     )
     chunk = tokenizer.chunk(documents, range(3))
-    assert encoder(chunk).shape == (9, 8) and chunk.sizes.tolist() == [3, 2, 4]
+    assert encoder(chunk)[0].shape == (9, 8) and chunk.sizes.tolist() == [3, 2, 4]
     bare = small_tokenizer()
     bare.backend_tokenizer.post_processor = None
     only_skipped = TokenRowTokenizer(bare, 48, tokenizer.token_vectors).ids(["alpha beta"])
@@ -221,14 +222,14 @@ def test_compiled_blocks_are_compiled_once_for_expanded_queries():
     enable_packing(encoder)
     ids = tokenizer.ids(QUERIES, role=TextRole.query)
     chunks = [tokenizer.with_packing(True).chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5], [0, 1, 2, 3, 4, 5])]
-    expected = [encoder(chunk) for chunk in chunks]
+    expected = [encoder(chunk)[0] for chunk in chunks]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for block in encoder.backbone.layers:
         block.compile(dynamic=True, backend="aot_eager")
     graphs = set()
     for chunk, vectors in zip(chunks, expected, strict=True):
-        output = encoder(chunk)
+        output = encoder(chunk)[0]
         output.sum().backward()
         torch.testing.assert_close(output, vectors, atol=1e-6, rtol=0)
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])

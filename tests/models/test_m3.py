@@ -13,9 +13,10 @@ from embedtrain.config.m3 import M3Config
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.kinds.m3.model import M3Head
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.m3 import M3Encoder
+from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3_files import LAYERS, write_m3_layer
 from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
@@ -29,10 +30,10 @@ def m3_model(**options: object) -> ModelConfig:
     return dataclasses.replace(model, kind="m3", m3=M3Config(**{"dim": 8} | options))
 
 
-def save_m3(directory: Path) -> tuple[Path, M3Encoder]:
+def save_m3(directory: Path) -> tuple[Path, Encoder]:
     """A directory as FlagEmbedding writes it, and its encoder."""
     encoder = assemble_encoder(open_model_source(m3_model()))
-    assert isinstance(encoder, M3Encoder)
+    assert isinstance(encoder.output, M3Head)
     torch.nn.init.normal_(encoder.sparse_linear.weight, generator=torch.Generator().manual_seed(0))
     save_small(small_model("xlm-roberta"), directory)
     encoder.backbone.save_pretrained(directory)
@@ -45,7 +46,7 @@ def opened(directory: Path, **options: object) -> ModelConfig:
     return ModelConfig(path=str(directory), kind="m3", m3=M3Config(**options))
 
 
-def flag_embedding(encoder: M3Encoder, ids: list[int]) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
+def flag_embedding(encoder: Encoder, ids: list[int]) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:
     """The dense vector, lexical weights and token vectors of a text alone, as FlagEmbedding computes them."""
     hidden = encoder.backbone(input_ids=torch.tensor([ids])).last_hidden_state[0]
     weights = torch.relu(encoder.sparse_linear(hidden))[:, 0].tolist()
@@ -68,8 +69,8 @@ def test_representations_are_those_of_flag_embedding(tmp_path, packed):
         expected = [flag_embedding(encoder, ids[row]) for row in chunk.rows]
         if packed:
             enable_packing(encoder)
-        rows = encoder(chunk)
-    assert rows.shape == (sum(map(len, ids)), encoder.settings.width)
+        rows = encoder(chunk)[0]
+    assert rows.shape == (sum(map(len, ids)), encoder.output.settings.width)
     for text_rows, (dense, lexical, vectors) in zip(rows.split(chunk.sizes.tolist()), expected, strict=True):
         torch.testing.assert_close(text_rows[0, :-2], dense, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(text_rows[1:, :8], vectors, rtol=1e-4, atol=1e-5)

@@ -71,11 +71,14 @@ def test_packed_texts_equal_single_texts(case):
     encoder = encoder_of(options(case))
     tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
     ids = texts(tokenizer)
-    packed = encoder(tokenizer.chunk(ids, range(len(ids))))
+    packed = encoder(tokenizer.chunk(ids, range(len(ids))))[0]
     packed_grads = gradients(encoder, packed)
     disable_packing(encoder)
     single = torch.cat(
-        [encoder(Chunk(torch.tensor([text_ids]), torch.ones(1, len(text_ids), dtype=torch.int64))) for text_ids in ids]
+        [
+            encoder(Chunk(torch.tensor([text_ids]), torch.ones(1, len(text_ids), dtype=torch.int64)))[0]
+            for text_ids in ids
+        ]
     )
     single_grads = gradients(encoder, single)
     torch.testing.assert_close(packed, single, atol=1e-5, rtol=0)
@@ -96,7 +99,7 @@ def test_packed_pooling_equals_padded_pooling(pooling, include_prompt):
         chunk = tokenizer.chunk(ids, range(len(ids)))
         assert (chunk.packing is not None) is packed and (chunk.pooled is None) is include_prompt
         assert chunk.lengths.sum() == sum(map(len, ids)) and bool(chunk.ids.numel() == chunk.lengths.sum()) is packed
-        vectors.append(encoder(chunk))
+        vectors.append(encoder(chunk)[0])
     torch.testing.assert_close(*vectors, atol=1e-6, rtol=0)
 
 
@@ -106,7 +109,7 @@ def test_packed_texts_have_dropout(option):
     encoder = encoder_of(dataclasses.replace(model, config=model.config | {option: 0.5})).train()
     tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
     chunk = tokenizer.chunk(texts(tokenizer), range(8))
-    first, again, other = (torch.manual_seed(seed) and encoder(chunk) for seed in (1, 1, 2))
+    first, again, other = (torch.manual_seed(seed) and encoder(chunk)[0] for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.allclose(first, other, atol=1e-2)
 
 
@@ -213,14 +216,14 @@ def test_compiled_blocks_are_compiled_once_for_all_batches():
     tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
     ids = texts(tokenizer)
     chunks = [tokenizer.chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5, 6], [2, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])]
-    expected = [encoder(chunk) for chunk in chunks]
+    expected = [encoder(chunk)[0] for chunk in chunks]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for block in encoder.backbone.layers:
         block.compile(dynamic=True, backend="aot_eager")
     graphs = set()
     for chunk, vectors in zip(chunks, expected, strict=True):
-        output = encoder(chunk)
+        output = encoder(chunk)[0]
         output.sum().backward()
         torch.testing.assert_close(output, vectors, atol=1e-6, rtol=0)
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])

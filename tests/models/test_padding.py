@@ -40,10 +40,10 @@ def check(encoder: Encoder) -> None:
         chunk = chunk_of(lengths)
         assert chunk.has_padding == (name == "padded") == bool((chunk.mask == 0).any())
         hidden = encoder.backbone(input_ids=chunk.ids, attention_mask=chunk.mask).last_hidden_state
-        expected = encoder.vectors(hidden, chunk.mask)
+        expected = encoder.output(hidden, chunk)[0]
         expected_grads = gradients(encoder, expected)
         with Reads() as reads:
-            vectors = encoder(chunk)
+            vectors = encoder(chunk)[0]
             grads = gradients(encoder, vectors)
         assert not reads.counts, name
         assert vectors.equal(expected), name

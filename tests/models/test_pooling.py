@@ -7,11 +7,15 @@ import torch.nn.functional as F
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.models.build import assemble_encoder
-from embedtrain.models.encoder import pool
+from embedtrain.models.pooling import POOLING, PooledTokens
 from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model
 
 LENGTHS = [3, 1, 7, 5]
+
+
+def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    return POOLING[pooling].pool(hidden, PooledTokens(mask))
 
 
 def padded(left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,13 +61,13 @@ def test_single_texts_equal_batches(architecture):
     # BERT and DistilBERT number positions from the left whatever is padding: this is why padding stands on the right.
     sides = (False,) if architecture in ("bert", "distilbert") else (False, True)
     for pooling in Pooling:
-        encoder.pooling = pooling
+        encoder.output.pooling = pooling
         for left in sides:
             ids, mask = padded(left)
             with torch.no_grad():
-                combined = encoder(Chunk(ids, mask))
+                combined = encoder(Chunk(ids, mask))[0]
                 for i, n in enumerate(LENGTHS):
-                    alone = encoder(Chunk(ids[i][mask[i].bool()][None], torch.ones(1, n, dtype=torch.int64)))[0]
+                    alone = encoder(Chunk(ids[i][mask[i].bool()][None], torch.ones(1, n, dtype=torch.int64)))[0][0]
                     torch.testing.assert_close(combined[i], alone, atol=1e-5, rtol=0)
 
 
@@ -75,12 +79,12 @@ def test_tokens_outside_the_pooling_mask_are_attended_to():
     pooled[1, 0] = 1  # the text of one token
     with torch.no_grad():
         actual, hidden = (
-            encoder(Chunk(ids, mask, pooled=pooled)),
+            encoder(Chunk(ids, mask, pooled=pooled))[0],
             encoder.backbone(ids, attention_mask=mask).last_hidden_state,
         )
         expected = torch.stack([hidden[0, 2:3].mean(0), hidden[1, 0], hidden[2, 2:7].mean(0), hidden[3, 2:5].mean(0)])
         torch.testing.assert_close(actual, expected)
-        torch.testing.assert_close(encoder(Chunk(ids, mask, pooled=mask)), encoder(Chunk(ids, mask)))
+        torch.testing.assert_close(encoder(Chunk(ids, mask, pooled=mask))[0], encoder(Chunk(ids, mask))[0])
         # As sentence-transformers does: the first that counts, and the last.
         torch.testing.assert_close(pool(hidden, pooled, Pooling.cls)[2], hidden[2, 2])
         torch.testing.assert_close(pool(hidden, pooled, Pooling.last)[2], hidden[2, 6])
@@ -90,7 +94,7 @@ def test_heads_and_normalisation():
     encoder = assemble_encoder(open_model_source(small_model("bert", normalize=False))).eval()
     ids, mask = padded(left=False)
     with torch.no_grad():
-        plain = encoder(Chunk(ids, mask))
-        encoder.normalize = True
-        torch.testing.assert_close(encoder(Chunk(ids, mask)), F.normalize(plain, dim=-1))
+        plain = encoder(Chunk(ids, mask))[0]
+        encoder.output.normalize = True
+        torch.testing.assert_close(encoder(Chunk(ids, mask))[0], F.normalize(plain, dim=-1))
     assert not torch.allclose(plain.norm(dim=-1), torch.ones(4))

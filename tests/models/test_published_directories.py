@@ -166,7 +166,7 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path, name):
     encoder.load_state_dict(full_state_dict(source, seed=0))
     tokens = load_tokenizer(source)(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
-        vectors = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))
+        vectors = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))[0]
     expected = SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS, convert_to_tensor=True)
     torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=0)
 
@@ -196,7 +196,7 @@ def test_scores_of_bge_and_bce_rerankers(tmp_path):
     encoder.load_state_dict(full_state_dict(source, seed=0))
     tokens = load_tokenizer(source)([TEXTS[0]], [TEXTS[1]], return_tensors="pt")
     with torch.no_grad():
-        score = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))
+        score = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))[0]
     model = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
     assert score.item() == pytest.approx(float(model.predict([tuple(TEXTS)])[0]), abs=1e-5)
 

@@ -72,7 +72,7 @@ def test_layers_with_a_window_are_not_scaled(architecture):
     assert actual == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
     ids = torch.arange(200)[None] % 60 + 4
     with torch.no_grad():
-        assemble_encoder(open_model_source(small)).eval()(ids, torch.ones_like(ids))
+        assemble_encoder(open_model_source(small)).eval()(Chunk(ids, torch.ones_like(ids)))
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     encoder.load_state_dict(built.state)
     served, tokens = RopeTheta(encoder, 9000.0, "export.rope_theta"), torch.tensor([[0, 5, 9, 4, 7, 8, 6, 2]])
     with torch.no_grad():
-        trained = encoder(Chunk(tokens, torch.ones_like(tokens)))
+        trained = encoder(Chunk(tokens, torch.ones_like(tokens)))[0]
         with served.in_place():
-            vectors = encoder(Chunk(tokens, torch.ones_like(tokens)))
-        assert encoder(Chunk(tokens, torch.ones_like(tokens))).equal(trained)
+            vectors = encoder(Chunk(tokens, torch.ones_like(tokens)))[0]
+        assert encoder(Chunk(tokens, torch.ones_like(tokens)))[0].equal(trained)
     assert (vectors - trained).abs().max() > 1e-4
     export_model(tmp_path / "out", built, rope_theta=9000.0, check=False)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -176,7 +176,7 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     again = assemble_encoder(open_model_source(ModelConfig(path=str(tmp_path / "out")))).eval()
     again.load_state_dict(built.state)
     with torch.no_grad():
-        torch.testing.assert_close(again(Chunk(tokens, torch.ones_like(tokens))), vectors)
+        torch.testing.assert_close(again(Chunk(tokens, torch.ones_like(tokens)))[0], vectors)
 
 
 def test_a_base_without_rotary_positions_is_rejected():

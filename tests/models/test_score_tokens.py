@@ -133,7 +133,7 @@ def scores_and_ids(world: World, model: ModelConfig, strategy: Strategy) -> tupl
     encoder = loaded.encoder.eval()
     with torch.no_grad():
         for chunk in loaded.tokenizer.cut(ids, 4000):
-            scores += zip(chunk.rows, encoder(chunk)[:, 0].tolist(), strict=True)
+            scores += zip(chunk.rows, encoder(chunk)[0][:, 0].tolist(), strict=True)
     return [score for _, score in sorted(scores)], [[max(token, ~token) for token in pair] for pair in ids]
 
 

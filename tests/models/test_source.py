@@ -116,7 +116,7 @@ def test_vectors_equal_sentence_transformers(st_dir):
     tokens = load_tokenizer(source)(["alpha beta", "gamma a b c d e"], padding=True, return_tensors="pt")
     reference = SentenceTransformer(str(st_dir), device="cpu")
     with torch.no_grad():
-        actual = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))
+        actual = encoder.eval()(Chunk(tokens["input_ids"], tokens["attention_mask"]))[0]
     expected = reference.encode(["alpha beta", "gamma a b c d e"], convert_to_tensor=True)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
@@ -312,9 +312,9 @@ def test_lengths(st_dir, hf_dir):
 def test_longest_allowed_text_has_positions(hf_dir):
     source = opened(hf_dir, pooling=Pooling.cls)
     ids = torch.full((1, 64), 7)
-    assert assemble_encoder(source).eval()(ids, torch.ones_like(ids)).isfinite().all()
+    assert assemble_encoder(source).eval()(Chunk(ids, torch.ones_like(ids)))[0].isfinite().all()
     with pytest.raises((IndexError, RuntimeError)):
-        assemble_encoder(source).eval()(torch.full((1, 65), 7), torch.ones(1, 65, dtype=torch.int64))
+        assemble_encoder(source).eval()(Chunk(torch.full((1, 65), 7), torch.ones(1, 65, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from torch import Tensor
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.sparse import SparseActivation, SparseConfig, SparsePooling
 from embedtrain.data.types import Packing
+from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.models.build import assemble_encoder
-from embedtrain.models.cross_encoder import classifier_name
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.own_class import language_model_class, own_class_mismatch, own_name
 from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
-from embedtrain.models.sparse_encoder import SparseEncoder, language_model_class, language_model_mismatch
 from embedtrain.models.sparse_head import TokenSpans, word_weights
 from tests.small import small_model, text, text_tokenizer
 
@@ -28,10 +29,10 @@ def sparse_model(architecture: str, *, tied: bool = True, **options: object) -> 
     return model
 
 
-def build(model: ModelConfig) -> SparseEncoder:
+def build(model: ModelConfig) -> Encoder:
     torch.manual_seed(0)
     encoder = assemble_encoder(open_model_source(model))
-    assert isinstance(encoder, SparseEncoder)
+    assert isinstance(encoder.output, WordHead)
     with torch.no_grad():
         for name, parameter in encoder.named_parameters():
             if name.startswith("head.") and name.endswith("bias"):
@@ -41,11 +42,11 @@ def build(model: ModelConfig) -> SparseEncoder:
     return encoder.eval()
 
 
-def whole_class(encoder: SparseEncoder) -> torch.nn.Module:
+def whole_class(encoder: Encoder) -> torch.nn.Module:
     """Transformers' class with the weights of `encoder`."""
     config = copy.deepcopy(encoder.backbone.config)
     model = language_model_class(config).from_config(config)
-    weights = {classifier_name(n, model.base_model_prefix): w for n, w in encoder.state_dict().items()}
+    weights = {own_name(n, model.base_model_prefix): w for n, w in encoder.state_dict().items()}
     report = model.load_state_dict(weights, strict=False)
     assert not report.unexpected_keys
     model.tie_weights()
@@ -77,7 +78,7 @@ def test_weights_and_gradients_are_those_of_the_whole_class(architecture, tied):
     expected = torch.stack([plain_weights(row, SparsePooling.max, SparseActivation.relu) for row in logits])
     expected_grads = grads(reference, expected)
     assert encoder.tied is tied
-    assert language_model_mismatch(encoder, torch.device("cpu")) is None
+    assert own_class_mismatch(encoder, torch.device("cpu")) is None
     (padded,) = text_tokenizer().chunks(TEXTS, 10_000)
     chunks = [padded]
     if architecture not in PADDED:
@@ -85,12 +86,12 @@ def test_weights_and_gradients_are_those_of_the_whole_class(architecture, tied):
     for chunk in chunks:
         if chunk.packing is not None:
             enable_packing(encoder)
-        weights = encoder(chunk)
+        weights = encoder(chunk)[0]
         rows = torch.tensor(chunk.rows)
         assert 0.05 < float((weights > 0).float().mean()) < 0.95
         torch.testing.assert_close(weights[rows.argsort()], expected, rtol=1e-4, atol=2e-5)
         own = grads(encoder, weights[rows.argsort()])
-        own = {classifier_name(n, reference.base_model_prefix): grad for n, grad in own.items()}
+        own = {own_name(n, reference.base_model_prefix): grad for n, grad in own.items()}
         assert own.keys() <= expected_grads.keys()
         assert len(own) == len({id(grad) for grad in expected_grads.values()})
         for name, grad in own.items():

@@ -36,7 +36,7 @@ def measure_saved_bytes(encoder, texts: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        vectors = encoder(Chunk(ids, mask))
+        vectors = encoder(Chunk(ids, mask))[0]
     assert vectors.requires_grad
     return sum(size for size, _ in held.values())
 

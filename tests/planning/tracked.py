@@ -44,7 +44,7 @@ def compare(name, config, layers, texts, *, reshard_after_forward=True, recomput
 
         def step(texts, length):
             ids = torch.zeros(texts, length, dtype=torch.int64)
-            encoder(Chunk(ids, torch.ones_like(ids))).sum().backward()
+            encoder(Chunk(ids, torch.ones_like(ids)))[0].sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -23,7 +23,7 @@ from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.score import PairScore
-from embedtrain.models.cross_encoder import classifier_name
+from embedtrain.models.own_class import own_name
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.models.test_cross_encoder import save_reranker
@@ -115,7 +115,7 @@ def on_ranks(world: World, model: str, path: str, cache: str, name: str, batch_s
         output, finite = backward(part)
         assert finite
         gradients = {
-            classifier_name(n, "roberta").removeprefix("roberta."): p.grad.full_tensor().double()
+            own_name(n, "roberta").removeprefix("roberta."): p.grad.full_tensor().double()
             for n, p in loaded.encoder.named_parameters()
             if isinstance(p.grad, DTensor)
         }

@@ -21,10 +21,11 @@ from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.late_interaction.model import TokenVectorHead
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.late_interaction import LateInteractionEncoder
+from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from tests.models.test_late_interaction import late_interaction, own_class
@@ -43,12 +44,12 @@ ARCHITECTURES = ("bert", "modernbert")
 Result = tuple[float, dict[str, Tensor]]
 
 
-def opened(model: ModelConfig) -> tuple[LateInteractionEncoder, TokenRowTokenizer]:
+def opened(model: ModelConfig) -> tuple[Encoder, TokenRowTokenizer]:
     source = open_model_source(model)
     encoder = assemble_encoder(source)
     encoder.load_state_dict(full_state_dict(source, seed=0))
     tokenizer = bound_tokenizer(source, small_tokenizer())
-    assert isinstance(encoder, LateInteractionEncoder) and isinstance(tokenizer, TokenRowTokenizer)
+    assert isinstance(encoder.output, TokenVectorHead) and isinstance(tokenizer, TokenRowTokenizer)
     return encoder.double().eval(), tokenizer
 
 

@@ -14,12 +14,12 @@ from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
-from embedtrain.models.sparse_encoder import SparseEncoder
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import assert_same_gradient, batch, parallel, save_language_model, small_model, small_tokenizer
@@ -38,7 +38,7 @@ ONE_CHUNK, CACHED = ChunkOptions(10_000, pass_overhead_tokens=10_000), ChunkOpti
 def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[str, torch.Tensor]]:
     source = open_model_source(model)
     encoder = assemble_encoder(source)
-    assert isinstance(encoder, SparseEncoder)
+    assert isinstance(encoder.output, WordHead)
     encoder.load_state_dict(full_state_dict(source, seed=0))
     encoder.double().eval()
     tokenizer = small_tokenizer()

@@ -13,12 +13,12 @@ from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
 from embedtrain.config.sparse import SparseConfig, SparseQueries, SparsityConfig
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
-from embedtrain.models.sparse_encoder import SparseEncoder
 from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
@@ -40,7 +40,7 @@ def directory(tmp_path_factory):
 def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, torch.Tensor]]:
     source = open_model_source(model)
     encoder = assemble_encoder(source)
-    assert isinstance(encoder, SparseEncoder)
+    assert isinstance(encoder.output, WordHead)
     encoder.load_state_dict(full_state_dict(source, seed=0))
     encoder.double().eval()
     rows, tokenizer = batch(num_rows).rows, small_tokenizer()

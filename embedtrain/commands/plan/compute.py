@@ -16,9 +16,7 @@ from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import EmbedtrainError
 from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.m3 import M3Encoder
 from embedtrain.models.packing import check_packing
-from embedtrain.models.sparse_encoder import SparseEncoder
 from embedtrain.models.sparse_head import words_per_block
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import ClusterSpec, RankWorkload, StepWorkload, fit_activation_tokens, step_memory
@@ -146,7 +144,7 @@ def planned_model(recipe: Recipe, options: PlanOptions) -> PlannedModel:
     encoder, token_vectors = meta.encoder, meta.token_vectors
     length = options.tokens_per_text or meta.max_length
     vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
-    if isinstance(encoder, M3Encoder):
+    if meta.source.kind.name == "m3":
         vectors = length, length
     packable = recipe.model.attention is not Attention.padded
     packed = (
@@ -193,7 +191,7 @@ def plan(recipe: Recipe, options: PlanOptions, *, mined: Mapping[Path, int] | No
         best=choice.best,
         next_best=choice.next_best,
         activation_tokens=activation_tokens,
-        vocabulary_head=_vocabulary_head(model, local, length) if isinstance(planned.encoder, SparseEncoder) else None,
+        vocabulary_head=_vocabulary_head(model, local, length) if planned.encoder.output.has_vocabulary else None,
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
         changes=changes(parallel, cluster, model, work, choice.best),
         parameter_groups=describe_groups(trained_parameters(planned.encoder, recipe.optim), recipe.optim),

@@ -260,7 +260,7 @@ def _compare(
         ids.append(tokenizer.ids(texts))
         with torch.no_grad():
             chunks = [tokenizer.chunk(ids[-1], [row]) for row in range(len(ids[-1]))]
-            outputs.append([encoder(chunk) for chunk in chunks])
+            outputs.append([encoder(chunk)[0] for chunk in chunks])
     for text, before, after, *vectors in zip(texts, *ids, *outputs, strict=True):
         marked = [new_id.get(index, index) if index >= 0 else ~new_id[~index] for index in _plain(before)]
         if marked != _plain(after) or not torch.equal(*vectors):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.recipe import Strategy
+from embedtrain.config.recipe import Pooling, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
@@ -20,7 +20,7 @@ from embedtrain.formats.graph_session import open_graph
 from embedtrain.formats.onnx import FILES, GRAPH
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.inference.loading.load import LoadedModel
-from embedtrain.models.encoder import Encoder
+from embedtrain.models.encoder import Encoder, PooledHead
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 
@@ -66,7 +66,8 @@ class GraphEncoder(Encoder):
     """
 
     def __init__(self, path: Path, source: ModelSource) -> None:
-        super().__init__(nn.Identity(), source.pooling, normalize=source.normalize)
+        # The graph computes what a backbone and this head would.
+        super().__init__(nn.Identity(), PooledHead(source.dimension, Pooling.cls, normalize=False))
         assert source.directory is not None
         self._source, self._session = source, open_graph(path, source.directory)
         self._files = source.kind.files
@@ -80,11 +81,11 @@ class GraphEncoder(Encoder):
         """D, the dimension of the vectors; V of a sparse model."""
         return self._source.dimension
 
-    def forward(self, chunk: Chunk) -> Tensor:
+    def forward(self, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the encoder of this kind of model returns of a chunk."""
         assert chunk.packing is None, "graphs have padded texts"
         outputs = self._run(self._inputs(chunk))
-        return self._files.from_graph(self._source, self._rest, outputs, chunk)
+        return (self._files.from_graph(self._source, self._rest, outputs, chunk),)
 
     def _inputs(self, chunk: Chunk) -> dict[str, Tensor]:
         return {

@@ -1,10 +1,5 @@
 """Verifies a loaded model: packed texts against padded ones, and scores against transformers' own class."""
 
-import contextlib
-from collections.abc import Callable
-from typing import TypeVar
-
-import torch
 from transformers import PretrainedConfig
 
 from embedtrain.config.recipe import Attention, ParallelConfig
@@ -12,9 +7,7 @@ from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.attention_kernels import packing_limit, select_flash_attention, use_flash_attention_2
-from embedtrain.models.cross_encoder import CrossEncoder, classifier_mismatch, has_token_types
-from embedtrain.models.encoder import Encoder
-from embedtrain.models.late_interaction import LateInteractionEncoder, expansion_mismatch
+from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
 from embedtrain.models.packing import (
     PackingCheck,
     check_packing,
@@ -23,10 +16,7 @@ from embedtrain.models.packing import (
     packing_mismatch,
     window_mismatch,
 )
-from embedtrain.models.sparse_encoder import SparseEncoder, language_model_mismatch
 from embedtrain.models.types import ModelSource
-
-EncoderT = TypeVar("EncoderT", bound=Encoder)
 
 
 def prepare_packing(
@@ -80,16 +70,15 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
     if not encoder.has_layers:
         return None
     training = encoder.training
-    is_cross_encoder = isinstance(encoder, CrossEncoder)
-    # Scores near 0 have no relative difference, so the vectors that the head receives are compared.
-    with encoder.returning_vectors() if isinstance(encoder, CrossEncoder) else contextlib.nullcontext():
+    head, backbone = encoder.output, encoder.backbone
+    with encoder.computing(lambda chunk: head.compared(hidden_states(backbone, chunk), chunk)):
         mismatch = packing_mismatch(
             encoder.eval(),
             config,
             parallel.precision,
             world.device,
-            token_types=is_cross_encoder and has_token_types(encoder),
-            token_vectors=isinstance(encoder, LateInteractionEncoder),
+            token_types=head.reads_pairs and has_token_types(encoder),
+            token_vectors=head.compares_tokens,
         )
     encoder.train(training)
     reshard(encoder)
@@ -105,33 +94,14 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
 
 
 def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
-    """Reject a model of scores or of vectors of tokens whose outputs cannot be right. A collective."""
-    if isinstance(encoder, CrossEncoder):
-        reason = _mismatch(encoder, classifier_mismatch, world)
-        if reason is not None:
-            raise ModelError(f"{type(encoder.head).__name__} is not supported as a cross-encoder: {reason}")
-    if isinstance(encoder, SparseEncoder):
-        reason = _mismatch(encoder, language_model_mismatch, world)
-        if reason is not None:
-            raise ModelError(f"{type(encoder.head).__name__} is not supported as a sparse model: {reason}")
-    expansion = None if source.kind.name != "late_interaction" else source.settings.expansion
-    if isinstance(encoder, LateInteractionEncoder) and expansion is not None and not expansion.attend:
-        reason = _mismatch(encoder, expansion_mismatch, world)
-        if reason is not None:
-            raise ModelError(
-                "model.late_interaction.attend_to_expansion_tokens=false: expansion tokens of "
-                f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because "
-                f"{reason}; set it to true, or model.late_interaction.query_expansion=none"
-            )
-
-
-def _mismatch(encoder: EncoderT, compare: Callable[[EncoderT, torch.device], str | None], world: World) -> str | None:
-    """What `compare` finds wrong on any rank, without dropout; the same on every rank. A collective."""
+    """Reject a model whose outputs cannot be right. A collective."""
     training = encoder.training
-    mismatch = compare(encoder.eval(), world.device)
+    error = source.kind.output_error(encoder.eval(), source, world.device)
     encoder.train(training)
     reshard(encoder)
-    return next((text for text in world.gather(mismatch) if text is not None), None)
+    for reason in world.gather(error):
+        if reason is not None:
+            raise ModelError(reason)
 
 
 def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:

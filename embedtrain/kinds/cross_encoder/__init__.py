@@ -1,12 +1,18 @@
 """model.kind=cross_encoder: a score per pair of query and document (a reranker)."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from torch import Size, Tensor, device
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.models.encoder import Encoder
+    from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
 
 
@@ -22,6 +28,44 @@ class CrossEncoder(Kind):
         from embedtrain.losses.score import PairScore
 
         return PairScore()
+
+    def model_class(self, config: "PretrainedConfig") -> Any:
+        """The class for sequence classification."""
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification
+
+    def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
+        """The backbone of the class, and the class as its head."""
+        from embedtrain.kinds.cross_encoder.model import cross_encoder
+
+        return cross_encoder(model, source.pooling)
+
+    def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
+        """Those of the class, or of a causal language model whose rows its score starts from."""
+        from embedtrain.kinds.cross_encoder.model import read_weights
+
+        return read_weights(source)
+
+    def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
+        """The score that starts from tokens."""
+        from embedtrain.kinds.cross_encoder.model import score_weights
+
+        return score_weights(source)
+
+    def locate_head(
+        self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
+    ) -> tuple[dict[str, "TensorLocation"], set[str]]:
+        """In the files of the class, or of a Dense module."""
+        from embedtrain.kinds.cross_encoder.model import locate_head
+
+        return locate_head(source, shapes, stored)
+
+    def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
+        """Scores have to be those of the class as a whole."""
+        from embedtrain.models.own_class import own_class_error
+
+        return own_class_error(encoder, device, "a cross-encoder")
 
     @property
     def files(self) -> "ModelFiles":

@@ -43,11 +43,11 @@ from embedtrain.formats.sentence_transformers import (
 )
 from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
-from embedtrain.models.build import vocabulary_head
+from embedtrain.kinds.cross_encoder.model import vocabulary_head
 from embedtrain.models.chat_template import write_chat_template
-from embedtrain.models.cross_encoder import classifier_name
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
+from embedtrain.models.own_class import own_name
 from embedtrain.models.stored_weights import TensorLocation, stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.models.types import ModelSource
@@ -110,7 +110,7 @@ class CrossEncoderFiles(ModelFiles):
         """Those of the classifier's class."""
         config = AutoConfig.from_pretrained(architecture, local_files_only=True)
         prefix = classifier_class(config).base_model_prefix  # type: ignore[attr-defined]
-        return {name: StoredName(classifier_name(name, prefix)) for name in names}
+        return {name: StoredName(own_name(name, prefix)) for name in names}
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
         """Those of the classifier."""
@@ -128,7 +128,7 @@ class CrossEncoderFiles(ModelFiles):
         ids = tokenizer.ids(probe_pairs(PROBES, prompts))  # type: ignore[arg-type]
         with torch.no_grad():
             chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
-            return torch.cat([encoder(chunk) for chunk in chunks]).T.cpu()
+            return torch.cat([encoder(chunk)[0] for chunk in chunks]).T.cpu()
 
     def compared(self, tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> Tensor | None:
         """The pairs that other libraries read as we do.
@@ -194,7 +194,7 @@ class CrossEncoderFiles(ModelFiles):
             base.config, dtype=torch.float32, trust_remote_code=base.trust_remote_code
         )
         prefix = model.base_model_prefix
-        model.load_state_dict({classifier_name(name, prefix): weight for name, weight in weights.items()})
+        model.load_state_dict({own_name(name, prefix): weight for name, weight in weights.items()})
         adapted = attach(model.eval())
         assert source.directory is not None
         return _scores(adapted, source, open_tokenizer(source.directory, source))

@@ -1,16 +1,22 @@
 """model.kind=dense: a vector per text."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from embedtrain.config.kinds import Kind
+from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
+    from torch import Size, Tensor
+    from transformers import PreTrainedModel
+
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.models.encoder import Encoder, Head
+    from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
 
 
-class Dense(Kind):
+class Dense(BackboneKind):
     """A vector per text."""
 
     name = "dense"
@@ -22,6 +28,51 @@ class Dense(Kind):
         from embedtrain.inference.vectors import vector_score
 
         return vector_score(source.similarity)
+
+    def head(self, source: "ModelSource") -> "Head":
+        """Pooling, dense modules and normalisation."""
+        from embedtrain.models.encoder import PooledHead, hidden_size
+        from embedtrain.models.heads import build_heads
+
+        dense, size = build_heads(source.dense), hidden_size(source.config)
+        return PooledHead(size, source.pooling, normalize=source.normalize, dense=dense)
+
+    def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
+        """The model with the head. A table of static embeddings is an FSDP group of its own, in float32."""
+        from embedtrain.models.encoder import Encoder
+        from embedtrain.models.static_embedding import is_static
+
+        encoder = super().encoder(source, model)
+        if not is_static(source.config):
+            return encoder
+        # In bf16, the gradients of a frequent token's thousands of occurrences in a chunk would be lost in rounding.
+        encoder.output.in_float32 = model.get_input_embeddings()
+        return Encoder(encoder.backbone, encoder.output, has_layers=False)
+
+    def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
+        """Those of the backbone, or the table."""
+        from embedtrain.models.static_embedding import is_static, read_table
+
+        if is_static(source.config):
+            assert source.directory is not None
+            return read_table(source.directory), set()
+        return super().read_weights(source)
+
+    def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
+        """The table of Model2Vec, which has another name in its file."""
+        from embedtrain.models.static_embedding import is_static, read_table
+
+        if not is_static(source.config) or source.directory is None:
+            return {}
+        return read_table(source.directory, if_stored_otherwise=True)
+
+    def locate_head(
+        self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
+    ) -> tuple[dict[str, "TensorLocation"], set[str]]:
+        """The table of Model2Vec is computed."""
+        from embedtrain.models.static_embedding import STORED_TABLE, TABLE, is_static
+
+        return {}, {TABLE} if is_static(source.config) and STORED_TABLE not in stored else set()
 
     @property
     def files(self) -> "ModelFiles":

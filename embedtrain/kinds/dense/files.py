@@ -126,7 +126,7 @@ class DenseFiles(ModelFiles):
         ids = tokenizer.ids(PROBES)
         with torch.no_grad():
             chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
-            return torch.cat([encoder(chunk).cpu() for chunk in chunks])
+            return torch.cat([encoder(chunk)[0].cpu() for chunk in chunks])
 
     def probe_opened(
         self,
@@ -138,7 +138,7 @@ class DenseFiles(ModelFiles):
         batches = (tokenize_padded(tokenizer, [text]) for text in PROBES)
         encoder.eval()
         with torch.no_grad():
-            return torch.cat([encoder(Chunk(batch["input_ids"], batch["attention_mask"])) for batch in batches])
+            return torch.cat([encoder(Chunk(batch["input_ids"], batch["attention_mask"]))[0] for batch in batches])
 
     def of_sentence_transformers(
         self, directory: Path, source: ModelSource, prompts: Mapping[str, str], max_length: int
@@ -182,7 +182,7 @@ class DenseFiles(ModelFiles):
         hidden = output.last_hidden_state
         if VECTORS not in self.graph_outputs(source):
             return (hidden,)
-        return hidden, encoder.vectors(hidden, mask)[:, : source.truncate_dim]
+        return hidden, encoder.output.graph_outputs(hidden, mask)[0][:, : source.truncate_dim]
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Vectors, or hidden states that are pooled without the tokens of the prompt."""
@@ -204,4 +204,4 @@ class DenseFiles(ModelFiles):
         """Vectors [N, D]."""
         if not isinstance(rest, Encoder):
             return outputs[0]
-        return rest.vectors(outputs[0], chunk.mask if chunk.pooled is None else chunk.pooled)
+        return rest.output(outputs[0], chunk)[0]

@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from embedtrain.config.kinds import Kind
+from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
+    from torch import device
+
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.models.encoder import Encoder, Head
     from embedtrain.models.types import ModelSource
 
 
-class LateInteraction(Kind):
+class LateInteraction(BackboneKind):
     """A vector per token of a text (ColBERT)."""
 
     name = "late_interaction"
@@ -26,6 +29,27 @@ class LateInteraction(Kind):
 
         assert source.kind.name == "late_interaction"
         return MaxSim(mean=source.settings.similarity is TokenSimilarity.meanmaxsim)
+
+    def head(self, source: "ModelSource") -> "Head":
+        """The projection of tokens."""
+        from embedtrain.kinds.late_interaction.model import TokenVectorHead
+        from embedtrain.models.encoder import hidden_size
+        from embedtrain.models.heads import build_heads
+
+        return TokenVectorHead(hidden_size(source.config), build_heads(source.dense))
+
+    def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
+        """Expansion tokens without attention may depend on padding."""
+        from embedtrain.kinds.late_interaction.model import expansion_mismatch
+
+        expansion = source.settings.expansion
+        if expansion is None or expansion.attend or (reason := expansion_mismatch(encoder, device)) is None:
+            return None
+        return (
+            "model.late_interaction.attend_to_expansion_tokens=false: expansion tokens of "
+            f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because "
+            f"{reason}; set it to true, or model.late_interaction.query_expansion=none"
+        )
 
     @property
     def files(self) -> "ModelFiles":

@@ -36,11 +36,11 @@ from embedtrain.formats.sentence_transformers import (
     opening,
     write_modules,
 )
-from embedtrain.formats.transformers import read_heads
+
+# DEL
 from embedtrain.formats.verify import PROBES
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
-from embedtrain.models.late_interaction import LateInteractionEncoder
 from embedtrain.models.late_interaction_files import PYLATE_DENSE
 from embedtrain.models.module_settings import MULTI_VECTOR, PYLATE, SETTINGS
 from embedtrain.models.tokenizer import resolve_max_length
@@ -111,12 +111,8 @@ class LateInteractionFiles(ModelFiles):
             ids = tokenizer.ids([prompt + text for text in PROBES], None, prompt, role)
             chunks = (tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids)))
             with torch.no_grad():
-                vectors += [encoder(chunk).cpu() for chunk in chunks]
+                vectors += [encoder(chunk)[0].cpu() for chunk in chunks]
         return torch.cat(vectors)
-
-    def add_heads(self, backbone: nn.Module, source: ModelSource) -> Encoder:
-        """The projections."""
-        return LateInteractionEncoder(backbone, read_heads(source)).eval()
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """`probe` with the tokens of its own."""
@@ -149,8 +145,9 @@ class LateInteractionFiles(ModelFiles):
 
     def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
         """Vectors of all tokens."""
-        assert isinstance(encoder, LateInteractionEncoder)
-        return output.last_hidden_state, encoder.token_vectors(output.last_hidden_state)
+        assert encoder is not None
+        hidden = output.last_hidden_state
+        return hidden, *encoder.output.graph_outputs(hidden, mask)
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Vectors of all tokens."""
@@ -169,12 +166,10 @@ class LateInteractionFiles(ModelFiles):
 
     def reduce(self, source: ModelSource, name: str, output: Tensor, mask: Tensor) -> list[Tensor]:
         """Vectors of the tokens of a text."""
-        real = mask.bool()
-        if name == TOKEN_VECTORS:
-            return [row[is_real] for row, is_real in zip(output, real, strict=True)]
-        with torch.no_grad():
-            vectors: Tensor = self.add_heads(nn.Identity(), source).vectors(output, mask)
-        return list(vectors.split(real.sum(dim=1).tolist()))
+        if name == HIDDEN:
+            with torch.no_grad():
+                output = self.add_heads(nn.Identity(), source).output.graph_outputs(output, mask)[0]
+        return [row[is_real] for row, is_real in zip(output, mask.bool(), strict=True)]
 
 
 def _write_settings(directory: Path, source: ModelSource, tokenizer: TokenRowTokenizer) -> None:

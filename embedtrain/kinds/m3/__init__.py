@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from embedtrain.config.kinds import Kind
+from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
+    from torch import Size, Tensor
+
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.models.encoder import Head
+    from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
 
 
-class M3(Kind):
+class M3(BackboneKind):
     """A vector, lexical weights and a vector per token (BGE-M3)."""
 
     name = "m3"
@@ -25,6 +29,30 @@ class M3(Kind):
 
         assert source.kind.name == "m3"
         return M3Score(source.settings)
+
+    def head(self, source: "ModelSource") -> "Head":
+        """Both layers of FlagEmbedding."""
+        from embedtrain.kinds.m3.model import M3Head
+        from embedtrain.models.encoder import hidden_size
+
+        return M3Head(hidden_size(source.config), source.settings)
+
+    def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
+        """Those of both layers, which are in files of torch."""
+        from embedtrain.models.encoder import hidden_size
+        from embedtrain.models.m3_files import read_m3_layers
+
+        if source.settings.is_new or source.directory is None:
+            return {}
+        return read_m3_layers(source.directory, hidden_size(source.config))
+
+    def locate_head(
+        self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
+    ) -> tuple[dict[str, "TensorLocation"], set[str]]:
+        """Both layers have no safetensors file; new ones are nowhere."""
+        from embedtrain.models.m3_files import LAYERS
+
+        return {}, set() if source.settings.is_new else {name for name in shapes if name.startswith(LAYERS)}
 
     @property
     def files(self) -> "ModelFiles":

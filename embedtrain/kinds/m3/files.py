@@ -16,9 +16,9 @@ from embedtrain.data.types import Chunk
 from embedtrain.formats.model_files import HIDDEN, VECTORS, StoredName, python_block
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.files import DenseFiles
-from embedtrain.models.encoder import Encoder, hidden_size
-from embedtrain.models.m3 import M3Encoder, m3_rows
-from embedtrain.models.m3_files import LAYERS, read_m3_layers, write_m3_layer, write_m3_settings
+from embedtrain.kinds.m3.model import M3Head, m3_rows
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.m3_files import LAYERS, write_m3_layer, write_m3_settings
 from embedtrain.models.tokenizer import resolve_max_length
 from embedtrain.models.types import ModelSource
 
@@ -82,22 +82,14 @@ class M3Files(DenseFiles):
         device: torch.device,
     ) -> Tensor:
         """The dense vector, the mean of the token vectors, and the mean lexical weight: [N, D + d + 1]."""
-        assert isinstance(encoder, M3Encoder)
-        settings, ids, outputs = encoder.settings, tokenizer.ids(PROBES), []
+        assert isinstance(encoder.output, M3Head)
+        settings, ids, outputs = encoder.output.settings, tokenizer.ids(PROBES), []
         for row in range(len(ids)):
             with torch.no_grad():
-                rows = encoder(tokenizer.chunk(ids, [row]).to(device)).cpu()
+                rows = encoder(tokenizer.chunk(ids, [row]).to(device))[0].cpu()
             means = rows[1:, : settings.token_dimension].mean(dim=0), rows[:, -2].mean(dim=0, keepdim=True)
             outputs.append(torch.cat([rows[0, : settings.dimension], *means]))
         return torch.stack(outputs)
-
-    def add_heads(self, backbone: nn.Module, source: ModelSource) -> Encoder:
-        """The layers of the directory."""
-        assert source.directory is not None
-        encoder = M3Encoder(backbone, source.settings)
-        for name, weight in read_m3_layers(source.directory, hidden_size(source.config)).items():
-            encoder.get_parameter(name).data.copy_(weight)
-        return encoder.eval()
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """`probe` with the tokens of its own."""
@@ -123,11 +115,9 @@ class M3Files(DenseFiles):
 
     def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
         """The three representations."""
-        assert isinstance(encoder, M3Encoder)
+        assert encoder is not None
         hidden = output.last_hidden_state
-        vectors = encoder.vectors(hidden, mask)
-        tokens = encoder.token_vectors(hidden[:, 1:]) * mask[:, 1:, None]
-        return hidden, vectors, vectors.clone(), encoder.lexical_weights(hidden), tokens
+        return hidden, *encoder.output.graph_outputs(hidden, mask)
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """FlagEmbedding's outputs."""
@@ -159,8 +149,7 @@ class M3Files(DenseFiles):
         """A row of the lexical weights of a text, [1, L]."""
         real = mask.bool()
         if name == HIDDEN:
-            with torch.no_grad():
-                output = super().add_heads(nn.Identity(), source).vectors(output, mask)
+            return super().reduce(source, name, output, mask)
         if name == M3_TOKENS:
             return [row[is_real] for row, is_real in zip(output, real[:, 1:], strict=True)]
         if name == M3_LEXICAL:

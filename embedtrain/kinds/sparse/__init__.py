@@ -1,12 +1,18 @@
 """model.kind=sparse: a weight per word of the vocabulary (SPLADE)."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
+    from torch import Size, Tensor, device
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.models.encoder import Encoder
+    from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
 
 
@@ -23,6 +29,54 @@ class Sparse(Kind):
 
         assert source.kind.name == "sparse"
         return WordScore(is_symmetric=source.settings.queries is None)
+
+    def model_class(self, config: "PretrainedConfig") -> Any:
+        """The class of a language model, masked or causal."""
+        from embedtrain.models.own_class import language_model_class
+
+        return language_model_class(config)
+
+    def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
+        """The backbone of the class, and the class as its head."""
+        from embedtrain.kinds.sparse.model import sparse_encoder
+
+        return sparse_encoder(model, source.settings)
+
+    def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
+        """Those of the class, and the weights of queries."""
+        from embedtrain.kinds.sparse.model import read_weights
+
+        return read_weights(source)
+
+    def missing_weights_hint(self, names: Sequence[str]) -> str:
+        """Embedding models have no vocabulary head."""
+        if any(name.startswith("backbone.") for name in names):
+            return ""
+        return (
+            "; model.kind=sparse weighs words with the vocabulary head of a masked language model, which embedding "
+            "models do not keep: start from one that has it, such as the model that this one was made from"
+        )
+
+    def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
+        """The weights of queries."""
+        from embedtrain.kinds.sparse.model import query_weights
+
+        return query_weights(source)
+
+    def locate_head(
+        self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
+    ) -> tuple[dict[str, "TensorLocation"], set[str]]:
+        """In the files of the class; the weights of queries are in their own."""
+        from embedtrain.models.own_class import located_in_class
+        from embedtrain.models.static_queries import QUERY_WEIGHTS
+
+        return located_in_class(shapes, stored), {QUERY_WEIGHTS} & set(shapes)
+
+    def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
+        """Weights of words have to be those of the class as a whole."""
+        from embedtrain.models.own_class import own_class_error
+
+        return own_class_error(encoder, device, "a sparse model")
 
     @property
     def files(self) -> "ModelFiles":

@@ -36,12 +36,11 @@ from embedtrain.formats.sentence_transformers import (
 from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.models.build import build_encoder
-from embedtrain.models.cross_encoder import classifier_name
 from embedtrain.models.directory_modules import ROUTER_CONFIG
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import SPARSE
-from embedtrain.models.sparse_encoder import is_masked, language_model, language_model_class
+from embedtrain.models.own_class import is_masked, language_model, language_model_class, own_name
 from embedtrain.models.sparse_head import activate
 from embedtrain.models.static_queries import (
     IDF_FILE,
@@ -98,7 +97,7 @@ class SparseFiles(ModelFiles):
         config = AutoConfig.from_pretrained(architecture, local_files_only=True)
         prefix = language_model(config).base_model_prefix
         queries = StoredName(STORED_WEIGHT, f"{QUERY_FOLDER}/{WEIGHTS}", is_float32=True)
-        return {name: queries if name == QUERY_WEIGHTS else StoredName(classifier_name(name, prefix)) for name in names}
+        return {name: queries if name == QUERY_WEIGHTS else StoredName(own_name(name, prefix)) for name in names}
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
         """Those of the language model, and of the weights of queries."""
@@ -127,7 +126,7 @@ class SparseFiles(ModelFiles):
         for role in (TextRole.document, TextRole.query) if has_queries else (TextRole.document,):
             ids = tokenizer.ids(PROBES, role=role)
             with torch.no_grad():
-                rows += [encoder(tokenizer.chunk(ids, [row]).to(device)).cpu() for row in range(len(ids))]
+                rows += [encoder(tokenizer.chunk(ids, [row]).to(device))[0].cpu() for row in range(len(ids))]
         return torch.cat(rows)
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:

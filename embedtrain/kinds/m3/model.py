@@ -1,4 +1,4 @@
-"""The encoder of BGE-M3: dense vector, lexical weights and token vectors of a text from one forward pass.
+"""The head of BGE-M3: dense vector, lexical weights and token vectors of a text from one forward pass.
 
 N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; d: dimensions of a token's vector.
 """
@@ -6,37 +6,33 @@ N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; d:
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from embedtrain.config.m3 import M3Settings
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
-from embedtrain.models.encoder import Encoder, hidden_size
+from embedtrain.models.encoder import PooledHead
 
 
-class M3Encoder(Encoder):
-    """Tokens of texts to rows of three representations, see `M3Settings`.
+class M3Head(PooledHead):
+    """Rows of three representations, see `M3Settings`. The names of the linear layers are those of FlagEmbedding."""
 
-    The names of the linear layers are those of FlagEmbedding.
-    """
-
-    def __init__(self, backbone: PreTrainedModel, settings: M3Settings) -> None:
-        super().__init__(backbone, Pooling.cls, normalize=True)
-        size = hidden_size(backbone.config)
+    def __init__(self, size: int, settings: M3Settings) -> None:
+        super().__init__(size, Pooling.cls, normalize=True)
         self.settings = settings
         self.colbert_linear = nn.Linear(size, settings.token_dimension)
         self.sparse_linear = nn.Linear(size, 1)
+        self.modules |= self.beside_adapters
 
-    def forward(self, chunk: Chunk) -> Tensor:
-        """The texts of a chunk to float32 rows [T, width], of all tokens.
+    def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """Rows of all tokens, [T, width].
 
         `token_rows` of the chunk, int64 [T], are the real tokens; without them only the dense vectors are computed,
         [N, D]. `pooled` is 1 for tokens with a lexical weight, by default all.
         """
         token_rows = chunk.token_rows
         if token_rows is None:
-            return self.text_vectors(self.hidden_states(chunk), chunk.replaced(pooled=None))
-        hidden = self.hidden_states(chunk).flatten(0, 1)[token_rows]
+            return super().__call__(hidden, chunk.replaced(pooled=None))
+        hidden = hidden.flatten(0, 1)[token_rows]
         if chunk.packing is None:
             texts = token_rows // chunk.ids.shape[1]
         else:
@@ -44,8 +40,19 @@ class M3Encoder(Encoder):
         weights = self.lexical_weights(hidden).squeeze(1)
         if chunk.pooled is not None:
             weights = weights * chunk.pooled.flatten()[token_rows]
-        vectors = self.token_vectors(hidden)
-        return m3_rows(F.normalize(hidden.float(), dim=1), vectors, weights, texts, chunk.ids.flatten()[token_rows])
+        vectors, dense = self.token_vectors(hidden), F.normalize(hidden.float(), dim=1)
+        return (m3_rows(dense, vectors, weights, texts, chunk.ids.flatten()[token_rows]),)
+
+    def graph_outputs(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        """The dense vectors [N, D] twice, lexical weights [N, L, 1], and the vectors of all tokens but the first."""
+        (vectors,) = super().graph_outputs(hidden, mask)
+        tokens = self.token_vectors(hidden[:, 1:]) * mask[:, 1:, None]
+        return vectors, vectors.clone(), self.lexical_weights(hidden), tokens
+
+    @property
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """Both layers."""
+        return {"colbert_linear": self.colbert_linear, "sparse_linear": self.sparse_linear}
 
     def lexical_weights(self, hidden: Tensor) -> Tensor:
         """The weight of each token from its vector [..., H]: [..., 1]."""

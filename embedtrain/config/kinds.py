@@ -97,6 +97,10 @@ class Kind(ABC):
         """
         return None
 
+    def identity(self, source: "ModelSource") -> dict[str, Any]:
+        """Settings that change the vectors of the same files, for the identity of a model: none by default."""
+        return {}
+
     @property
     @abstractmethod
     def files(self) -> "ModelFiles":

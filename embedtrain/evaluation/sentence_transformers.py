@@ -19,9 +19,8 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import PROCESS_USE
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.kinds.m3.score import M3Score, lexical_weights, split_rows
-
-_LEXICAL = "lexical_weights"  # `output_value`
+from embedtrain.losses.encoded import Part
+from embedtrain.losses.score import LEXICAL_WEIGHTS
 
 
 class SentenceTransformersAdapter:
@@ -66,16 +65,14 @@ class SentenceTransformersAdapter:
         texts = _texts(inputs)
         role = TextRole.query if task == TextRole.query.value else TextRole.document
         part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
-        score = self.encoder.score
-        if isinstance(score, M3Score):
-            parts = split_rows(part, score.settings)
-            if output_value == _LEXICAL:
-                weights = [lexical_weights(parts.lexical.slice(i, i + 1)) for i in range(len(texts))]
-                return weights[0] if isinstance(inputs, str) else weights
-            part = parts.tokens if output_value == "token_embeddings" else parts.dense
-        outputs = "sentence_embedding" if part.sizes is None else "token_embeddings"
-        if output_value not in (None, outputs):
-            raise ConfigError(f"output_value={output_value} is not supported: only {outputs} is")
+        outputs = self.encoder.score.outputs(part)
+        output_value = output_value or next(iter(outputs))
+        if output_value not in outputs:
+            raise ConfigError(f"output_value={output_value} is not supported: only {', '.join(outputs)} is")
+        part = outputs[output_value]
+        if output_value == LEXICAL_WEIGHTS:
+            weights = [_lexical_weights(part.slice(i, i + 1)) for i in range(len(texts))]
+            return weights[0] if isinstance(inputs, str) else weights
         convert_to_numpy = part.sizes is None if convert_to_numpy is None else convert_to_numpy
         vectors: Any = part.values[:, :truncate_dim]
         if normalize_embeddings:
@@ -222,3 +219,8 @@ class _NoModelCard:
 
     def set_evaluation_metrics(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing."""
+
+
+def _lexical_weights(part: Part) -> dict[int, float]:
+    """The weights of one text, those above 0, by token id."""
+    return {int(token): weight for weight, token in part.values.tolist() if weight > 0}

@@ -31,7 +31,6 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
-from embedtrain.inference.model_identity import model_identity
 from embedtrain.inference.stored_vectors import (
     FORMAT,
     INDEX_FILE,
@@ -43,6 +42,7 @@ from embedtrain.inference.stored_vectors import (
     to_stored,
     vector_keys,
 )
+from embedtrain.inference.vector_cache import model_identity
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.utils.checksums import file_checksum

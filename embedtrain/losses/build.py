@@ -28,6 +28,7 @@ from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka, Quantised
+from embedtrain.losses.distill_similarities import DistillSimilarities, SimilarityMSE
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.layers import LAST_LAYER, Exit, LayerLoss
@@ -37,7 +38,6 @@ from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, Onlin
 from embedtrain.losses.quantisation import SmoothedRanges
 from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
-from embedtrain.losses.similarities import DistillSimilarities, SimilarityMSE
 from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, EncodedLoss, Loss
 

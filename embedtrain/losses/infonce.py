@@ -17,12 +17,12 @@ from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError
+from embedtrain.losses.candidates import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
 from embedtrain.losses.ring import MAX_GATHERED_BYTES, gathered_bytes
 from embedtrain.losses.score import TiledScore, VectorScore
-from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max
 from embedtrain.losses.softmax import SoftmaxSums, focal_weights, plain_softmax, ring_softmax, tiled_softmax
 from embedtrain.losses.types import (

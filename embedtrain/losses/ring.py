@@ -143,7 +143,7 @@ class _Problem:
 
     def blocks(self) -> Iterator[Block]:
         """Every rank's candidates, beginning with this rank's."""
-        for texts in _passing(self.candidates.parts, self.sizes[1], self.global_rows.counts.documents):
+        for texts in passing_texts(self.candidates.parts, self.sizes[1], self.global_rows.counts.documents):
             yield Block(texts.first, self.reducer.columns(texts.parts))
 
     def slices(self, rows: Texts, known: Sequence[Part], block: Block) -> Iterator[tuple[Texts, list[Part], slice]]:
@@ -181,7 +181,7 @@ class _RingStatistics(torch.autograd.Function):
         # What is kept is of each text, or of each row of the first part.
         row_sizes = [*of_parts, *(None if part.sizes is None else of_parts[0] for part in kept), None]
         travelling = (*problem.rows.parts, *kept, Part(upstream))
-        for passing in _passing(travelling, row_sizes, problem.global_rows.counts.queries):
+        for passing in passing_texts(travelling, row_sizes, problem.global_rows.counts.queries):
             rows = Texts(passing.first, passing.parts[:num_parts])
             for of_slice, of_rows, where in problem.slices(rows, passing.parts[num_parts:-1], local):
                 derivatives = reducer.derivatives(of_slice, of_rows, passing.parts[-1].values[where], local)
@@ -190,8 +190,11 @@ class _RingStatistics(torch.autograd.Function):
         return *(grad.values for grad in row_grads), *column_grads, None
 
 
-def _passing(parts: Sequence[Part], sizes: PartSizes, counts: Sequence[int]) -> Iterator[Texts]:
-    """Every rank's texts, of which each rank has `counts`, beginning with this rank's."""
+def passing_texts(parts: Sequence[Part], sizes: PartSizes, counts: Sequence[int]) -> Iterator[Texts]:
+    """Every rank's texts, of which each rank has `counts`, beginning with this rank's. A collective.
+
+    `sizes` are those of each part of the texts of all ranks.
+    """
     lengths = [rows_per_rank(of_part, counts) for of_part in sizes]
     for rank, received in ring([part.values for part in parts], lengths):
         first = sum(counts[:rank])

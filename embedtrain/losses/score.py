@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from embedtrain.inference.store import DocumentStore
 
 
+# Names of representations in sentence-transformers (`output_value`), and that of rows (weight, id) of tokens.
+SENTENCE_EMBEDDING, TOKEN_EMBEDDINGS, LEXICAL_WEIGHTS = "sentence_embedding", "token_embeddings", "lexical_weights"
+
+
 class Columns(Protocol):
     """Candidates in the form in which anchors are compared with them; one column of scores each."""
 
@@ -99,6 +103,10 @@ class Score(ABC):
     def views(self) -> "Mapping[str, Score]":
         """Scores of the same representations, which are measured besides: none by default."""
         return {}
+
+    def outputs(self, part: Part) -> dict[str, Part]:
+        """The representations by their names in sentence-transformers, the main one first."""
+        return {SENTENCE_EMBEDDING if part.sizes is None else TOKEN_EMBEDDINGS: part}
 
     def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """What an index and queries hold of the rows [R, D] of an encoder, or of their first dimensions."""

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from embedtrain.config.loss_choices import LossDirection
 from embedtrain.distributed.collectives import ring
+from embedtrain.losses.candidates import Candidates, Rows, ScoringRules
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES
-from embedtrain.losses.scores import Candidates, Rows, ScoringRules
 from embedtrain.losses.types import GlobalRows, rows_per_rank
 
 # Scores of one tile: 64 MiB of fp32. Lower tiles would read and write the gradient of the candidates more often.

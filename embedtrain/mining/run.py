@@ -21,8 +21,7 @@ from embedtrain.inference.loading.command_model import (
 )
 from embedtrain.inference.loading.encoder_model import load_encoder_model, open_encoder_source
 from embedtrain.inference.loading.load import quiet_libraries
-from embedtrain.inference.model_identity import model_identity
-from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.mining.folder import MiningFolder, mining_identity, require_same_files
 from embedtrain.mining.inputs import MiningInputs, prepare_inputs
 from embedtrain.mining.options import RowSearchOptions

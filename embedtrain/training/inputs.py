@@ -13,7 +13,6 @@ from embedtrain.config.code import code_options
 from embedtrain.config.compressed import dims_of
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.matryoshka import matryoshka_dims_of
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
@@ -243,7 +242,7 @@ def read_inputs(run: Run) -> RunInputs:
         sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
     with world.fail_together("reading evaluation sets"):
         check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
-    views = HybridWeights._fields if source.kind.name == "m3" else ()
+    views = tuple(source.kind.score(source).views)
     best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views, *evaluation.vectors))
     with world.fail_together("opening the model"):
         if described is not recipe.model:

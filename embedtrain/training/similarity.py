@@ -27,7 +27,7 @@ def with_similarity(
 
     A ConfigError for a loss that does not know the model's similarity.
     """
-    if source.kind.name != "dense" or source.normalize:
+    if source.normalize or not source.kind.score(source).named_by_loss:
         return source, list(losses)
     resolved = [_resolved(loss, source.similarity) for loss in losses]
     named = {similarity for loss in resolved for similarity in _similarities(loss)}

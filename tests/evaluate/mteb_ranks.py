@@ -6,7 +6,7 @@ from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, run_tasks
 from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
-from embedtrain.inference.model_identity import model_identity
+from embedtrain.inference.vector_cache import model_identity
 from embedtrain.tracking.console import Console
 
 

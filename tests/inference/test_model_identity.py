@@ -14,7 +14,7 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from embedtrain.inference.loading.encoder_model import open_encoder_source
-from embedtrain.inference.model_identity import model_identity
+from embedtrain.inference.vector_cache import model_identity
 from embedtrain.models.source import open_model_source
 from tests.small import WORDS, save_adapter, save_guide, small_model, text
 

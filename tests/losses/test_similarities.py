@@ -15,7 +15,7 @@ from embedtrain.config.similarity_losses import (
     SimilarityMSEConfig,
 )
 from embedtrain.distributed.world import World
-from embedtrain.losses import similarities
+from embedtrain.losses import distill_similarities
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import Case, GlobalVectors, check, check_all, run, run_all, vectors
 
@@ -150,8 +150,8 @@ def test_a_masked_candidate_is_in_no_softmax(ranks, ids):
 def in_tiles(world: World, configs, batch: GlobalVectors, rows_of_rank: list[list[int]]) -> list[list[dict]]:
     """All rows in one tile, and one row per tile."""
     results = []
-    for cells in (similarities.TILE_CELLS, 1):
-        similarities.TILE_CELLS = cells
+    for cells in (distill_similarities.TILE_CELLS, 1):
+        distill_similarities.TILE_CELLS = cells
         results.append([run(world, config, batch, rows_of_rank, torch.float64, 8) for config in configs])
     return results
 

@@ -22,8 +22,7 @@ from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdap
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.inference.loading.load import load_model
-from embedtrain.inference.model_identity import model_identity
-from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source

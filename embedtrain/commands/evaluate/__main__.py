@@ -208,7 +208,7 @@ def _load_scorer(
 def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") -> dict[str, Any]:
     from embedtrain.distributed.sharding import resolve_precision
     from embedtrain.inference.loading.graph import graph_file
-    from embedtrain.inference.model_identity import model_identity
+    from embedtrain.inference.vector_cache import model_identity
 
     precision = resolve_precision(options.precision, world)
     graph = None if options.backend is Backend.torch else graph_file(model.source, options.backend)

@@ -87,8 +87,7 @@ def main(options: SearchOptions) -> None:
 def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") -> "VectorCache | None":
     """The stored vectors of documents, if the user wants them."""
     from embedtrain.distributed.sharding import resolve_precision
-    from embedtrain.inference.model_identity import model_identity
-    from embedtrain.inference.vector_cache import VectorCache
+    from embedtrain.inference.vector_cache import VectorCache, model_identity
 
     if options.vectors_dir is None:
         return None

@@ -1,7 +1,7 @@
 """model.kind=late_interaction: a vector per token of a text (ColBERT)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.kinds.backbone import BackboneKind
 
@@ -50,6 +50,14 @@ class LateInteraction(BackboneKind):
             f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because "
             f"{reason}; set it to true, or model.late_interaction.query_expansion=none"
         )
+
+    def identity(self, source: "ModelSource") -> dict[str, Any]:
+        """All settings: a dense model may have the same files."""
+        from dataclasses import asdict
+
+        settings = source.settings
+        options = {name: str(value) for name, value in asdict(settings).items()}
+        return {"similarity": settings.similarity.value, "token_vectors": options}
 
     @property
     def files(self) -> "ModelFiles":

@@ -29,7 +29,15 @@ from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum
 from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
 from embedtrain.kinds.late_interaction.score import MaxSim, TokenStore
 from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
-from embedtrain.losses.score import Columns, Score, ScoreTile, VectorScore
+from embedtrain.losses.score import (
+    LEXICAL_WEIGHTS,
+    SENTENCE_EMBEDDING,
+    TOKEN_EMBEDDINGS,
+    Columns,
+    Score,
+    ScoreTile,
+    VectorScore,
+)
 from embedtrain.losses.similarity import at_least_float32
 
 # Comparisons of ids of two texts in one block of a search.
@@ -82,6 +90,11 @@ class M3Score(Score):
         """The score of each document and its query, [M]."""
         first, second = split_rows(queries, self.settings), split_rows(documents, self.settings)
         return weighted_sum(self.settings.weights, compare_parts(first, second, owners, counts))
+
+    def outputs(self, part: Part) -> dict[str, Part]:
+        """The three representations."""
+        parts = split_rows(part, self.settings)
+        return {SENTENCE_EMBEDDING: parts.dense, TOKEN_EMBEDDINGS: parts.tokens, LEXICAL_WEIGHTS: parts.lexical}
 
     def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """The rows as they are; the encoder has normalised them."""
@@ -315,11 +328,6 @@ def _exact_lexical(queries: Part, query_of: Tensor, documents: Part, document_of
         matches = torch.where(is_equal, right[:, None, :, 0], 0.0).amax(dim=2)
         scores[pairs] = sum_of_halves(left[:, :, 0].double() * matches.double())
     return scores
-
-
-def lexical_weights(part: Part) -> dict[int, float]:
-    """The weights of one text, those above 0, by token id."""
-    return {int(token): weight for weight, token in part.values.tolist() if weight > 0}
 
 
 def _padded(part: Part, texts: Tensor, width: int) -> Tensor:

@@ -78,6 +78,10 @@ class Sparse(Kind):
 
         return own_class_error(encoder, device, "a sparse model")
 
+    def identity(self, source: "ModelSource") -> dict[str, Any]:
+        """How weights are computed: a dense model may have the same files."""
+        return {"words": [source.settings.pooling.value, source.settings.activation.value]}
+
     @property
     def files(self) -> "ModelFiles":
         """See `kinds/sparse/files.py`."""

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
 from embedtrain.config.similarity_losses import CandidateSet, DistillSimilaritiesConfig, Divergence, SimilarityMSEConfig
-from embedtrain.distributed.collectives import gather_rows, ring, sum_over_ranks
+from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.distillation import teacher_dimension, teacher_vectors
+from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.infonce import choose_implementation
+from embedtrain.losses.ring import passing_texts
 from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, sum_by_row
 from embedtrain.losses.types import BatchInfo, GlobalRows, Loss, LossOutput, Prepared
 
@@ -40,16 +42,16 @@ _STUDENT, _TEACHER = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class PairedVectors:
     """Both models' vectors of consecutive texts."""
 
     first: int  # index of the first one among those of all ranks
     student: Tensor  # [n, D]
     teacher: Tensor  # [n, T]
 
-    def slice(self, start: int, end: int) -> "Texts":
+    def slice(self, start: int, end: int) -> "PairedVectors":
         """The texts from `start` to `end`."""
-        return Texts(self.first + start, self.student[start:end], self.teacher[start:end])
+        return PairedVectors(self.first + start, self.student[start:end], self.teacher[start:end])
 
     def __len__(self) -> int:
         return len(self.student)
@@ -96,7 +98,7 @@ class _Tile:
     mask: Tensor
 
     @classmethod
-    def of(cls, rows: Texts, candidates: Texts, rules: DivergenceRules) -> "_Tile":
+    def of(cls, rows: PairedVectors, candidates: PairedVectors, rules: DivergenceRules) -> "_Tile":
         student, teacher = rows.student @ candidates.student.T, rows.teacher @ candidates.teacher.T
         return cls(student, teacher, rules.mask(student, rows.first, candidates.first))
 
@@ -119,7 +121,7 @@ class _Tile:
 class _RowStatistics:
     """Of c rows, over the candidates so far: both logsumexp, the number of candidates, and each model's best one."""
 
-    def __init__(self, rows: Texts) -> None:
+    def __init__(self, rows: PairedVectors) -> None:
         zeros = rows.student.new_zeros(len(rows))
         self.maximum = [torch.full_like(zeros, -torch.inf) for _ in (_STUDENT, _TEACHER)]
         self.sum_exp = [zeros.clone() for _ in self.maximum]
@@ -162,13 +164,15 @@ class DivergenceSums:
     num_agreeing: Tensor
 
 
-def tiled_divergence(rows: Texts, candidates: Texts, rules: DivergenceRules, tile_cells: int) -> DivergenceSums:
+def tiled_divergence(
+    rows: PairedVectors, candidates: PairedVectors, rules: DivergenceRules, tile_cells: int
+) -> DivergenceSums:
     """This rank's rows against the candidates of all ranks, with at most `tile_cells` scores at a time, or one row."""
     return DivergenceSums(*_Tiled.apply(rows.student, candidates.student, rows, candidates, rules, tile_cells))  # type: ignore[no-untyped-call]
 
 
 def ring_divergence(
-    rows: Texts, candidates: Texts, rules: DivergenceRules, counts: tuple[Sequence[int], Sequence[int]]
+    rows: PairedVectors, candidates: PairedVectors, rules: DivergenceRules, counts: tuple[Sequence[int], Sequence[int]]
 ) -> DivergenceSums:
     """As `tiled_divergence` with only this rank's `candidates`; those of other ranks pass by. A collective.
 
@@ -189,7 +193,13 @@ class _GradientInForward(torch.autograd.Function):
 class _Tiled(_GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, _: Tensor, __: Tensor, rows: Texts, candidates: Texts, rules: DivergenceRules, tile_cells: int
+        ctx: Any,
+        _: Tensor,
+        __: Tensor,
+        rows: PairedVectors,
+        candidates: PairedVectors,
+        rules: DivergenceRules,
+        tile_cells: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         row_grads, candidate_grads = torch.zeros_like(rows.student), torch.zeros_like(candidates.student)
         row_losses = rows.student.new_zeros(len(rows))
@@ -218,8 +228,8 @@ class _Ring(_GradientInForward):
         ctx: Any,
         _: Tensor,
         __: Tensor,
-        rows: Texts,
-        candidates: Texts,
+        rows: PairedVectors,
+        candidates: PairedVectors,
         rules: DivergenceRules,
         counts: tuple[Sequence[int], Sequence[int]],
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,11 +276,14 @@ def _slices(num_rows: int, num_candidates: int, tile_cells: int) -> list[tuple[i
     return [(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
 
 
-def _passing(texts: Texts, more: Sequence[Tensor], counts: Sequence[int]) -> Iterator[tuple[Texts, list[Tensor]]]:
+def _passing(
+    texts: PairedVectors, more: Sequence[Tensor], counts: Sequence[int]
+) -> Iterator[tuple[PairedVectors, list[Tensor]]]:
     """Every rank's texts, `counts` of them, with further numbers of each; beginning with this rank's."""
     tensors = [texts.student, texts.teacher, *more]
-    for rank, (student, teacher, *others) in ring(tensors, [counts] * len(tensors)):
-        yield Texts(sum(counts[:rank]), student, teacher), others
+    for passing in passing_texts(list(map(Part, tensors)), [None] * len(tensors), counts):
+        student, teacher, *others = (part.values for part in passing.parts)
+        yield PairedVectors(passing.first, student, teacher), others
 
 
 class _Vectors(NamedTuple):
@@ -344,12 +357,14 @@ class DistillSimilarities(Loss):
                 model.queries if direction in QUERY_ANCHORS else model.documents[batch_info.positives]
                 for model in (student, teacher)
             ]
-            texts = Texts(rows.local_rows.start, anchors[0] / temperature, anchors[1] / teacher_temperature)
+            texts = PairedVectors(rows.local_rows.start, anchors[0] / temperature, anchors[1] / teacher_temperature)
             rules = DivergenceRules(self.config.divergence, direction, excluded)
             if implementation is Implementation.ring:
-                sums.append(ring_divergence(texts, Texts(first, *candidates), rules, (rows.counts.queries, counts)))
+                sums.append(
+                    ring_divergence(texts, PairedVectors(first, *candidates), rules, (rows.counts.queries, counts))
+                )
                 continue
-            gathered = Texts(0, *(gather_rows(vectors, counts) for vectors in candidates))
+            gathered = PairedVectors(0, *(gather_rows(vectors, counts) for vectors in candidates))
             plain = implementation is Implementation.plain
             tile_cells = max(1, len(texts) * len(gathered)) if plain else TILE_CELLS
             sums.append(tiled_divergence(texts, gathered, rules, tile_cells))

@@ -25,7 +25,7 @@ from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.source import open_model_source
-from embedtrain.training.similarity import with_similarity
+from embedtrain.training.inputs import with_similarity
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, save_guide, small_model, text
 

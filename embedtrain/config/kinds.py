@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from embedtrain.config.recipe import Recipe
+    from embedtrain.data.cache.token_store import TokenStore
+    from embedtrain.distributed.world import World
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.losses.types import Loss
     from embedtrain.models.encoder import Encoder, Head
     from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
 
 _KINDS = {
     "dense": "embedtrain.kinds.dense:Dense",
@@ -41,12 +46,20 @@ class Kind(ABC):
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
+        scores_pairs: whether a query and a document are read together, and a text alone has no embedding.
+        has_one_vector: whether a text has one vector and nothing else.
+        measures_classes: whether classification and clustering, which need one vector per text, can be measured.
+        views: names of the parts of the score that an evaluation also measures alone.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     own_losses: ClassVar[Mapping[str, str]] = {}
+    scores_pairs: ClassVar[bool] = False
+    has_one_vector: ClassVar[bool] = False
+    measures_classes: ClassVar[bool] = False
+    views: ClassVar[tuple[str, ...]] = ()
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -105,6 +118,31 @@ class Kind(ABC):
     @abstractmethod
     def files(self) -> "ModelFiles":
         """Its model directories: how they are written, opened by other libraries, and described."""
+
+    def check_recipe(self, recipe: "Recipe", source: "ModelSource") -> None:  # noqa: B027 - a kind may have none
+        """Raise a ConfigError for options that do not fit the files of the model."""
+
+    def trained_instruction_format(self, source: "ModelSource") -> str | None:
+        """How the instructions of the rows were formatted that the model was trained on; None if nobody knows."""
+        return None
+
+    def training_loss(self, loss: "Loss", recipe: "Recipe", source: "ModelSource", num_batches: int) -> "Loss":
+        """The loss of a run of so many global batches, with what the kind adds to that of the recipe."""
+        return loss
+
+    def weights_of_data(
+        self, source: "ModelSource", stores: "Sequence[TokenStore]", world: "World", console: "Console"
+    ) -> "Mapping[str, Tensor]":
+        """Weights of a model from scratch that follow from its training texts, by the encoder's names. A collective."""
+        return {}
+
+    def max_document_length(self, source: "ModelSource") -> int | None:
+        """The tokens at which documents are cut, besides those of all texts; None: no others."""
+        return None
+
+    def vectors_per_text(self, source: "ModelSource", max_length: int) -> tuple[int, int]:
+        """The largest number of vectors of a query and of a document, for texts of at most so many tokens."""
+        return 1, 1
 
 
 def load_kind(name: str, option: str = "model.kind") -> Kind:

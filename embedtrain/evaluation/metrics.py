@@ -10,7 +10,7 @@ import pytrec_eval
 from numpy.typing import NDArray
 
 from embedtrain.config.compressed import is_label
-from embedtrain.config.m3 import HybridWeights
+from embedtrain.config.kinds import kinds
 from embedtrain.errors import ConfigError
 
 RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", "ndcg@3")
@@ -144,7 +144,7 @@ def set_of_metric(best: str) -> str:
     """The set of `checkpoint.best_metric`, without the form of its vectors: `dev` of `dev@256/ndcg@10`."""
     name = best.rpartition("/")[0]
     base, _, dimension = name.rpartition("@")
-    return base if base and (is_label(dimension) or dimension in HybridWeights._fields) else name
+    return base if base and (is_label(dimension) or any(dimension in kind.views for kind in kinds())) else name
 
 
 def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from embedtrain.config.compressed import VectorFormat, stored_bytes
 from embedtrain.config.evaluation import Classifier, SetKind, VectorPrecision
+from embedtrain.config.kinds import Kind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import (
     BINARY_CLASSIFICATION_METRICS,
@@ -210,16 +211,13 @@ def kind_of(data: EvaluationData) -> SetKind:
             return SetKind.clustering
 
 
-_PER_TOKEN = {"late_interaction": "late-interaction", "m3": "BGE-M3"}
-
-
-def check_sets_of_kind(sets: Sequence[LoadedSet], kind: str, option: str) -> None:
-    """Raise ConfigError for a set that models of this kind, which encode texts, cannot measure."""
-    for loaded in sets if kind in _PER_TOKEN else ():
+def check_sets_of_kind(sets: Sequence[LoadedSet], kind: Kind, option: str) -> None:
+    """Raise ConfigError for a set that models of this kind cannot measure, if they encode texts."""
+    for loaded in () if kind.measures_classes or kind.scores_pairs else sets:
         if isinstance(loaded.data, ClassificationSet | ClusteringSet):
             raise ConfigError(
                 f"{option}: {loaded.data.name} is a set of the kind {kind_of(loaded.data).value}, which needs one "
-                f"vector per text, and a {_PER_TOKEN[kind]} model computes one per token: leave it out (allowed are "
+                f"vector per text, and model.kind={kind.name} has several: leave it out (allowed are "
                 "retrieval, reranking, sts, pair_classification and bitext)"
             )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import InfoNCEConfig, LossConfig, M3LossConfig, SigLIPConfig, XTRConfig
 from embedtrain.config.matryoshka import matryoshka_layers_of
@@ -88,7 +89,7 @@ class StepWorkload:
         negatives that sources of `data.train` ask for. The default of `negatives` counts for a cross-encoder only: it
         trains on rows with negatives, and most other rows have none.
         """
-        train, pairs = recipe.train, recipe.model.kind == "cross_encoder"
+        train, pairs = recipe.train, load_kind(recipe.model.kind).scores_pairs
         if texts_per_row is None:
             default = int(TrainSource.negatives or 0)
             written = [source.negatives or 0 for source in recipe.data.train]

@@ -25,7 +25,6 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from embedtrain.config.recipe import Precision, Recipe
-from embedtrain.config.token_vectors import TokenVectors
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import large_embedding
 from embedtrain.models.adapter_files import open_adapter
@@ -448,11 +447,6 @@ class MetaEncoder:
     max_length: int  # of texts, in tokens
 
     @property
-    def token_vectors(self) -> TokenVectors | None:
-        """The settings of a late-interaction model."""
-        return self.source.settings if self.source.kind.name == "late_interaction" else None
-
-    @property
     def stored_dtype(self) -> torch.dtype:
         """Type of the stored weights; without weights, the type in the configuration."""
         return _stored_dtype(self.source)
@@ -472,8 +466,7 @@ def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
-    if source.kind.name == "late_interaction" and source.settings.document_length is not None:
-        length = min(length, source.settings.document_length)
+    length = min(length, source.kind.max_document_length(source) or length)
     return MetaEncoder(encoder, source, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
 
 

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,15 +11,14 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.code import code_options
 from embedtrain.config.compressed import dims_of
-from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.loss_checks import check_loss, guide_paths
+from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
+from embedtrain.config.losses import AnglEConfig, CombinedConfig, CoSENTConfig, CosineMSEConfig, LossConfig
 from embedtrain.config.matryoshka import matryoshka_dims_of
-from embedtrain.config.pair_template import PLAIN_INSTRUCTION
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
-from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
-from embedtrain.config.sparse_checks import check_query_regularizer
-from embedtrain.config.validation import TEXT_ALONE
+from embedtrain.config.validation import TEXT_ALONE, written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.sources.files import is_url
 from embedtrain.data.sources.parts import may_be_hub_id
@@ -48,14 +47,16 @@ from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import weights_digest
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
-from embedtrain.training.similarity import similarity_note, with_similarity
 from embedtrain.utils.files import expand_user
+
+_CHOICES: dict[str, type[Similarity] | type[Distance]] = {"similarity": Similarity, "distance": Distance}
+_COSINE = (CoSENTConfig, AnglEConfig, CosineMSEConfig)  # by definition
 
 
 def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:
     """A warning for each source whose rows have instructions in another format than that of the model's template."""
-    template = None if source.kind.name != "cross_encoder" else source.settings.template
-    if template is None or template.instruction_format in (None, PLAIN_INSTRUCTION):
+    trained = source.kind.trained_instruction_format(source)
+    if trained is None:
         return []
     formats = {
         store.report.name: settings.text_format.instruction_format
@@ -64,9 +65,9 @@ def instruction_warnings(source: ModelSource, data: TrainData) -> list[str]:
     }
     return [
         f"{name}: the instructions of its rows are formatted as {own!r}, and this reranker was trained with "
-        f"{template.instruction_format!r}: set data.instruction_format to it"
+        f"{trained!r}: set data.instruction_format to it"
         for name, own in formats.items()
-        if own not in (template.instruction_format, TEXT_ALONE)
+        if own not in (trained, TEXT_ALONE)
     ]
 
 
@@ -100,13 +101,9 @@ def check_local_inputs(recipe: Recipe) -> None:
 
 
 def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
-    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have, or it cannot be exported.
-
-    Queries of a sparse model may be static because of its files, which the recipe's own checks do not see.
-    """
+    """Raise ConfigError if a loss trains on more dimensions than the model's vectors have, or it cannot be exported."""
     set_rope_theta(copy.deepcopy(source.config), recipe.export.rope_theta, "export.rope_theta")
-    if source.kind.name == "sparse":
-        check_query_regularizer(recipe.sparsity, source.settings.query_mode)
+    source.kind.check_recipe(recipe, source)
     for loss in (recipe.loss, *(source_loss(train_source, recipe.loss) for train_source in recipe.data.train)):
         require_dimensions(loss, source.dimension)
 
@@ -238,10 +235,10 @@ def read_inputs(run: Run) -> RunInputs:
         optional=lambda name: best is None or set_of_metric(best) not in (name, MEAN),
         warn=run.console.warn,
     )
-    if recipe.model.kind == "cross_encoder":
+    if source.kind.scores_pairs:
         sets = _with_first_stage_metrics(with_candidates_of(sets, world, evaluation.rerank_depth), world)
     with world.fail_together("reading evaluation sets"):
-        check_sets_of_kind(sets, recipe.model.kind, "evaluation.sets")
+        check_sets_of_kind(sets, source.kind, "evaluation.sets")
     views = tuple(source.kind.score(source).views)
     best_metric = parse_recipe_metric(recipe, sets, function, (*dims, *views, *evaluation.vectors))
     with world.fail_together("opening the model"):
@@ -250,10 +247,10 @@ def read_inputs(run: Run) -> RunInputs:
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
         opened = source
         source, losses = with_similarity(recipe.model, opened, losses)
-        if recipe.evaluation.sets and source.kind.name != "cross_encoder":
+        if recipe.evaluation.sets and not source.kind.scores_pairs:
             score = source.kind.score(source)
             score.store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
-    run.note(similarity_note(opened, source))
+    run.note(_similarity_note(opened, source))
     if source.truncate_dim is not None:
         run.console.note(
             f"model.path truncates its vectors to {source.truncate_dim} dimensions (truncate_dim): training, "
@@ -262,6 +259,71 @@ def read_inputs(run: Run) -> RunInputs:
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     run.note([first_stage_note(loaded) for loaded in sets if loaded.first_stage_metrics is not None])
     return RunInputs(source, base_digest, cache, data, losses, path, sets, function, best_metric, length)
+
+
+def with_similarity(
+    model: ModelConfig, source: ModelSource, losses: Sequence[LossConfig]
+) -> tuple[ModelSource, list[LossConfig]]:
+    """The model with the similarity that it is trained for, and the losses of its sources, which all name theirs.
+
+    The trained model compares vectors as its losses do, which compare them as its directory does by default. Of vectors
+    that are normalised, the cosine, the inner product and the Euclidean distance give the same order: there the model
+    keeps the similarity that it has. A ConfigError for a loss that does not know the model's similarity.
+    """
+    if source.normalize or not source.kind.score(source).named_by_loss:
+        return source, list(losses)
+    resolved = [_resolved(loss, source.similarity) for loss in losses]
+    named = {similarity for loss in resolved for similarity in _similarities(loss)}
+    if model.similarity is None and len(named) == 1:
+        source = replace(source, similarity=named.pop())
+    return source, resolved
+
+
+def _resolved(loss: LossConfig, similarity: VectorSimilarity) -> LossConfig:
+    """The loss, whose similarity or distance is the model's unless it names one."""
+    if isinstance(loss, CombinedConfig):
+        return replace(loss, losses=[_resolved(part, similarity) for part in loss.losses])
+    option = _option(loss)
+    if option is None or getattr(loss, option) is not None:
+        return loss
+    allowed = [choice.value for choice in _CHOICES[option]]
+    if similarity.value not in allowed:
+        raise ConfigError(
+            f"loss.{option}: the model compares vectors by {similarity.value}, and loss={loss.name} knows "
+            f"{', '.join(allowed)}: write one of them, by which the trained model then compares, or another loss"
+        )
+    choice: Any = {option: _CHOICES[option](similarity.value)}
+    loss = replace(loss, **choice)
+    check_loss(replace(loss, weight=1.0))
+    return loss
+
+
+def _similarities(loss: LossConfig) -> list[VectorSimilarity]:
+    """By what a loss compares the vectors of texts; none if it does not."""
+    if isinstance(loss, CombinedConfig):
+        return [similarity for part in loss.losses for similarity in _similarities(part)]
+    option = _option(loss)
+    if isinstance(loss, _COSINE) or (option and (loss.matryoshka_dims or loss.precisions)):  # on normalised vectors
+        return [VectorSimilarity.cosine]
+    return [] if option is None else [VectorSimilarity(getattr(loss, option).value)]
+
+
+def _option(loss: LossConfig) -> str | None:
+    """The option that chooses how the loss compares vectors of texts."""
+    for field in fields(loss):
+        if field.name in _CHOICES and isinstance(getattr(loss, field.name), Similarity | Distance | None):
+            return field.name
+    return None
+
+
+def _similarity_note(source: ModelSource, trained: ModelSource) -> list[str]:
+    """What the user should know if training changes how the model compares."""
+    if trained.similarity is source.similarity:
+        return []
+    return [
+        f"the trained model compares vectors by {written(trained.similarity)}, as its loss does; "
+        f"before, by {written(source.similarity)}: model.similarity chooses another one"
+    ]
 
 
 def _with_first_stage_metrics(sets: Sequence[LoadedSet], world: World) -> list[LoadedSet]:

@@ -21,6 +21,7 @@ from embedtrain.checkpoint.step_directory import (
 )
 from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.compose import to_plain
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
 from embedtrain.config.options import Effect, declarations, effect_of
@@ -221,7 +222,7 @@ def _loss_identity(loss: LossConfig, kind: str) -> dict[str, Any]:
         part.pop("implementation", None)
         for name in _COMPARES & part.keys():
             part[name] = part[name] or "cosine"
-        if kind == "dense" and part["name"] == InfoNCEConfig.name:
+        if load_kind(kind).has_one_vector and part["name"] == InfoNCEConfig.name:
             # Earlier versions wrote these numbers, which were the defaults.
             part["temperature"] = VECTOR_TEMPERATURE if part["temperature"] is None else part["temperature"]
             part["temperature_bounds"] = part["temperature_bounds"] or list(VECTOR_TEMPERATURE_BOUNDS)

@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.data.text_format import NO_PROMPT, Prompt
@@ -65,8 +66,7 @@ class RunReporter:
         length: RunLength,
     ) -> None:
         self._run, self._encoder, self._tracker, self._state, self._length = run, encoder, tracker, state, length
-        # A cross-encoder has no vectors of texts.
-        self._has_sample = run.recipe.tracking.report and run.recipe.model.kind == "dense"
+        self._has_sample = run.recipe.tracking.report and load_kind(run.recipe.model.kind).has_one_vector
         self._starts_at_zero = state.step == 0
         self._has_warned = False
         self._clock = SessionClock()

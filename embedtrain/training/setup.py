@@ -1,25 +1,19 @@
 """Parts of a training run, in the order in which they are built: data, run directory, model, loss, optimizer."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.recipe import LOGIT_SCORE, ONNX, Recipe
-from embedtrain.data.cache.token_store import TokenStore
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
-from embedtrain.distributed.collectives import sum_over_ranks
 from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
@@ -30,10 +24,8 @@ from embedtrain.formats.replacement import require_only_export
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
-from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.early_exits import EarlyExits
-from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.planning.memory import StepWorkload
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory
@@ -46,7 +38,7 @@ from embedtrain.training.guides import (
     set_teacher_maps,
     teachers_identity,
 )
-from embedtrain.training.inputs import Run, RunInputs, RunLength
+from embedtrain.training.inputs import Run, RunInputs
 from embedtrain.training.precision import use_tf32_products
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.resume import RunStart, run_identity
@@ -54,8 +46,6 @@ from embedtrain.training.state import TrainState
 from embedtrain.utils.checksums import CHECKSUMS, damaged_files, write_checksums
 from embedtrain.utils.files import remove_tree
 from embedtrain.utils.formatting import format_bytes
-
-_BLOCK_TEXTS = 1 << 16
 
 
 def load_or_train_vocabulary(run: Run, data: TrainData, *, from_scratch: bool) -> PreTrainedTokenizerBase | None:
@@ -91,19 +81,18 @@ def load_or_train_vocabulary(run: Run, data: TrainData, *, from_scratch: bool) -
 def tokenize_data(run: Run, inputs: RunInputs, model: LoadedModel, *, from_scratch: bool) -> None:
     """Tokenise all texts that are not in the cache, and print notes.
 
-    A run from scratch computes the weights of static queries, if the model has none, from the documents.
+    A run from scratch computes weights that follow from the texts, such as those of static queries.
     """
     data, world, console = inputs.data, run.world, run.console
     require_same_tokenizer(model.tokenizer, world)
     with world.fail_together("tokenising"), console.progress() as progress:
         notes = data.prepare(model.tokenizer, replace(inputs.cache, progress=progress))
     run.note(notes)
-    queries = None if model.source.kind.name != "sparse" else model.source.settings.queries
-    if from_scratch and queries is not None and queries.path is None:
+    if from_scratch:
         assert data.tokens is not None
-        with console.phase("computing the weights of queries from the documents"):
-            weights = inverse_document_frequencies(data.tokens, model.source.dimension, world)
-        copy_local_rows(model.encoder.state_dict()[QUERY_WEIGHTS], weights)
+        weights = model.source.kind.weights_of_data(model.source, data.tokens, world, console)
+        for name, values in weights.items():
+            copy_local_rows(model.encoder.state_dict()[name], values)
 
 
 def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
@@ -114,52 +103,6 @@ def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
             raise DataError(
                 f"rank {rank} has another tokenizer than rank 0: the model's files must be the same on all hosts"
             )
-
-
-def inverse_document_frequencies(stores: Sequence[TokenStore], num_tokens: int, world: World) -> Tensor:
-    """ln(1 + (N - n + 0.5) / (n + 0.5)) of each token, float32 [V] on the CPU, as in BM25. A collective.
-
-    N are the distinct documents of all stores, as they are truncated for training, and n those with the token. The
-    ranks count disjoint parts of the documents, which depend on their texts alone.
-    """
-    counted = np.empty(0, dtype=np.int64)
-    counts, number = np.zeros(num_tokens, dtype=np.int64), 0
-    for store in stores:
-        documents = _local_documents(store, world)
-        keys, first = np.unique(store.keys[documents], return_index=True)
-        is_new = ~np.isin(keys, counted, assume_unique=True)
-        counted = np.concatenate([counted, keys[is_new]])
-        documents = np.sort(documents[first[is_new]])
-        number += len(documents)
-        for start in range(0, len(documents), _BLOCK_TEXTS):
-            counts += _document_frequencies(store, documents[start : start + _BLOCK_TEXTS], num_tokens)
-    local = torch.from_numpy(np.append(counts, number)).double()
-    total = sum_over_ranks(local.to(world.device)).cpu()
-    frequencies, documents_of_all = total[:-1], total[-1]
-    return torch.log1p((documents_of_all - frequencies + 0.5) / (frequencies + 0.5)).float()
-
-
-def _local_documents(store: TokenStore, world: World) -> NDArray[np.int64]:
-    """The documents of a store that this rank counts, by their keys: equal texts are on one rank."""
-    return np.concatenate([np.empty(0, dtype=np.int64), *_blocks_of_documents(store, world)])
-
-
-def _blocks_of_documents(store: TokenStore, world: World) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, len(store.keys), _BLOCK_TEXTS):
-        keys = store.keys[start : start + _BLOCK_TEXTS]
-        is_local = keys % world.size == world.rank
-        bounds = np.searchsorted(store.row_starts, [start, start + len(keys)])
-        # The first text of a row is the query.
-        is_local[store.row_starts[bounds[0] : bounds[1]] - start] = False
-        yield start + np.flatnonzero(is_local)
-
-
-def _document_frequencies(store: TokenStore, documents: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
-    """In how many of these documents each token is, int64 [V]."""
-    lengths = store.lengths(documents)
-    texts = np.repeat(np.arange(len(documents)), lengths)
-    pairs = np.unique(texts * num_tokens + store.ids(documents))
-    return np.bincount(pairs % num_tokens, minlength=num_tokens)
 
 
 def build_loss(
@@ -178,20 +121,12 @@ def build_loss(
             score=None if score.named_by_loss else score,
             num_batches=inputs.length.batches,
         )
-        if model.source.kind.name == "sparse":
-            sparsity = recipe.sparsity.resolved(model.source.settings.query_mode)
-            loss = SparsityRegularized(loss, sparsity, _ramp_batches(recipe, inputs.length))
+        loss = model.source.kind.training_loss(loss, recipe, model.source, inputs.length.batches)
         loss = loss.to(world.device)
     set_teacher_maps(loss, guides, world)
     use_tf32_products(loss, recipe.parallel.precision)
     run.note(loss_notes(inputs.losses, data.names, loss, dimension))
     return loss
-
-
-def _ramp_batches(recipe: Recipe, length: RunLength) -> float:
-    """The global batches over which the weights of regularizers grow."""
-    ramp = recipe.sparsity.ramp
-    return ramp * (length.batches if ramp < 1 else recipe.train.gradient_accumulation_steps)
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel | StoredTeacher], data: TrainData) -> list[dict[str, int]]:
@@ -319,7 +254,7 @@ def build_backward(
 ) -> Backward:
     """The computation of gradients."""
     losses, data = inputs.losses, inputs.data
-    has_geometry = run.recipe.tracking.geometry and run.recipe.model.kind == "dense"
+    has_geometry = run.recipe.tracking.geometry and model.source.kind.has_one_vector
     return Backward(
         model.encoder,
         loss,

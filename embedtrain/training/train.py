@@ -261,8 +261,9 @@ def _evaluation(
 ) -> PeriodicEvaluation:
     """The evaluation of the sets with what is exported, and with the trained weights if the recipe asks for it."""
     evaluation = run.recipe.evaluation
-    scores_pairs = run.recipe.model.kind == "cross_encoder"
-    model = PairScorer(encoder, windows=evaluation.document_windows) if scores_pairs else encoder
+    model: PairScorer | SentenceEncoder = encoder
+    if inputs.source.kind.scores_pairs:
+        model = PairScorer(encoder, windows=evaluation.document_windows)
     evaluator = Evaluator(
         inputs.sets,
         model,

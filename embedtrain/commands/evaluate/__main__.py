@@ -170,7 +170,7 @@ def _open_encoder(
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
 
-    check_sets_of_kind(inputs.sets, model.source.kind.name, "sets")
+    check_sets_of_kind(inputs.sets, model.source.kind, "sets")
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     directory = options.vectors_dir
     identity = _identity(options, model, world) if directory or options.mteb else {}

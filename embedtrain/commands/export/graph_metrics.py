@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.evaluation import Backend
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ONNX
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import CheckpointError
@@ -64,7 +65,7 @@ def graph_metrics(options: ExportOptions, kind: str, console: Console) -> Iterat
         return
     with joined_world() as world:
         sets = load_sets(options.sets, world, subset=options.subset, option="sets")
-        check_sets_of_kind(sets, kind, "sets")
+        check_sets_of_kind(sets, load_kind(kind), "sets")
         if kind == "cross_encoder":
             sets = [_with_candidates(loaded, world) for loaded in sets]
         yield GraphMetrics(sets, world, console, options.max_metric_loss)

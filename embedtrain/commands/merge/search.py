@@ -94,7 +94,7 @@ class _Candidate:
         source = merger.members[settings].source
         metrics = None if find.metric is None else [find.metric]
         sets = load_sets([*find.sets, *find.held_out], world, subset=find.subset, metrics=metrics, option="find.sets")
-        check_sets_of_kind(sets, source.kind.name, "find.sets")
+        check_sets_of_kind(sets, source.kind, "find.sets")
         self._main_metrics = {loaded.data.name: metric_names_of_set(loaded)[0] for loaded in sets}
         self.chosen_on = [loaded.data.name for loaded in sets[: len(find.sets)]]
         # The weights of heads are not read from the files of this member either.

@@ -141,11 +141,9 @@ def planned_model(recipe: Recipe, options: PlanOptions) -> PlannedModel:
         precision = Precision.bf16
         recipe = replace(recipe, parallel=replace(recipe.parallel, precision=precision))
     meta = build_meta_encoder(recipe)
-    encoder, token_vectors = meta.encoder, meta.token_vectors
+    encoder = meta.encoder
     length = options.tokens_per_text or meta.max_length
-    vectors = (1, 1) if token_vectors is None else token_vectors.vectors_per_text(length)
-    if meta.source.kind.name == "m3":
-        vectors = length, length
+    vectors = meta.source.kind.vectors_per_text(meta.source, length)
     packable = recipe.model.attention is not Attention.padded
     packed = (
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None

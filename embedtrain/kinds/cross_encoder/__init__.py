@@ -22,6 +22,7 @@ class CrossEncoder(Kind):
     name = "cross_encoder"
     summary = "a score per pair of query and document (a reranker)"
     aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
+    scores_pairs = True
 
     def score(self, source: "ModelSource") -> "Score":
         """The score itself, which the model computes of a pair."""
@@ -66,6 +67,14 @@ class CrossEncoder(Kind):
         from embedtrain.models.own_class import own_class_error
 
         return own_class_error(encoder, device, "a cross-encoder")
+
+    def trained_instruction_format(self, source: "ModelSource") -> str | None:
+        """That of the template, which a reranker with one was trained with."""
+        from embedtrain.config.pair_template import PLAIN_INSTRUCTION
+
+        template = source.settings.template
+        known = template is not None and template.instruction_format != PLAIN_INSTRUCTION
+        return template.instruction_format if known else None
 
     @property
     def files(self) -> "ModelFiles":

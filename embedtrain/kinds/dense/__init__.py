@@ -22,6 +22,8 @@ class Dense(BackboneKind):
     name = "dense"
     summary = "a vector per text"
     aliases = ("biencoder", "embedder", "embedding", "sentencetransformer")
+    has_one_vector = True
+    measures_classes = True
 
     def score(self, source: "ModelSource") -> "Score":
         """The similarity of two vectors."""

@@ -59,6 +59,16 @@ class LateInteraction(BackboneKind):
         options = {name: str(value) for name, value in asdict(settings).items()}
         return {"similarity": settings.similarity.value, "token_vectors": options}
 
+    def max_document_length(self, source: "ModelSource") -> int | None:
+        """See `Kind.max_document_length`."""
+        length: int | None = source.settings.document_length
+        return length
+
+    def vectors_per_text(self, source: "ModelSource", max_length: int) -> tuple[int, int]:
+        """Those of a query, with the tokens of its expansion, and of a document."""
+        vectors: tuple[int, int] = source.settings.vectors_per_text(max_length)
+        return vectors
+
     @property
     def files(self) -> "ModelFiles":
         """See `kinds/late_interaction/files.py`."""

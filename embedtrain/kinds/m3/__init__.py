@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from embedtrain.config.m3 import HybridWeights
 from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class M3(BackboneKind):
     summary = "a vector, lexical weights and a vector per token (BGE-M3)"
     aliases = ("bgem3", "hybrid")
     own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
+    views = HybridWeights._fields
 
     def score(self, source: "ModelSource") -> "Score":
         """The weighted sum of the three scores."""
@@ -53,6 +55,10 @@ class M3(BackboneKind):
         from embedtrain.models.m3_files import LAYERS
 
         return {}, set() if source.settings.is_new else {name for name in shapes if name.startswith(LAYERS)}
+
+    def vectors_per_text(self, source: "ModelSource", max_length: int) -> tuple[int, int]:
+        """One of each token."""
+        return max_length, max_length
 
     @property
     def files(self) -> "ModelFiles":

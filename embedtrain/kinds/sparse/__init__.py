@@ -9,11 +9,16 @@ if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from embedtrain.config.recipe import Recipe
+    from embedtrain.data.cache.token_store import TokenStore
+    from embedtrain.distributed.world import World
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
+    from embedtrain.losses.types import Loss
     from embedtrain.models.encoder import Encoder
     from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
 
 
 class Sparse(Kind):
@@ -22,6 +27,7 @@ class Sparse(Kind):
     name = "sparse"
     summary = "a weight per word of the vocabulary (SPLADE)"
     aliases = ("splade", "sparseencoder", "learnedsparse")
+    measures_classes = True
 
     def score(self, source: "ModelSource") -> "Score":
         """The inner product of the weights of words."""
@@ -81,6 +87,33 @@ class Sparse(Kind):
     def identity(self, source: "ModelSource") -> dict[str, Any]:
         """How weights are computed: a dense model may have the same files."""
         return {"words": [source.settings.pooling.value, source.settings.activation.value]}
+
+    def check_recipe(self, recipe: "Recipe", source: "ModelSource") -> None:
+        """Queries may be static because of the model's files, which the recipe's own checks do not see."""
+        from embedtrain.config.sparse_checks import check_query_regularizer
+
+        check_query_regularizer(recipe.sparsity, source.settings.query_mode)
+
+    def training_loss(self, loss: "Loss", recipe: "Recipe", source: "ModelSource", num_batches: int) -> "Loss":
+        """The loss with the regularizers of `sparsity`, whose weights grow over the first batches."""
+        from embedtrain.losses.sparsity import SparsityRegularized
+
+        sparsity = recipe.sparsity.resolved(source.settings.query_mode)
+        ramp = sparsity.ramp * (num_batches if sparsity.ramp < 1 else recipe.train.gradient_accumulation_steps)
+        return SparsityRegularized(loss, sparsity, ramp)
+
+    def weights_of_data(
+        self, source: "ModelSource", stores: "Sequence[TokenStore]", world: "World", console: "Console"
+    ) -> "Mapping[str, Tensor]":
+        """Those of static queries, if the model has none: inverse document frequencies of the documents."""
+        from embedtrain.kinds.sparse.document_frequencies import inverse_document_frequencies
+        from embedtrain.models.static_queries import QUERY_WEIGHTS
+
+        queries = source.settings.queries
+        if queries is None or queries.path is not None:
+            return {}
+        with console.phase("computing the weights of queries from the documents"):
+            return {QUERY_WEIGHTS: inverse_document_frequencies(stores, source.dimension, world)}
 
     @property
     def files(self) -> "ModelFiles":

@@ -7,6 +7,7 @@ import torch
 from sentence_transformers.multi_vector_encoder import evaluation as st
 from sentence_transformers.util import maxsim, maxsim_pairwise
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import sts_metrics
@@ -120,6 +121,6 @@ def test_encode_returns_the_vectors_of_each_text(ranks):
 )
 def test_sets_that_need_a_vector_per_text_are_rejected(data):
     bitext_set = LoadedSet(Bitext("b", ["a"], ["b"]))
-    with pytest.raises(ConfigError, match=f"evaluation.sets: {data.name} .*late-interaction"):
-        check_sets_of_kind([bitext_set, LoadedSet(data)], "late_interaction", "evaluation.sets")
-    check_sets_of_kind([bitext_set, LoadedSet(data)], "dense", "evaluation.sets")
+    with pytest.raises(ConfigError, match=f"evaluation.sets: {data.name} .*late_interaction"):
+        check_sets_of_kind([bitext_set, LoadedSet(data)], load_kind("late_interaction"), "evaluation.sets")
+    check_sets_of_kind([bitext_set, LoadedSet(data)], load_kind("dense"), "evaluation.sets")

@@ -20,8 +20,8 @@ from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.tokens import pack_texts
-from embedtrain.data.types import Chunk, GlobalBatch, Row, TextInputs
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk, GlobalBatch, Row, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
@@ -184,7 +184,8 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
     )
     texts = _Texts(rows, case.length)
     batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, has_loss_columns=False)
-    tokenizer: Any = SimpleNamespace(packed=True, make_chunk=pack_texts, encoder_inputs=TextInputs)
+    without_texts: Any = SimpleNamespace(pad_token_id=0, eos_token_id=0)
+    tokenizer = TextTokenizer(without_texts, case.length, packed=True)
     for _ in range(STEPS):
         train_step(run, make_rank_batch(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
     return choice.best.memory.total, choice.best.name, choice.best.memory.phase
@@ -198,10 +199,8 @@ class _Texts:
         self.lengths = np.full(2 * rows, length, dtype=np.int64)
         self.keys = np.arange(2 * rows, dtype=np.int64)
 
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        return np.concatenate(
-            [np.random.default_rng(int(text)).integers(2, 90, self.lengths[0]) for text in texts]
-        ).astype(np.int32)
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        return Tokens.of([np.random.default_rng(int(text)).integers(2, 90, self.lengths[0]).tolist() for text in texts])
 
 
 class _MemoryGrowth:

@@ -33,8 +33,7 @@ from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.listwise_losses import BCEConfig, ListNetConfig
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, TrainConfig
-from embedtrain.data.pairs import Pair
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch, Pair, Row
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.inference.pair_scorer import PairScorer

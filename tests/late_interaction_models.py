@@ -127,8 +127,8 @@ def token_vectors(directory: Path, role: TextRole, texts: list[str] = TEXTS, **o
     encoder = assemble_encoder(source).eval()
     encoder.load_state_dict(full_state_dict(source, 0))
     prompt = source.prompts.get(role.value, "")
-    ids = tokenizer.ids([prompt + text for text in texts], None, prompt, role)
-    chunk = tokenizer.chunk(ids, range(len(ids)))
+    tokens = tokenizer.tokens([prompt + text for text in texts], None, prompt, role)
+    chunk = tokenizer.chunk(tokens, range(len(tokens)))
     assert chunk.sizes is not None
     with torch.no_grad():
         return list(encoder(chunk)[0].split(chunk.sizes.tolist()))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row, TextRole
+from embedtrain.data.types import GlobalBatch, Row, TextRole, Tokens
 from embedtrain.models.own_class import language_model_class
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
@@ -129,15 +129,17 @@ class TextTokens:
     def __init__(self, batch: GlobalBatch, tokenizer: TextTokenizer) -> None:
         queries, documents = [row.query for row in batch.rows], [text for row in batch.rows for text in row.documents]
         texts = queries + documents
-        role = TextRole.query if tokenizer.roles_differ else TextRole.document
-        self._ids = tokenizer.stored_ids(queries, tokenizer.limit(TextRole.query), "", role)
-        self._ids += tokenizer.stored_ids(documents, tokenizer.limit(TextRole.document), "")
+        layout = tokenizer.layout
+        role = TextRole.query if layout.roles_differ else TextRole.document
+        of_queries = layout.tokenize(queries, tokenizer.limit(TextRole.query), "", role)
+        of_documents = layout.tokenize(documents, tokenizer.limit(TextRole.document))
+        self._tokens = Tokens.concatenated([of_queries, of_documents])
         self.num_documents = np.array([len(row.documents) for row in batch.rows], dtype=np.int64)
-        self.lengths = np.array([len(ids) for ids in self._ids], dtype=np.int64)
+        self.lengths = self._tokens.lengths
         self.keys = text_keys(texts).numpy()
 
-    def ids(self, texts: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.array(self._ids[text], dtype=np.int32) for text in texts])
+    def tokens(self, texts: np.ndarray) -> Tokens:
+        return self._tokens.take(texts)
 
 
 def tokenised(batch: GlobalBatch, tokenizer: TextTokenizer) -> GlobalBatch:

@@ -17,10 +17,10 @@ from embedtrain.commands.inspect.texts import ROLES, UntruncatedTokenizer, join_
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.pairs import PairFormat, PairTokenizer
-from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
+from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout
+from embedtrain.kinds.sparse.data import StaticQueryLayout
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.commands import ENVIRONMENT, call
 from tests.data.files import write
@@ -133,7 +133,7 @@ def test_extra_columns_are_counted(tmp_path):
     )
     assert (query.num_tokens, positive.score, negative.score) == (6, 1.0, -1.0)
     assert query.num_untruncated > 6
-    static = UntruncatedTokenizer(StaticQueryTokenizer(small_tokenizer(), 6))
+    static = UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6, StaticQueryLayout(small_tokenizer())))
     own = shown_texts(data.stores[0][0], data.settings[0].text_format, static, 4)
     assert (own[0].num_untruncated, own[1].num_untruncated) == (query.num_untruncated - 2, 3)
     assert (positive.text, positive.num_tokens, positive.num_untruncated) == ("<s> p </s>", 3, 3)
@@ -141,21 +141,22 @@ def test_extra_columns_are_counted(tmp_path):
 
 def test_what_batches_cost_is_what_chunks_cost(tmp_path):
     data, cache = load(write(tmp_path / "rows.jsonl", *rows(40)), tmp_path)
-    data.prepare(TextTokenizer(small_tokenizer(), 40), cache)
+    texts = TextTokenizer(small_tokenizer(), 40)
+    data.prepare(texts, cache)
     lengths = data.batch(0).tokens.lengths
-    alone = batch_cost(data, [0], 1, 10**6, 10**6)  # passes cost so much that there is one
+    alone = batch_cost(data, [0], 1, 10**6, 10**6, inputs=texts.inputs)  # passes cost so much that there is one
     assert (alone.tokens, alone.chunks, alone.imbalance) == (lengths.sum(), 1, 1)
     assert alone.padding == pytest.approx(1 - lengths.mean() / lengths.max())
-    several = batch_cost(data, range(4), 2, 64, 0)
+    several = batch_cost(data, range(4), 2, 64, 0, inputs=texts.inputs)
     assert several.padding < 0.2
     assert 1 <= several.imbalance < 1.2
     # A cross-encoder reads each document with its query.
     own = small_tokenizer()
-    pairs = PairTokenizer(own, 999, PairFormat.of(own))
-    whole = batch_cost(data, [0], 1, 10**6, 10**6, inputs=pairs.encoder_inputs)
+    pairs = TextTokenizer(own, 999, PairLayout(own, PairFormat.of(own)))
+    whole = batch_cost(data, [0], 1, 10**6, 10**6, inputs=pairs.inputs)
     counts = data.batch(0).tokens.num_documents
     queries, documents = np.split(lengths, [len(counts)])
-    assert whole.tokens == (queries * counts).sum() + documents.sum() + counts.sum() * pairs.pair_format.num_special
+    assert whole.tokens == (queries * counts).sum() + documents.sum() + counts.sum() * pairs.layout.num_pair_tokens
     assert several.tokens == statistics.fmean(int(data.batch(k).tokens.lengths.sum()) for k in range(4))
 
 

@@ -15,10 +15,11 @@ from embedtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from embedtrain.config.recipe import Recipe
     from embedtrain.data.cache.token_store import TokenStore
+    from embedtrain.data.tokens import Layout
     from embedtrain.distributed.world import World
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -65,6 +66,13 @@ class Kind(ABC):
     def all_names(self) -> tuple[str, ...]:
         """The name and the aliases, in lower case and without underscores."""
         return (self.name.replace("_", ""), *self.aliases)
+
+    @abstractmethod
+    def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
+        """How texts become tokens and rows of a chunk.
+
+        Raises ConfigError or ModelError if the tokenizer does not fit the model.
+        """
 
     @abstractmethod
     def score(self, source: "ModelSource") -> "Score":

@@ -2,13 +2,12 @@
 
 import copy
 import hashlib
-import itertools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -18,7 +17,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.data.text_format import Prompt
-from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, Packing, TextInputs, TextRole
+from embedtrain.data.types import (
+    NO_VECTOR,
+    NOT_ATTENDED,
+    NOT_POOLED,
+    SECOND_SEGMENT,
+    BatchTokens,
+    Chunk,
+    EncoderInputs,
+    Packing,
+    Pair,
+    TextRole,
+    Tokens,
+)
 from embedtrain.errors import ModelError
 
 # The copy must agree with the tokenizer on these texts before it is used.
@@ -144,132 +155,207 @@ class FastTokenizer:
 UNLIMITED = 1 << 30  # tokens: more than any text has
 
 
-def split_pooled(ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Split marked ids, as `TextTokenizer.ids` returns them, [T], into token ids and which tokens are pooled.
+class Layout:
+    """How the texts of a model become tokens and rows of a chunk; this one is of models with a vector for each text.
 
-    The latter is 1 for a pooled token, else 0; None if all are pooled.
-    """
-    not_pooled = ids < 0
-    pooled = (~not_pooled).astype(np.int64) if not_pooled.any() else None
-    return np.where(not_pooled, ~ids, ids).astype(np.int64), pooled
-
-
-def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Chunk:
-    """N texts as one chunk, padded to the longest.
-
-    Padding is on the right, whatever the tokenizer's setting: pooling reads the mask, and models with learned positions
-    count from the left.
-
-    Args:
-        ids: the concatenated tokens of all texts: int [sum of lengths]. The complement `~id`, a negative number, marks
-            a token that is not pooled.
-        rows: index of each text in the list it is from, [N].
-    """
-    mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
-    token_ids, pooled = split_pooled(ids)
-
-    def fill(values: NDArray[np.int64], padding: int) -> Tensor:
-        filled = np.full(mask.shape, padding, dtype=np.int64)
-        filled[mask] = values
-        return torch.from_numpy(filled)
-
-    return Chunk(
-        fill(token_ids, padding),
-        torch.from_numpy(mask.astype(np.int64)),
-        tuple(rows),
-        pooled=None if pooled is None else fill(pooled, 0),
-        has_padding=not mask.all(),
-    )
-
-
-def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
-    """Texts as one chunk, concatenated into one row [1, T] without padding.
-
-    `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in
-    `pad_texts`.
-    """
-    token_ids, pooled = split_pooled(ids)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(len(token_ids)) - np.repeat(starts[:-1], lengths)
-    packing = Packing(
-        tuple(lengths.tolist()), torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(positions[None, :])
-    )
-    tokens = torch.from_numpy(token_ids[None, :])
-    pooled_tokens = None if pooled is None else torch.from_numpy(pooled[None, :])
-    return Chunk(tokens, torch.ones_like(tokens), tuple(rows), pooled=pooled_tokens, packing=packing, has_padding=False)
-
-
-class TextTokenizer:
-    """A Hugging Face tokenizer bound to the maximal length of a model. Threads may share it.
+    What differs for a kind of model is a subclass in `kinds/KIND/data.py`.
 
     Attributes:
-        roles_differ: whether the tokens of a query differ from those of the same document.
-        num_parts: vectors of each text that the encoder returns in training.
+        roles_differ: whether the cached tokens of a query differ from those of the same document.
+        caches_flags: whether the first tokens of a cached text may be flagged NOT_POOLED.
+        has_token_rows: whether the encoder returns a row for each token but those flagged NO_VECTOR.
+        second_type: the token type of tokens flagged SECOND_SEGMENT; 0: the model has no token types.
+        has_skip_list: whether texts of the model have a list of tokens without vectors.
+        num_pair_tokens: tokens of a pair besides those of its texts; None: texts are encoded alone.
+        dummy: what a rank encodes that has fewer chunks than others.
+        nothing: the token of a text without tokens (an empty document and no special tokens, as with Qwen): a mask of
+            zeros has no mean and no last token, and would give NaN.
 
     Args:
         tokenizer: a fast or slow Hugging Face tokenizer with a padding token. It must not change afterwards.
         include_prompt: whether the tokens of prompts are pooled.
-        packed: whether the texts of a chunk are concatenated; else they are padded to the longest.
+        special_tokens: whether texts have those of the tokenizer.
+        num_parts: vectors of each text that the encoder returns in training.
     """
 
-    roles_differ = False
-    num_parts = 1
+    roles_differ: ClassVar[bool] = False
+    has_token_rows: ClassVar[bool] = False
+    has_skip_list: ClassVar[bool] = False
+    second_type = 0
+    num_pair_tokens: int | None = None
+    dummy: str | Pair = "a"
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
         *,
         include_prompt: bool = True,
-        packed: bool = False,
+        special_tokens: bool = True,
+        num_parts: int = 1,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.include_prompt = include_prompt
-        self.packed = packed
-        # The token of a text without tokens (an empty document and no special tokens, as with Qwen): a mask of zeros
-        # has no mean and no last token, and would give NaN.
+        self.tokenizer, self.include_prompt, self.num_parts = tokenizer, include_prompt, num_parts
+        self.caches_flags = not include_prompt
         nothing = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.nothing = int(nothing or 0)
-        self._fast = FastTokenizer(tokenizer)
+        self.fast = FastTokenizer(tokenizer, special_tokens=special_tokens)
 
-    def ids(
+    def check(self, max_length: int) -> None:
+        """Raise a ConfigError or ModelError if texts of at most `max_length` tokens are too short for the model."""
+
+    def limit(self, role: TextRole, max_length: int) -> int:
+        """The maximal number of cached tokens of a text, where the model and the caller allow `max_length`."""
+        return max_length
+
+    def tokenize(
         self,
         texts: Sequence[str],
-        max_length: int | None = None,
+        limit: int,
         prompts: str | Sequence[str] = "",
         role: TextRole = TextRole.document,
-    ) -> list[list[int]]:
-        """Token ids of each text, including special tokens, truncated but not padded; at least one token.
+    ) -> Tokens:
+        """The tokens of texts that are cached, truncated to `limit`, their `limit(role, ...)`; at least one of each.
 
-        If prompts are not pooled, their tokens are marked as `~id`, see `split_pooled`; one token is always pooled.
-
-        Args:
-            prompts: the prompt that each text begins with, or all texts do.
-            role: of the texts; only models with vectors of tokens depend on it.
+        Tokens of `prompts`, with which the texts begin, are flagged NOT_POOLED if prompts are not pooled; one token is
+        always pooled. The role of queries is only passed if `roles_differ`.
         """
         if not texts:
-            return []
-        limit = TextTokenizer.limit(self, role, max_length)
-        token_ids = [ids or [self.nothing] for ids in self._fast.ids(list(texts), limit)]
+            return Tokens.of([])
+        tokens = Tokens.of([ids or [self.nothing] for ids in self.fast.ids(list(texts), limit)])
         if self.include_prompt or not prompts:
-            return token_ids
-        text_prompts = [prompts] * len(texts) if isinstance(prompts, str) else prompts
-        lengths = self._prompt_lengths(text_prompts, limit)
-        return [_mark_prompt(ids, lengths[prompt]) for ids, prompt in zip(token_ids, text_prompts, strict=True)]
+            return tokens
+        prompts_of_texts = [prompts] * len(texts) if isinstance(prompts, str) else prompts
+        lengths = self._prompt_lengths(prompts_of_texts, limit)
+        counts = np.array([lengths[prompt] for prompt in prompts_of_texts], dtype=np.int64)
+        return Tokens.with_unpooled(tokens.ids, tokens.lengths, np.minimum(counts, tokens.lengths - 1))
 
-    def limit(self, role: TextRole, max_length: int | None = None) -> int:
-        """The maximal number of tokens of a text, where the caller allows `max_length`."""
-        return self.max_length if max_length is None else min(max_length, self.max_length)
+    def lay_out(self, tokens: Tokens, are_queries: NDArray[np.bool_]) -> Tokens:
+        """What the encoder gets of cached tokens, with all flags; `are_queries` is bool [N]."""
+        return tokens
 
-    def stored_ids(
-        self, texts: Sequence[str], limit: int, prompts: str, role: TextRole = TextRole.document
-    ) -> list[list[int]]:
-        """What is cached of each text, from which `encoder_inputs` makes inputs; `limit` is that of the texts' role.
+    def tokens(
+        self, texts: Sequence[str] | Sequence[Pair], limit: int, prompts: str | Sequence[str], role: TextRole
+    ) -> Tokens:
+        """What the encoder gets of texts; arguments of `tokenize`."""
+        tokens = self.tokenize(cast(Sequence[str], texts), limit, prompts, role)
+        return self.lay_out(tokens, np.full(len(texts), role is TextRole.query))
 
-        The role of queries is only passed if `roles_differ`.
+    def join(self, queries: Tokens, documents: Tokens, max_length: int) -> Tokens:
+        """What the encoder gets of N documents with their queries: a document alone, or a pair."""
+        return documents
+
+    def num_vectors(self, tokens: Tokens) -> NDArray[np.int64]:
+        """Vectors of each text: int64 [N]."""
+        return tokens.lengths - tokens.count(NO_VECTOR) if self.has_token_rows else np.ones_like(tokens.lengths)
+
+    def inputs(self, tokens: BatchTokens, max_length: int) -> EncoderInputs:
+        """What the encoder computes of a batch: each query and each document, at most `max_length` tokens each."""
+        rows = np.arange(len(tokens.num_documents))
+        all_rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
+        are_queries = np.arange(len(all_rows)) < len(rows)
+
+        def selected(inputs: NDArray[np.int64]) -> Tokens:
+            return self.lay_out(tokens.tokens(inputs), are_queries[inputs])
+
+        lengths = self.lengths(tokens.lengths, are_queries)
+        return EncoderInputs(
+            num_queries=len(rows),
+            rows=all_rows,
+            lengths=lengths,
+            costs=self.costs(lengths, are_queries),
+            sizes=self.sizes(lengths, are_queries, selected),
+            tokens=selected,
+        )
+
+    def lengths(self, lengths: NDArray[np.int64], are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Tokens of each text that the encoder gets, from those that are cached: int64 [N]."""
+        return lengths
+
+    def costs(self, lengths: NDArray[np.int64], are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Tokens of each text that the encoder computes, from those that it gets: int64 [N]."""
+        return lengths
+
+    def sizes(
+        self,
+        lengths: NDArray[np.int64],
+        are_queries: NDArray[np.bool_],
+        tokens: Callable[[NDArray[np.int64]], Tokens],
+    ) -> tuple[NDArray[np.int64] | None, ...]:
+        """`EncoderInputs.sizes` of texts of these lengths; `tokens` gives those of some of them."""
+        return (None,) * self.num_parts
+
+    def chunk(self, tokens: Tokens, rows: Sequence[int], *, packed: bool) -> Chunk:
+        """N texts as one chunk: packed into one row [1, T], or padded to the longest [N, L].
+
+        Padding is on the right, whatever the tokenizer's setting: pooling reads the mask, and models with learned
+        positions count from the left. Texts of equal length that are adjacent are computed together if packed.
+
+        Args:
+            rows: index of each text in the list it is from, [N].
         """
-        return self.ids(texts, limit, prompts)
+        ids, flags, lengths = tokens.ids, tokens.flags, tokens.lengths
+        width = max(1, int(lengths.max(initial=0)))
+        is_token = np.ones((1, len(ids)), np.bool_) if packed else np.arange(width) < lengths[:, None]
+
+        def place(values: NDArray[Any], padding: int = 0) -> Tensor:
+            filled = np.full(is_token.shape, padding, dtype=np.int64)
+            filled[is_token] = values
+            return torch.from_numpy(filled)
+
+        is_attended = flags & NOT_ATTENDED == 0
+        chunk = Chunk(
+            place(ids, int(self.tokenizer.pad_token_id or 0)),
+            place(is_attended | packed),
+            tuple(rows),
+            pooled=place(flags & NOT_POOLED == 0) if (flags & NOT_POOLED).any() else None,
+            packing=Packing.of(lengths, lengths - tokens.count(NOT_ATTENDED)) if packed else None,
+            has_padding=not packed and not (is_token.all() and is_attended.all()),
+            types=place(np.where(flags & SECOND_SEGMENT, self.second_type, 0)) if self.second_type else None,
+        )
+        if self.has_token_rows:
+            chunk.token_rows = torch.from_numpy(np.flatnonzero(is_token)[flags & NO_VECTOR == 0])
+            chunk.sizes = self.num_vectors(tokens)
+        return chunk
+
+    def windows(self, items: Sequence[Pair], max_length: int) -> NDArray[np.int64]:
+        """For each item, its number of windows of at most `max_length` tokens, and the tokens from one to the next.
+
+        int64 [N, 2]; only pairs are cut into windows.
+        """
+        return np.ones((len(items), 2), dtype=np.int64)
+
+    def alone(self) -> "Layout":
+        """The layout of the same texts without what the encoder adds to them, of any length."""
+        return self
+
+    def query_prompt(self, prompt: Prompt) -> Prompt:
+        """What surrounds a query that has this prompt."""
+        return prompt
+
+    def document_prompt(self, prompt: Prompt) -> Prompt:
+        """What surrounds a document that has this prompt."""
+        return prompt
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user about settings without an effect."""
+        return []
+
+    def longest_text(self, max_length: int) -> int:
+        """Tokens of the longest text that the encoder gets."""
+        return max_length
+
+    def vectors_per_text(self, max_length: int) -> tuple[int, int]:
+        """The most vectors of a query, and of a document."""
+        return 1, 1
+
+    def client_settings(self, max_length: int) -> dict[str, Any]:
+        """What a client of a serving engine has to know of texts if it does not read it from the model's directory."""
+        return {}
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What determines the tokens of a text besides the tokenizer and lengths, for `TextTokenizer.fingerprint`."""
+        return (self.nothing, *([] if self.include_prompt else ["prompts do not count"]))
 
     def _prompt_lengths(self, prompts: Sequence[str], limit: int) -> dict[str, int]:
         """The number of tokens of each prompt, counted as sentence-transformers (6.2) does.
@@ -279,131 +365,144 @@ class TextTokenizer:
         """
         distinct = [prompt for prompt in dict.fromkeys(prompts) if prompt]
         special = set(self.tokenizer.all_special_ids)
-        token_ids = self._fast.ids(distinct, limit) if distinct else []
+        token_ids = self.fast.ids(distinct, limit) if distinct else []
         lengths = [len(ids) - (bool(ids) and ids[-1] in special) for ids in token_ids]
         return {"": 0, **dict(zip(distinct, lengths, strict=True))}
 
-    def chunks(self, texts: Sequence[str], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Chunk]:
+
+class TextTokenizer:
+    """A Hugging Face tokenizer bound to the layout and the maximal length of a model. Threads may share it.
+
+    Args:
+        tokenizer: a fast or slow Hugging Face tokenizer with a padding token. It must not change afterwards.
+        max_length: tokens of a text, or of a pair, with special tokens.
+        layout: what the tokens of a text become; default: that of models with a vector for each text.
+        packed: whether the texts of a chunk are concatenated; else they are padded to the longest.
+
+    Raises ConfigError or ModelError if texts of `max_length` tokens are too short for the layout.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        layout: Layout | None = None,
+        *,
+        packed: bool = False,
+    ) -> None:
+        self.tokenizer, self.max_length, self.packed = tokenizer, max_length, packed
+        self.layout = Layout(tokenizer) if layout is None else layout
+        self.layout.check(max_length)
+
+    def limit(self, role: TextRole, max_length: int | None = None) -> int:
+        """The maximal number of cached tokens of a text, where the caller allows `max_length`."""
+        return self.layout.limit(role, self.max_length if max_length is None else min(max_length, self.max_length))
+
+    def tokens(
+        self,
+        texts: Sequence[str] | Sequence[Pair],
+        max_length: int | None = None,
+        prompts: str | Sequence[str] = "",
+        role: TextRole = TextRole.document,
+    ) -> Tokens:
+        """What the encoder gets of each text or pair: truncated tokens, including special tokens, not padded.
+
+        Args:
+            texts: texts or pairs; a cross-encoder has both.
+            prompts: the prompt that each text begins with, or all texts do; matters if prompts are not pooled.
+            role: of the texts; matters if the model treats queries and documents differently.
+        """
+        return self.layout.tokens(texts, self.limit(role, max_length), prompts, role)
+
+    def ids(
+        self,
+        texts: Sequence[str] | Sequence[Pair],
+        max_length: int | None = None,
+        prompts: str | Sequence[str] = "",
+        role: TextRole = TextRole.document,
+    ) -> list[list[int]]:
+        """The ids of `tokens`, a list for each text."""
+        return self.tokens(texts, max_length, prompts, role).lists()
+
+    def chunks(self, texts: Sequence[Any], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Chunk]:
         """All texts as chunks of at most `chunk_tokens` tokens including padding; a longer text is a chunk of its own.
 
         Texts are sorted by length; `Chunk.rows` has their original indices.
         """
-        return self.cut(self.ids(texts, prompts=prompts), chunk_tokens)
+        return self.cut(self.tokens(texts, prompts=prompts), chunk_tokens)
 
-    def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Chunk]:
+    def cut(self, tokens: Tokens, chunk_tokens: int) -> list[Chunk]:
         """`chunks` of texts that are already tokenised."""
-        lengths = [len(text) for text in ids]
-        return [self.chunk(ids, rows) for rows in cut_by_length(lengths, chunk_tokens, packed=self.packed)]
+        lengths = tokens.lengths.tolist()
+        return [self.chunk(tokens, rows) for rows in cut_by_length(lengths, chunk_tokens, packed=self.packed)]
 
-    def chunk(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Chunk:
-        """The texts `rows` of `ids` as one chunk, packed or padded."""
-        texts = [ids[row] for row in rows]
-        lengths = np.array([len(text) for text in texts], dtype=np.int64)
-        if isinstance(texts[0], np.ndarray):
-            flat = np.concatenate(texts)
-        else:
-            flat = np.fromiter(itertools.chain.from_iterable(texts), dtype=np.int32, count=int(lengths.sum()))
-        return self.make_chunk(flat, lengths, rows)
+    def chunk(self, tokens: Tokens, rows: Sequence[int]) -> Chunk:
+        """The texts `rows` of `tokens` as one chunk, packed or padded."""
+        return self.make_chunk(tokens.take(rows), rows)
 
-    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Chunk:
-        """The same from concatenated tokens, as in `pack_texts` and `pad_texts`."""
-        if self.packed:
-            return pack_texts(flat, lengths, rows)
-        return pad_texts(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
+    def make_chunk(self, tokens: Tokens, rows: Sequence[int]) -> Chunk:
+        """Texts as one chunk, packed or padded; `rows` has the index of each in the list it is from."""
+        return self.layout.chunk(tokens, rows, packed=self.packed)
 
-    def with_packing(self, packed: bool) -> "TextTokenizer":
-        """The same with or without packing."""
-        other = copy.copy(self)
-        other.packed = packed
-        return other
-
-    def with_parts(self, num_parts: int) -> "TextTokenizer":
-        """The same for an encoder that returns so many vectors of each text in training."""
-        other = copy.copy(self)
-        other.num_parts = num_parts
-        return other
-
-    def query_prompt(self, prompt: Prompt) -> Prompt:
-        """What surrounds a query, for a prompt: the prompt."""
-        return prompt
-
-    def document_prompt(self, prompt: Prompt) -> Prompt:
-        """What surrounds a document."""
-        return prompt
-
-    def encoder_inputs(self, tokens: BatchTokens) -> EncoderInputs:
-        """What the encoder computes of a batch: each query and each document."""
-        return TextInputs(tokens, self.num_parts)
+    def inputs(self, tokens: BatchTokens) -> EncoderInputs:
+        """What the encoder computes of a batch."""
+        return self.layout.inputs(tokens, self.max_length)
 
     def dummy(self) -> Chunk:
         """A chunk for a rank that has fewer chunks than others.
 
         A forward pass of a sharded model is a collective, so all ranks run the same number of passes.
         """
-        return self.chunk(self.ids(["a"]), [0]).replaced(rows=(-1,))
+        item: Sequence[Any] = [self.layout.dummy]
+        return self.make_chunk(self.tokens(item), [-1])
 
-    @staticmethod
-    def unmarked(ids: Sequence[int]) -> list[int]:
-        """The tokens of `ids` without their marks."""
-        return [~token if token < 0 else token for token in ids]
+    def with_packing(self, packed: bool) -> "TextTokenizer":
+        """The same with or without packing."""
+        return self._with(packed=packed)
+
+    def with_layout(self, layout: Layout) -> "TextTokenizer":
+        """The same with another layout."""
+        return self._with(layout=layout)
+
+    def with_parts(self, num_parts: int) -> "TextTokenizer":
+        """The same for an encoder that returns so many vectors of each text in training."""
+        layout = copy.copy(self.layout)
+        layout.num_parts = num_parts
+        return self.with_layout(layout)
 
     def untruncated(self) -> "TextTokenizer":
-        """The same for texts of any length; its ids may have other marks."""
-        untruncated = copy.copy(self)
-        untruncated.max_length = UNLIMITED
-        return untruncated
+        """The same for texts of any length, without what the encoder adds to them."""
+        return self._with(max_length=UNLIMITED, layout=self.layout.alone())
 
-    @property
-    def notes(self) -> list[str]:
-        """Lines for the user about settings without an effect."""
-        return []
+    def _with(self, **changes: Any) -> "TextTokenizer":
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
 
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that the encoder gets."""
-        return self.max_length
+        return self.layout.longest_text(self.max_length)
 
     @property
     def vectors_per_text(self) -> tuple[int, int]:
         """The most vectors of a query, and of a document."""
-        return 1, 1
+        return self.layout.vectors_per_text(self.max_length)
 
     @cached_property
     def max_token_id(self) -> int:
         """The largest token id."""
-        return max(self.nothing, *map(int, self.tokenizer.get_vocab().values()))
+        return max_token_id(self.tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of everything that determines the tokens of a text, except lengths."""
-        return self._fast.fingerprint(self.nothing, *([] if self.include_prompt else ["prompts do not count"]))
+        return self.layout.fast.fingerprint(*self.layout.identity)
 
 
-class StaticTokenizer(TextTokenizer):
-    """A tokenizer of texts without special tokens, as sentence-transformers' StaticEmbedding has it.
-
-    A text without tokens has one that is not pooled, so that its vector is 0.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, *, packed: bool = False) -> None:
-        super().__init__(tokenizer, max_length, packed=packed)
-        self.nothing = ~int(tokenizer.pad_token_id or 0)
-        self._fast = FastTokenizer(tokenizer, special_tokens=False)
-
-    def with_packing(self, packed: bool) -> "StaticTokenizer":
-        """The same with or without packing."""
-        return StaticTokenizer(self.tokenizer, self.max_length, packed=packed)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of everything that determines the tokens of a text, except lengths."""
-        return self._fast.fingerprint(self.nothing, "no special tokens")
-
-
-def _mark_prompt(ids: list[int], num_prompt: int) -> list[int]:
-    """The same ids, with those of the prompt marked as not pooled."""
-    num_marked = min(num_prompt, len(ids) - 1)
-    return [~token for token in ids[:num_marked]] + ids[num_marked:]
+def max_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest token id of a tokenizer."""
+    return max(map(int, tokenizer.get_vocab().values()))
 
 
 def restore_order(vectors: Sequence[Tensor], chunks: Sequence[Chunk]) -> Tensor:

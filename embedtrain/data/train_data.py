@@ -23,7 +23,7 @@ from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
-from embedtrain.data.cache.token_store import TokenRequest, TokenStore, gather_ranges, prepare_all
+from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
 from embedtrain.data.sampling.draw import (
     NO_LIMIT,
     BatchDocuments,
@@ -37,7 +37,7 @@ from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, Example, GlobalBatch, Row
+from embedtrain.data.types import BatchTokens, Example, GlobalBatch, Row, Tokens, gather_ranges
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
@@ -186,19 +186,18 @@ class SelectedTokens:
         used = first[rows] + self._texts[num_rows:] - queries[rows] - 1
         return BatchDocuments(query_keys=self.keys[:num_rows], keys=keys, ids=ids, counts=counts, used=used)
 
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The concatenated tokens of these texts."""
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        """The tokens of these texts."""
         sources = np.unique(self._sources[texts])
         if len(sources) == 1:
-            return self._stores[int(sources[0])].ids(self._texts[texts])
+            return self._stores[int(sources[0])].tokens(self._texts[texts])
         lengths = self.lengths[texts]
         owners = np.repeat(self._sources[texts], lengths)
-        token_ids: NDArray[np.int32] = np.empty(int(lengths.sum()), dtype=np.int32)
+        tokens = Tokens.plain(np.empty(int(lengths.sum()), dtype=np.int32), lengths)
         for source in sources:
-            token_ids[owners == source] = self._stores[int(source)].ids(
-                self._texts[texts[self._sources[texts] == source]]
-            )
-        return token_ids
+            of_source = self._stores[int(source)].tokens(self._texts[texts[self._sources[texts] == source]])
+            tokens.ids[owners == source], tokens.flags[owners == source] = of_source.ids, of_source.flags
+        return tokens
 
 
 def _document_texts(
@@ -236,9 +235,9 @@ class ExtendedTokens:
         self._texts = np.concatenate([np.arange(num_rows), num_rows + documents])
         self.lengths, self.keys = tokens.lengths[self._texts], tokens.keys[self._texts]
 
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The concatenated tokens of these texts."""
-        return self._tokens.ids(self._texts[texts])
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        """The tokens of these texts."""
+        return self._tokens.tokens(self._texts[texts])
 
 
 @dataclass(frozen=True, kw_only=True)

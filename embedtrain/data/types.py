@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,6 +54,91 @@ class Row:
     source: int = 0  # index in `data.train`
 
 
+class Pair(NamedTuple):
+    """Two texts that a cross-encoder scores together, or a window of a long document."""
+
+    query: str
+    document: str
+    # The first token of the document that the model reads, of as many as fit; None: from the beginning, or where the
+    # tokenizer cuts texts from the left.
+    start: int | None = None
+
+
+# Flags of a token; 0 is a token that is pooled, attended to and has a vector, of a document or its first segment.
+NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED = (np.uint8(1 << bit) for bit in range(5))
+
+
+def gather_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
+    """Concatenated ranges of `values`, each with its start and length."""
+    ends = np.cumsum(lengths)
+    indices = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+    selected: NDArray[Any] = values[indices]
+    return selected
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The tokens of N texts or pairs, one text after the other.
+
+    Attributes:
+        ids: int32 [T].
+        flags: uint8 [T], of each token NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY and NOT_ATTENDED.
+        lengths: int64 [N], tokens of each text.
+    """
+
+    ids: NDArray[np.int32]
+    flags: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]]) -> "Tokens":
+        """Tokens without flags from the ids of each text."""
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        return cls.plain(
+            np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32, count=int(lengths.sum())), lengths
+        )
+
+    @classmethod
+    def plain(cls, ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> "Tokens":
+        """Tokens without flags."""
+        return cls(ids, np.zeros(len(ids), dtype=np.uint8), lengths)
+
+    @classmethod
+    def with_unpooled(
+        cls, ids: NDArray[np.int32], lengths: NDArray[np.int64], counts: NDArray[np.integer[Any]]
+    ) -> "Tokens":
+        """Tokens of which the first of each text, `counts` [N], are flagged NOT_POOLED."""
+        positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return cls(ids, np.where(positions < np.repeat(counts, lengths), NOT_POOLED, np.uint8(0)), lengths)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence["Tokens"]) -> "Tokens":
+        """The texts of all parts, in order; at least one part."""
+        ids, flags, lengths = zip(*((part.ids, part.flags, part.lengths) for part in parts), strict=True)
+        return cls(np.concatenate(ids), np.concatenate(flags), np.concatenate(lengths))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def lists(self) -> list[list[int]]:
+        """The ids of each text."""
+        ids, ends = self.ids.tolist(), np.cumsum(self.lengths).tolist()
+        return [ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+
+    def take(self, texts: Sequence[int] | NDArray[np.int64]) -> "Tokens":
+        """The texts with these numbers, [n]."""
+        numbers = np.asarray(texts, dtype=np.int64)
+        starts, lengths = (np.cumsum(self.lengths) - self.lengths)[numbers], self.lengths[numbers]
+        return Tokens(gather_ranges(self.ids, starts, lengths), gather_ranges(self.flags, starts, lengths), lengths)
+
+    def count(self, flag: np.uint8) -> NDArray[np.int64]:
+        """Tokens of each text that have a flag: int64 [N]."""
+        if not (self.flags & flag).any():
+            return np.zeros(len(self), dtype=np.int64)
+        owners = np.repeat(np.arange(len(self)), self.lengths)
+        return np.bincount(owners[self.flags & flag != 0], minlength=len(self))
+
+
 class BatchTokens(Protocol):
     """The tokens of the T texts of a global batch: all B queries, then all documents, row by row.
 
@@ -67,13 +152,14 @@ class BatchTokens(Protocol):
     lengths: NDArray[np.int64]
     keys: NDArray[np.int64]
 
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of these texts, one after the other; what TextTokenizer.ids gives."""
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        """The tokens of these texts, as they are cached: what `Layout.tokenize` gives."""
         ...
 
 
-class EncoderInputs(Protocol):
-    """What the encoder computes of a global batch: texts, or pairs of texts; `TextTokenizer.encoder_inputs` makes it.
+@dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """What the encoder computes of a global batch: texts, or pairs of texts; `Layout.inputs` makes it.
 
     Attributes:
         num_queries: how many of the first inputs are queries; the others are documents, or pairs with a document.
@@ -81,6 +167,7 @@ class EncoderInputs(Protocol):
         lengths: int64 [n], tokens of each input.
         costs: int64 [n], those that the encoder computes, at least 1.
         sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one.
+        tokens: the tokens of inputs, int64 [m], which `TextTokenizer.make_chunk` takes.
     """
 
     num_queries: int
@@ -88,21 +175,7 @@ class EncoderInputs(Protocol):
     lengths: NDArray[np.int64]
     costs: NDArray[np.int64]
     sizes: tuple[NDArray[np.int64] | None, ...]
-
-    def ids(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of these inputs, one after the other; what `TextTokenizer.make_chunk` takes."""
-        ...
-
-
-class TextInputs:
-    """The texts of a batch as `EncoderInputs`, of which the encoder returns `num_parts` vectors each."""
-
-    def __init__(self, tokens: BatchTokens, num_parts: int = 1) -> None:
-        rows = np.arange(len(tokens.num_documents))
-        self.num_queries, self.lengths, self.ids = len(rows), tokens.lengths, tokens.ids
-        self.costs = self.lengths
-        self.rows = np.concatenate([rows, np.repeat(rows, tokens.num_documents)])
-        self.sizes: tuple[NDArray[np.int64] | None, ...] = (None,) * num_parts
+    tokens: Callable[[NDArray[np.int64]], Tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +262,18 @@ class Packing:
     ) -> None:
         self.lengths, self.starts, self.positions, self.keys = lengths, starts, positions, keys
         self.longest = max(lengths)
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], key_lengths: NDArray[np.int64]) -> "Packing":
+        """From the tokens, at least one, and the attended tokens of each text: int64 [N]."""
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        return cls(
+            tuple(lengths.tolist()),
+            torch.from_numpy(starts.astype(np.int32)),
+            torch.from_numpy(positions[None, :]),
+            PackedKeys.of(lengths, key_lengths),
+        )
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Unshard
-from embedtrain.data.pairs import Pair
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Chunk, TextRole
+from embedtrain.data.types import Chunk, Pair, TextRole
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.device import return_freed_memory
 from embedtrain.distributed.sharding import reshard, unsharded_weights
@@ -261,7 +260,7 @@ class SentenceEncoder:
         role: TextRole,
     ) -> PromptedTexts:
         # Existing prompts only matter if prompt tokens are excluded from pooling.
-        return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt, role)
+        return PromptedTexts(texts, prompt, "" if self.tokenizer.layout.include_prompt else existing_prompt, role)
 
     def _encode(self, work: _Work) -> Iterator[tuple[Part, NDArray[np.int64]]]:
         """Yield the vectors of this rank's chunks, block by block, and the numbers of their distinct texts."""
@@ -302,15 +301,12 @@ class SentenceEncoder:
         def prepare(index: int) -> Chunk:
             distinct = plan.chunk(local_chunks[index])
             if tokenized is not None:
-                tokens = tokenizer.make_chunk(
-                    tokenized.concatenate(distinct), tokenized.lengths[distinct].astype(np.int64), range(len(distinct))
-                )
+                tokens = tokenized.take(distinct)
             else:
                 rows = plan.first[distinct].tolist()
                 texts = work.texts
-                ids = tokenizer.ids(texts.with_prompt(rows), work.max_length, texts.prompts(rows), role=texts.role)
-                tokens = tokenizer.chunk(ids, range(len(ids)))
-            return pinned(tokens, self.world.device)
+                tokens = tokenizer.tokens(texts.with_prompt(rows), work.max_length, texts.prompts(rows), texts.role)
+            return pinned(tokenizer.make_chunk(tokens, range(len(distinct))), self.world.device)
 
         workers = int(len(local_chunks) > 1)  # a query of `embedtrain.search` needs no thread
         return iter(Prefetcher(prepare, 0, len(local_chunks), workers=workers, ahead=CHUNKS_PER_BLOCK))

@@ -3,7 +3,6 @@
 Shapes: n texts, U distinct ones, W ranks.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.pairs import Pair
 from embedtrain.data.text_format import text_key
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import TextRole
+from embedtrain.data.types import Pair, TextRole, Tokens, gather_ranges
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 
 _TEXTS_PER_CALL = 8192  # of the tokenizer
-# Tokens that a rank keeps in host memory between planning and encoding, 4 bytes each; while ranks exchange them there
+# Tokens that a rank keeps in host memory between planning and encoding, 5 bytes each; while ranks exchange them there
 # are three copies. The texts of a larger set are tokenized a second time, chunk by chunk.
 MAX_KEPT_TOKENS = 1 << 27
 # Chunks are made smaller than `chunk_tokens` until a set has this many: the texts of a chunk then have similar lengths,
@@ -87,19 +85,19 @@ def _gather_keys(count: int, text_of: Callable[[int], str], world: World) -> NDA
 class TokenizedTexts:
     """The tokens of some of the distinct texts, in host memory."""
 
-    ids: NDArray[np.int32]  # as `TextTokenizer.ids` gives them, concatenated
-    offsets: NDArray[np.int32]  # [U], where each text begins in `ids`; undefined for texts that are not in it
+    tokens: Tokens  # of the texts that are in it
+    offsets: NDArray[np.int32]  # [U], where each text begins in `tokens`; undefined for texts that are not in it
     lengths: NDArray[np.int32]  # [U], tokens of all texts
 
-    def concatenate(self, distinct: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of texts, one after the other."""
-        parts = [np.empty(0, dtype=np.int32)]
+    def take(self, distinct: NDArray[np.int64]) -> Tokens:
+        """The tokens of texts."""
+        parts = [Tokens.of([])]
         for start in range(0, len(distinct), _TEXTS_PER_CALL):  # bounds the memory of indices, 24 bytes per token
             part = distinct[start : start + _TEXTS_PER_CALL]
-            lengths = self.lengths[part]
-            before = np.cumsum(lengths) - lengths
-            parts.append(self.ids[np.repeat(self.offsets[part] - before, lengths) + np.arange(lengths.sum())])
-        return np.concatenate(parts)
+            starts, lengths = self.offsets[part].astype(np.int64), self.lengths[part].astype(np.int64)
+            ids, flags = (gather_ranges(of, starts, lengths) for of in (self.tokens.ids, self.tokens.flags))
+            parts.append(Tokens(ids, flags, lengths))
+        return Tokens.concatenated(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +147,13 @@ class EncodingPlan:
 
         sent = [texts(world.rank, rank) for rank in range(world.size)]
         received = [texts(rank, world.rank) for rank in range(world.size)]
-        ids = exchange_rows(
-            torch.from_numpy(self.tokenized.concatenate(np.concatenate(sent))),
-            [int(lengths[numbers].sum()) for numbers in sent],
-            [int(lengths[numbers].sum()) for numbers in received],
-        )
+        counts = [[int(lengths[numbers].sum()) for numbers in of] for of in (sent, received)]
+        tokens = self.tokenized.take(np.concatenate(sent))
+        ids, flags = (exchange_rows(torch.from_numpy(of), *counts).numpy() for of in (tokens.ids, tokens.flags))
         local = np.concatenate(received)
         offsets = np.zeros(len(order), dtype=np.int32)
         offsets[local] = np.cumsum(lengths[local]) - lengths[local]
-        return TokenizedTexts(ids.numpy(), offsets, lengths)
+        return TokenizedTexts(Tokens(ids, flags, lengths[local].astype(np.int64)), offsets, lengths)
 
 
 def plan_encoding(
@@ -220,18 +216,16 @@ def _tokenize(
     """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
     local_rows = rows[world.rank :: world.size]
     local_counts = torch.zeros(len(local_rows), dtype=torch.int32)
-    tokens: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
+    parts = [Tokens.of([])]
     num_tokens = 0
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
             batch = local_rows[start : start + _TEXTS_PER_CALL].tolist()
-            ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch), role=texts.role)
-            local_counts[start : start + len(ids)] = torch.tensor(
-                [len(text_ids) for text_ids in ids], dtype=torch.int32
-            )
+            tokens = tokenizer.tokens(texts.with_prompt(batch), max_length, texts.prompts(batch), texts.role)
+            local_counts[start : start + len(batch)] = torch.from_numpy(tokens.lengths)
             if num_tokens <= MAX_KEPT_TOKENS:
-                tokens.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))
-                num_tokens += len(tokens[-1])
+                parts.append(tokens)
+                num_tokens += len(tokens.ids)
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
     lengths = np.empty(len(rows), dtype=np.int32)
@@ -241,4 +235,4 @@ def _tokenize(
         return lengths, None
     offsets = np.zeros(len(rows), dtype=np.int32)
     offsets[world.rank :: world.size] = (local_counts.cumsum(0) - local_counts).numpy()
-    return lengths, TokenizedTexts(np.concatenate(tokens), offsets, lengths)
+    return lengths, TokenizedTexts(Tokens.concatenated(parts), offsets, lengths)

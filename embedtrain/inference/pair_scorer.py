@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import Unshard
-from embedtrain.data.pairs import Pair, PairTokenizer
+from embedtrain.data.types import Pair
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
@@ -146,12 +146,13 @@ class PairScorer:
         Each rank tokenizes a part of the pairs.
         """
         world, tokenizer = self.world, self._encoder.tokenizer
-        assert isinstance(tokenizer, PairTokenizer), "a cross-encoder has a tokenizer of pairs"
         first, end = (len(pairs) * rank // world.size for rank in (world.rank, world.rank + 1))
         local = [np.empty((0, 2), dtype=np.int64)]
         with world.fail_together("tokenizing"):
             batches = (range(start, min(end, start + _PAIRS_PER_CALL)) for start in range(first, end, _PAIRS_PER_CALL))
-            local += [tokenizer.windows([pairs[number] for number in batch]) for batch in batches]
+            local += [
+                tokenizer.layout.windows([pairs[number] for number in batch], tokenizer.max_length) for batch in batches
+            ]
         sizes = [len(pairs) * (rank + 1) // world.size - len(pairs) * rank // world.size for rank in range(world.size)]
         gathered = gather_rows(torch.from_numpy(np.concatenate(local)).to(world.device), sizes).cpu().numpy()
         return gathered[:, 0], gathered[:, 1]

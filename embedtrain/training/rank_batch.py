@@ -200,7 +200,7 @@ def make_rank_batch(
     """
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
-    inputs = tokenizer.encoder_inputs(tokens)
+    inputs = tokenizer.inputs(tokens)
     chunks, exchanges, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides or stored_guides else None
     global_rows = _global_rows(tokens, inputs, rank, size)
@@ -333,7 +333,7 @@ def _encode_plan(
     first, chunks = 0, []
     for texts in parts:
         rows = range(first, first + len(texts))
-        chunks.append(tokenizer.make_chunk(inputs.ids(texts), inputs.lengths[texts], rows))
+        chunks.append(tokenizer.make_chunk(inputs.tokens(texts), rows))
         first += len(texts)
     exchanges = tuple(
         plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded, sizes) for sizes in inputs.sizes

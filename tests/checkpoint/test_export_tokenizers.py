@@ -116,7 +116,7 @@ def test_pairs_have_the_tokens_of_the_run(tmp_path, architecture, family, templa
     """Byte-level BPE, with a beginning-of-text token in a sequence of post-processors, and BPE of sentencepiece."""
     source = write(tmp_path / "model", architecture, family, template)
     own = bound_tokenizer(source, load_tokenizer(source))
-    expected = [[~token if token < 0 else token for token in ids] for ids in own.ids(probe_pairs(PROBES))]
+    expected = own.ids(probe_pairs(PROBES))
     write_architecture(tmp_path / "out", source, own)
     opened = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len([ids for ids in expected if len(ids) < 256]) >= 5

@@ -8,10 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair, Row
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.errors import ModelError
+from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import TextTokens
 
@@ -49,24 +50,24 @@ def test_pairs_equal_those_of_the_tokenizer(name, side, request):
     bert = name == "bert"
     own = AutoTokenizer.from_pretrained(request.getfixturevalue("minilm_dir")) if bert else globals()[name]()
     own.truncation_side = side
-    tokenizer = PairTokenizer(own, 64, PairFormat.of(own, token_types=bert), packed=True)
-    assert (tokenizer.pair_format.second_type, tokenizer.pair_format.num_special) == ((1, 3) if bert else (0, 4))
+    tokenizer = TextTokenizer(own, 64, PairLayout(own, PairFormat.of(own, token_types=bert)), packed=True)
+    assert (tokenizer.layout.second_type, tokenizer.layout.num_pair_tokens) == ((1, 3) if bert else (0, 4))
     num_tokens = {text: len(own(text, add_special_tokens=False)["input_ids"]) for text in TEXTS}
     for length in (8, 9, 20, 64):
         # If both texts exceed the length, the tokenizer gives the odd token to the longer one, ours to the document.
         pairs = [Pair(*texts) for texts in itertools.product(TEXTS, TEXTS) if min(map(num_tokens.get, texts)) <= length]
-        ids = tokenizer.ids(pairs, length)
+        tokens = tokenizer.tokens(pairs, length)
         expected = own(
             *map(list, zip(*(pair[:2] for pair in pairs), strict=True)), truncation="longest_first", max_length=length
         )
-        assert [[~token if token < 0 else token for token in pair] for pair in ids] == expected["input_ids"]
+        assert tokens.lists() == expected["input_ids"]
         if bert:
             for packed in (True, False):
-                (chunk,) = tokenizer.with_packing(packed).cut(ids, 1 << 20)
+                (chunk,) = tokenizer.with_packing(packed).cut(tokens, 1 << 20)
                 types = [expected["token_type_ids"][row] for row in chunk.rows]
                 real = chunk.types[chunk.mask.bool()]
                 assert real.tolist() == [number for row in types for number in row]
-    assert bert or tokenizer.chunk(ids, [0]).types is None
+    assert bert or tokenizer.chunk(tokens, [0]).types is None
 
 
 def test_only_the_document_is_cut():
@@ -74,19 +75,20 @@ def test_only_the_document_is_cut():
     pair_format = replace(
         PairFormat.of(tokenizer), truncation=PairTruncation.only_second, max_query_fraction=0.75, after=(2, 7, 8)
     )
-    pairs = PairTokenizer(tokenizer, 24, pair_format)
+    pairs = TextTokenizer(tokenizer, 24, PairLayout(tokenizer, pair_format))
     query, document = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (TEXTS[5], TEXTS[6]))
     assert len(query) == 7 < len(document)
     (ids,) = pairs.ids([Pair(TEXTS[5], TEXTS[6])])
-    assert [token if token >= 0 else ~token for token in ids] == [0, *query, 2, 2, *document[: 24 - 13], 2, 7, 8]
+    assert ids == [0, *query, 2, 2, *document[: 24 - 13], 2, 7, 8]
     # A query that would fill the pair leaves a quarter of what is between the ends to the document.
-    (ids,) = pairs.ids([Pair(TEXTS[6], TEXTS[5])])
-    assert [~token for token in ids if token < 0] == [*query[:3], 2, 7, 8]
-    assert len(ids) == 24
+    tokens = pairs.tokens([Pair(TEXTS[6], TEXTS[5])])
+    assert tokens.ids[tokens.flags & SECOND_SEGMENT > 0].tolist() == [*query[:3], 2, 7, 8]
+    assert len(tokens.ids) == 24
     # A query that is cut may leave the pair shorter than the maximum.
     (ids,) = pairs.ids([Pair(TEXTS[6], "a")])
     assert len(ids) < 24
-    assert pairs.are_whole([Pair(TEXTS[6], "a"), Pair(TEXTS[5], TEXTS[6]), Pair("a", TEXTS[5])]).tolist() == [0, 0, 1]
+    longer = [Pair(TEXTS[6], "a"), Pair(TEXTS[5], TEXTS[6]), Pair("a", TEXTS[5])]
+    assert pairs.layout.are_whole(longer, 24).tolist() == [0, 0, 1]
 
 
 def test_a_tokenizer_that_changes_texts_within_pairs_is_rejected():
@@ -100,13 +102,13 @@ def test_a_tokenizer_that_changes_texts_within_pairs_is_rejected():
 
 def test_no_room_for_texts():
     with pytest.raises(ModelError, match="max_length=4"):
-        PairTokenizer(xlm_r(), 4, PairFormat.of(xlm_r()))
+        TextTokenizer(xlm_r(), 4, PairLayout(xlm_r(), PairFormat.of(xlm_r())))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_pair_of_a_batch_is_encoded_once_and_sent_to_its_row(size):
     own = xlm_r()
-    tokenizer = PairTokenizer(own, 24, PairFormat.of(own), packed=True)
+    tokenizer = TextTokenizer(own, 24, PairLayout(own, PairFormat.of(own)), packed=True)
     rows = [Row(TEXTS[i], tuple(TEXTS[(i + j) % 7] for j in range(i % 4))) for i in range(1, 7)]
     batch = GlobalBatch(0, rows)
     batch = replace(batch, tokens=TextTokens(batch, tokenizer))

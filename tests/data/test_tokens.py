@@ -12,7 +12,8 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
 from embedtrain.data.text_format import TextFormat
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import Layout, TextTokenizer
+from embedtrain.data.types import NOT_POOLED, Tokens
 from tests.small import small_tokenizer
 
 INSTRUCT = "{instruction} kappa {text} mu"
@@ -24,9 +25,8 @@ def counting(texts: list[str], prompts: str | list[str], most: int = 16, templat
     loaded.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[("<s>", 0), ("</s>", 2)]
     )
-    tokenizer = TextTokenizer(loaded, most, include_prompt=False)
-    ids = tokenizer.ids(texts, prompts=prompts)
-    chunk = tokenizer.chunk(ids, range(len(ids)))
+    tokenizer = TextTokenizer(loaded, most, Layout(loaded, include_prompt=False))
+    chunk = tokenizer.chunk(tokenizer.tokens(texts, prompts=prompts), range(len(texts)))
     plain = TextTokenizer(loaded, most)
     assert [row[mask.bool()].tolist() for row, mask in zip(chunk.ids, chunk.mask, strict=True)] == plain.ids(texts)
     pooled = chunk.mask if chunk.pooled is None else chunk.pooled
@@ -51,10 +51,10 @@ def test_tokens_of_prompts_are_not_pooled() -> None:
 def test_tokens_of_prompts_are_pooled_by_default() -> None:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     assert tokenizer.ids(["alpha beta"], prompts="alpha ") == tokenizer.ids(["alpha beta"])
-    assert tokenizer.chunk(tokenizer.ids(["alpha beta"], prompts="alpha "), [0]).pooled is None
-    left_out = TextTokenizer(small_tokenizer(), 16, include_prompt=False)
+    assert tokenizer.chunk(tokenizer.tokens(["alpha beta"], prompts="alpha "), [0]).pooled is None
+    left_out = TextTokenizer(small_tokenizer(), 16, Layout(small_tokenizer(), include_prompt=False))
     assert left_out.fingerprint != tokenizer.fingerprint
-    chunk = left_out.chunk(left_out.ids(["alpha beta"], prompts="alpha "), [0])
+    chunk = left_out.chunk(left_out.tokens(["alpha beta"], prompts="alpha "), [0])
     assert chunk.to("cpu").pooled is not None
     (first, second) = left_out.chunks(["alpha beta gamma", "mu"], 5, ["alpha ", ""])
     assert (first.pooled.tolist(), second.pooled) == ([[0, 0, 1, 1, 1]], None)
@@ -71,7 +71,7 @@ def test_cached_tokens_equal_those_computed_on_the_fly(tmp_path: Path, include_p
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cache = Cache(directory=tmp_path / "cache")
     (store,) = read_sources([TrainSource(path=str(path))], OnError.stop, cache=cache)
-    tokenizer = TextTokenizer(small_tokenizer(), 16, include_prompt=include_prompt)
+    tokenizer = TextTokenizer(small_tokenizer(), 16, Layout(small_tokenizer(), include_prompt=include_prompt))
     prompted_texts = [
         ("eta theta kappa ", "eta theta kappa gamma mu"),
         ("eta theta kappa ", "eta theta kappa delta mu mu"),
@@ -81,13 +81,16 @@ def test_cached_tokens_equal_those_computed_on_the_fly(tmp_path: Path, include_p
         ("", "gamma nu"),
         ("beta beta ", "beta beta mu"),
     ]
-    expected = [tokenizer.ids([text], prompts=prompt)[0] for prompt, text in prompted_texts]
-    assert any(token < 0 for ids in expected for token in ids) is not include_prompt
+    expected = Tokens.concatenated([tokenizer.tokens([text], prompts=prompt) for prompt, text in prompted_texts])
+    assert bool((expected.flags & NOT_POOLED).any()) is not include_prompt
     text_format = TextFormat(query_prompt="alpha ", document_prompt="beta beta ", instruction_format=INSTRUCT)
     request = TokenRequest(store, text_format)
     for cached in (False, True):
         (tokens,) = prepare_all([request], tokenizer, cache)
         assert tokens.cached is cached
-        assert tokens.ids(np.arange(len(expected))).tolist() == [token for ids in expected for token in ids]
-    (other,) = prepare_all([request], TextTokenizer(small_tokenizer(), 16, include_prompt=not include_prompt), cache)
+        stored = tokens.tokens(np.arange(len(expected)))
+        for name in ("ids", "flags", "lengths"):
+            assert getattr(stored, name).tolist() == getattr(expected, name).tolist()
+    layout = Layout(small_tokenizer(), include_prompt=not include_prompt)
+    (other,) = prepare_all([request], TextTokenizer(small_tokenizer(), 16, layout), cache)
     assert not other.cached

@@ -211,7 +211,7 @@ def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bo
             expected += tokenizer.ids(documents, form.document_max_length)
         assert tokens.lengths.tolist() == [len(ids) for ids in expected]
         selected = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
-        assert tokens.ids(selected).tolist() == [token for text in selected for token in expected[text]]
+        assert tokens.tokens(selected).ids.tolist() == [token for text in selected for token in expected[text]]
         plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
         assert tokens.keys.tolist() == text_keys(plain).tolist()
 
@@ -251,7 +251,7 @@ def test_documents_of_other_rows(tmp_path: Path) -> None:
         assert tokens is not None
         assert counts is not None
         documents = [by_key[key] for key in tokens.keys[len(batch.rows) :].tolist()]
-        ids = np.split(tokens.ids(np.arange(len(tokens.lengths))), np.cumsum(tokens.lengths)[:-1])
+        ids = np.split(tokens.tokens(np.arange(len(tokens.lengths))).ids, np.cumsum(tokens.lengths)[:-1])
         assert [part.tolist() for part in ids[len(batch.rows) :]] == tokenizer.ids(documents)
         for row, number, count in zip(batch.rows, tokens.num_documents, counts, strict=True):
             own, documents = documents[:number], documents[number:]

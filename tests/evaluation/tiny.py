@@ -13,13 +13,13 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, P
 
 from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.token_vectors import Expansion, TokenVectors
-from embedtrain.data.pairs import PairFormat, PairTokenizer
-from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.pair_scorer import PairScorer
+from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout
+from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 from embedtrain.kinds.late_interaction.score import MaxSim
 from tests.small import small_tokenizer
 
@@ -86,7 +86,7 @@ def token_encoder(world: World, *, chunk_tokens: int = 40, mean: bool = False, *
     """A late-interaction model on all ranks."""
     encoder = TinyTokenEncoder()
     fully_shard(encoder, mesh=init_device_mesh("cpu", (world.size,)))
-    tokenizer = TokenRowTokenizer(small_tokenizer(), 16, TOKEN_VECTORS)
+    tokenizer = TextTokenizer(small_tokenizer(), 16, TokenVectorLayout(small_tokenizer(), TOKEN_VECTORS))
     score = MaxSim(mean=mean)
     return SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, score=score, **options)
 
@@ -126,7 +126,7 @@ def pair_encoder(world: World, *, max_length: int = 24, chunk_tokens: int = 60, 
     for layer in encoder.model.bert.encoder.layer:
         fully_shard(layer, mesh=mesh)
     fully_shard(encoder, mesh=mesh)
-    tokenizer = PairTokenizer(own, max_length, PairFormat.of(own, token_types=True))
+    tokenizer = TextTokenizer(own, max_length, PairLayout(own, PairFormat.of(own, token_types=True)))
     return SentenceEncoder(encoder, tokenizer, world, chunk_tokens=chunk_tokens, **prompts)
 
 

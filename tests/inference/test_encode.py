@@ -25,7 +25,7 @@ def alone(texts, prompt=""):
     """Each text on its own through the whole model in one process."""
     encoder, tokenizer = TinyEncoder().eval(), TextTokenizer(small_tokenizer(), 16)
     with torch.no_grad():
-        chunks = [tokenizer.chunk(tokenizer.ids([prompt + t]), [0]) for t in texts]
+        chunks = [tokenizer.chunk(tokenizer.tokens([prompt + t]), [0]) for t in texts]
         return torch.cat([encoder(chunk)[0] for chunk in chunks])
 
 
@@ -308,13 +308,13 @@ def prefetch_threads():
 def encode_counting_texts(world, max_kept_tokens):
     """All vectors, and the texts that this rank tokenizes, with repetitions; "a" is the text of dummy passes."""
     encoder = sentence_encoder(world, chunk_tokens=16)
-    ids, tokenized = encoder.tokenizer.ids, []
+    tokens, tokenized = encoder.tokenizer.tokens, []
 
-    def counting(texts, max_length=None, prompts="", **more):
+    def counting(texts, *options):
         tokenized.extend(text for text in texts if text != "a")
-        return ids(texts, max_length, prompts, **more)
+        return tokens(texts, *options)
 
-    encoder.tokenizer.ids = counting
+    encoder.tokenizer.tokens = counting
     before, encoding_plan.MAX_KEPT_TOKENS = encoding_plan.MAX_KEPT_TOKENS, max_kept_tokens
     try:
         vectors = encoder.encode_all(TEXTS, "alpha ", existing_prompt="mu ")
@@ -337,12 +337,12 @@ def fail_while_preparing(world):
     encoder = sentence_encoder(world, chunk_tokens=1)
     make_chunk, prepared = encoder.tokenizer.make_chunk, []
 
-    def fail_at_the_third(flat, lengths, rows):
+    def fail_at_the_third(tokens, rows):
         if prefetch_threads() and threading.current_thread() in prefetch_threads():
             prepared.append(len(rows))
             if world.rank == 1 and len(prepared) == 3:
                 raise ValueError("the third chunk")
-        return make_chunk(flat, lengths, rows)
+        return make_chunk(tokens, rows)
 
     encoder.tokenizer.make_chunk = fail_at_the_third
     with pytest.raises((ValueError, EmbedtrainError)) as caught:
@@ -363,9 +363,9 @@ def abandon(world):
     encoder = sentence_encoder(world, chunk_tokens=1)
     make_chunk, prepared = encoder.tokenizer.make_chunk, []
 
-    def counting(flat, lengths, rows):
+    def counting(tokens, rows):
         prepared.append(len(rows))
-        return make_chunk(flat, lengths, rows)
+        return make_chunk(tokens, rows)
 
     encoder.tokenizer.make_chunk = counting
     before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 2

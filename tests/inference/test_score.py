@@ -5,9 +5,11 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import SECOND_SEGMENT, Pair
 from embedtrain.errors import TrainingError
 from embedtrain.inference.pair_scorer import PairScorer, Selected, best_first
+from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
 from tests.evaluation.tiny import pair_encoder, pair_scorer, pair_tokenizer, save_tiny_cross_encoder
 from tests.small import text
 
@@ -60,13 +62,14 @@ def test_windows_cover_the_document_whatever_the_length_of_the_query(truncation)
     own.truncation_side = "left"
     whole = PairFormat.of(own, token_types=True)
     cut = PairFormat(whole.before, whole.between, whole.after, whole.second_type, truncation, 1.0, from_left=True)
-    tokenizer = PairTokenizer(own, 16, cut)
+    tokenizer = TextTokenizer(own, 16, PairLayout(own, cut))
     for query_length in (0, 1, 6, 7, 12, 13, 40):
         query, document = text(3, query_length), " ".join("abcdefghijklmnopqrstuvwxyz"[:25])
-        ((count, stride),) = tokenizer.windows([Pair(query, document)]).tolist()
-        windows = tokenizer.ids([Pair(query, document, number * stride) for number in range(count)])
-        assert all(len(ids) <= 16 for ids in windows)
-        content = [[~token for token in ids if token < 0][:-1] for ids in windows]
+        ((count, stride),) = tokenizer.layout.windows([Pair(query, document)], 16).tolist()
+        windows = tokenizer.tokens([Pair(query, document, number * stride) for number in range(count)])
+        assert (windows.lengths <= 16).all()
+        each = [windows.take([number]) for number in range(count)]
+        content = [window.ids[window.flags & SECOND_SEGMENT > 0].tolist()[:-1] for window in each]
         if content[0]:
             assert list(dict.fromkeys(np.concatenate(content).tolist())) == [
                 token for (token,) in own([*"abcdefghijklmnopqrstuvwxy"], add_special_tokens=False)["input_ids"]

@@ -25,9 +25,9 @@ def loaded(
 
 
 def vectors(model: LoadedModel) -> torch.Tensor:
-    ids = model.tokenizer.ids([text(seed, length) for seed, length in enumerate((30, 9, 2))])
+    tokens = model.tokenizer.tokens([text(seed, length) for seed, length in enumerate((30, 9, 2))])
     with torch.no_grad():
-        return model.encoder(model.tokenizer.chunk(ids, range(3)))[0]
+        return model.encoder(model.tokenizer.chunk(tokens, range(3)))[0]
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def compilations(world: World, case: str) -> list[int]:
         encoder, token_rows = open_model(late_interaction("bert", **EXPANSION))
         enable_packing(encoder)
         tokenizer: TextTokenizer = token_rows.with_packing(True)
-        ids = tokenizer.ids([text(seed, 1 + 2 * seed) for seed in range(8)], role=TextRole.query)
+        ids = tokenizer.tokens([text(seed, 1 + 2 * seed) for seed in range(8)], role=TextRole.query)
     else:
         encoder = encoder_of(options(case))
         tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)

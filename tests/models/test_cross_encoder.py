@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
-from embedtrain.data.pairs import Pair, PairTokenizer
-from embedtrain.data.tokens import restore_order
+from embedtrain.data.tokens import TextTokenizer, restore_order
+from embedtrain.data.types import Pair
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.inference.loading.bound_tokenizer import read_pair_format
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.cross_encoder.data import PairLayout, read_pair_format
 from embedtrain.kinds.cross_encoder.model import ScoreHead
 from embedtrain.models.adapter_files import open_adapter, peft_key
 from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters
@@ -85,12 +85,13 @@ def whole_class(encoder: Encoder) -> torch.nn.Module:
     return model.eval()
 
 
-def tokenizer(case: str, *, packed: bool) -> PairTokenizer:
+def tokenizer(case: str, *, packed: bool) -> TextTokenizer:
     pairs = small_tokenizer()
     if case in WITH_TYPES:
         pairs.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
         pairs.init_kwargs["model_input_names"] = pairs.model_input_names  # which are saved
-    return PairTokenizer(pairs, 48, read_pair_format(open_model_source(reranker(case)), pairs), packed=packed)
+    layout = PairLayout(pairs, read_pair_format(open_model_source(reranker(case)), pairs))
+    return TextTokenizer(pairs, 48, layout, packed=packed)
 
 
 PAIRS = [Pair(text(seed, 1 + seed % 4), text(9 + seed, length)) for seed, length in enumerate((30, 19, 19, 4, 1))]
@@ -143,8 +144,7 @@ def test_a_tokenizer_that_pads_on_the_left_scores_as_each_pair_alone(case):
     assert chunk.has_padding
     scores = restore_order([encoder(chunk)[0]], [chunk])
     reference = whole_class(encoder)
-    ids = [[token if token >= 0 else ~token for token in pairs.ids([pair])[0]] for pair in PAIRS]
-    alone = [reference(torch.tensor([tokens])).logits[0] for tokens in ids]
+    alone = [reference(torch.tensor([tokens])).logits[0] for tokens in pairs.ids(PAIRS)]
     torch.testing.assert_close(scores, torch.stack(alone), rtol=1e-4, atol=1e-5)
 
 
@@ -287,7 +287,7 @@ def test_the_padding_side_of_a_decoder_changes_no_score(tmp_path):
         pairs = small_tokenizer()
         pairs.padding_side = pairs.init_kwargs["padding_side"] = side  # the second is saved
         pair_format = read_pair_format(open_model_source(reranker("qwen3")), pairs)
-        (padded,) = PairTokenizer(pairs, 48, pair_format, packed=False).chunks(PAIRS, 10_000)
+        (padded,) = TextTokenizer(pairs, 48, PairLayout(pairs, pair_format), packed=False).chunks(PAIRS, 10_000)
         scores.append(encoder(padded)[0][torch.tensor(padded.rows).argsort(), 0])
         pairs.save_pretrained(directory)
         theirs = CrossEncoder_(str(directory), device="cpu", activation_fn=torch.nn.Identity())
@@ -474,10 +474,20 @@ def test_the_template_of_a_decoder_survives_truncation():
     template = {"prefix": "alpha ", "query": "beta {query} mu ", "document": "gamma {document}", "suffix": " mu nu"}
     model, words = replace(reranker("qwen3"), pair_template=template), small_tokenizer()
     read = read_pair_format(open_model_source(model), words)
-    pairs = PairTokenizer(words, 24, read)
+    pairs = TextTokenizer(words, 24, PairLayout(words, read))
     (short, long) = pairs.ids([Pair("zeta", "nu"), Pair("zeta", "nu " * 40)])
-    ids = [~token if token < 0 else token for token in short]
-    assert words.convert_ids_to_tokens(ids) == ["<s>", "alpha", "beta", "zeta", "mu", "gamma", "nu", "mu", "nu", "</s>"]
+    assert words.convert_ids_to_tokens(short) == [
+        "<s>",
+        "alpha",
+        "beta",
+        "zeta",
+        "mu",
+        "gamma",
+        "nu",
+        "mu",
+        "nu",
+        "</s>",
+    ]
     assert len(long) == 24
     assert long[-3:] == short[-3:]
     with pytest.raises(ConfigError, match=r"model\.pair_template"):

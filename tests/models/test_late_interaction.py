@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
-from embedtrain.data.token_rows import EXPANDED, TokenRowTokenizer
-from embedtrain.data.types import Chunk, TextRole
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, Chunk, TextRole, Tokens
 from embedtrain.errors import ConfigError
+from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 from embedtrain.kinds.late_interaction.model import TokenVectorHead, expansion_mismatch
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.encoded import Part
@@ -48,18 +49,18 @@ def late_interaction(architecture: str, *, dropout: float = 0.0, **options: obje
     )
 
 
-def open_model(model: ModelConfig) -> tuple[Encoder, TokenRowTokenizer]:
+def open_model(model: ModelConfig) -> tuple[Encoder, TextTokenizer]:
     source = open_model_source(model)
     torch.manual_seed(0)
     encoder = assemble_encoder(source).eval()
     assert isinstance(encoder.output, TokenVectorHead) and source.kind.name == "late_interaction"
-    return encoder, TokenRowTokenizer(small_tokenizer(), 48, source.settings)
+    return encoder, TextTokenizer(small_tokenizer(), 48, TokenVectorLayout(small_tokenizer(), source.settings))
 
 
-def all_ids(tokenizer: TokenRowTokenizer) -> list[list[int]]:
+def all_tokens(tokenizer: TextTokenizer) -> Tokens:
     """Queries and documents, longest first, as in a training chunk."""
-    ids = tokenizer.ids(QUERIES, role=TextRole.query) + tokenizer.ids(DOCUMENTS)
-    return sorted(ids, key=len, reverse=True)
+    tokens = Tokens.concatenated([tokenizer.tokens(QUERIES, role=TextRole.query), tokenizer.tokens(DOCUMENTS)])
+    return tokens.take(np.argsort(-tokens.lengths, kind="stable"))
 
 
 def rows_of(vectors: torch.Tensor, chunk: Chunk) -> dict[int, torch.Tensor]:
@@ -67,13 +68,12 @@ def rows_of(vectors: torch.Tensor, chunk: Chunk) -> dict[int, torch.Tensor]:
     return dict(zip(chunk.rows, vectors.split(chunk.sizes.tolist()), strict=True))
 
 
-def own_class(encoder: Encoder, marked: list[int]) -> torch.Tensor:
+def own_class(encoder: Encoder, text: Tokens) -> torch.Tensor:
     """The vectors of one text from transformers' class with an attention mask."""
-    ids = [max(token, ~token) for token in marked]
-    mask = torch.tensor([[token & EXPANDED == 0 for token in ids]]).long()
-    inputs = torch.tensor([[token & ~EXPANDED for token in ids]])
-    hidden = encoder.backbone(input_ids=inputs, attention_mask=mask).last_hidden_state[0]
-    return F.normalize(encoder.dense[0].linear(hidden)[torch.tensor(marked) >= 0], dim=-1)
+    mask, has_vector = (torch.from_numpy(text.flags & flag == 0) for flag in (NOT_ATTENDED, NO_VECTOR))
+    inputs = torch.from_numpy(text.ids[None]).long()
+    hidden = encoder.backbone(input_ids=inputs, attention_mask=mask[None].long()).last_hidden_state[0]
+    return F.normalize(encoder.dense[0].linear(hidden)[has_vector], dim=-1)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def own_class(encoder: Encoder, marked: list[int]) -> torch.Tensor:
 def test_packed_and_padded_texts_have_the_vectors_of_transformers_class(architecture, attend):
     options = EXPANSION | {"attend_to_expansion_tokens": attend, "skiplist_words": ["alpha", "beta"]}
     encoder, tokenizer = open_model(late_interaction(architecture, **options))
-    ids = all_ids(tokenizer)
+    tokens = all_tokens(tokenizer)
     grads = []
 
     def compute(*, packed: bool) -> dict[int, torch.Tensor]:
-        chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
+        chunk = tokenizer.with_packing(packed).chunk(tokens, range(len(tokens)))
         vectors = encoder(chunk)[0]
         encoder.zero_grad()
         vectors.backward(torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1)))
@@ -102,9 +102,9 @@ def test_packed_and_padded_texts_have_the_vectors_of_transformers_class(architec
         computed.append(compute(packed=True))
         torch.testing.assert_close(grads[0], grads[1], atol=2e-4, rtol=0)
         disable_packing(encoder)
-    for number, marked in enumerate(ids):
-        expected = own_class(encoder, marked)
-        assert len(expected) == tokenizer.num_rows(marked)
+    for number in range(len(tokens)):
+        expected = own_class(encoder, tokens.take([number]))
+        assert len(expected) == tokenizer.layout.num_vectors(tokens)[number]
         for rows in computed:
             torch.testing.assert_close(rows[number], expected, atol=1e-5, rtol=0)
 
@@ -134,8 +134,8 @@ def test_score_depends_on_no_other_text_of_its_chunk():
             enable_packing(encoder)
         parts = []
         for texts, role in (([QUERIES[4], *others], TextRole.query), ([DOCUMENTS[3], *others], TextRole.document)):
-            ids = tokenizer.ids(texts, role=role)
-            chunk = tokenizer.with_packing(packed).chunk(ids, range(len(ids)))
+            tokens = tokenizer.tokens(texts, role=role)
+            chunk = tokenizer.with_packing(packed).chunk(tokens, range(len(tokens)))
             # Without a positive product, a vector of zeros would win.
             vectors = encoder(chunk)[0].abs() * (-1 if role is TextRole.query else 1)
             parts.append(Part(rows_of(vectors.detach(), chunk)[0], chunk.sizes[:1]))
@@ -156,9 +156,11 @@ def test_lengths_of_queries_and_documents():
     assert query[-1] == document[-1] == tokenizer.tokenizer.eos_token_id
     assert len(tokenizer.ids([long], 4)[0]) == 4
     _, fixed = open_model(late_interaction("bert", query_expansion=QueryExpansion.fixed, expansion_length=8))
-    queries = fixed.ids([long, "alpha"], role=TextRole.query)
-    assert [len(ids) for ids in queries] == [8, 8]
-    assert queries[0][-1] == 2 and queries[1][2:] == [2] + [2 | EXPANDED] * 5  # without a mask token: end of text
+    queries = fixed.tokens([long, "alpha"], role=TextRole.query)
+    assert queries.lengths.tolist() == [8, 8]
+    first, second = queries.lists()
+    assert first[-1] == 2 and second[2:] == [2] * 6  # without a mask token: end of text
+    assert (queries.flags & NOT_ATTENDED > 0).tolist() == [False] * 11 + [True] * 5
     assert len(fixed.ids(["alpha"])[0]) == 3  # documents are never expanded
 
 
@@ -166,21 +168,19 @@ def test_skip_list_leaves_vectors_out_but_not_tokens():
     """A document of skipped tokens alone keeps its first vector, since a maximum over nothing is undefined."""
     words = ["alpha", "beta", "unknown"]
     encoder, tokenizer = open_model(late_interaction("bert", skiplist_words=words))
-    (note,) = tokenizer.notes
+    (note,) = tokenizer.layout.notes
     assert note.endswith("1 of 3 words are no tokens and have no effect: unknown")
     texts = ["alpha gamma beta", "alpha alpha", "gamma unknown"]
-    documents = tokenizer.ids(texts)
-    assert [tokenizer.num_rows(ids) for ids in documents] == [3, 2, 4]
-    assert [tokenizer.num_rows(ids) for ids in tokenizer.ids(texts, role=TextRole.query)] == [5, 4, 4]
-    assert all(
-        len(ids) == len(plain) for ids, plain in zip(documents, tokenizer.ids(texts, role=TextRole.query), strict=True)
-    )
+    documents, queries = (tokenizer.tokens(texts, role=role) for role in (TextRole.document, TextRole.query))
+    assert tokenizer.layout.num_vectors(documents).tolist() == [3, 2, 4]
+    assert tokenizer.layout.num_vectors(queries).tolist() == [5, 4, 4]
+    assert documents.lengths.tolist() == queries.lengths.tolist()
     chunk = tokenizer.chunk(documents, range(3))
     assert encoder(chunk)[0].shape == (9, 8) and chunk.sizes.tolist() == [3, 2, 4]
     bare = small_tokenizer()
     bare.backend_tokenizer.post_processor = None
-    only_skipped = TokenRowTokenizer(bare, 48, tokenizer.token_vectors).ids(["alpha beta"])
-    assert [tokenizer.num_rows(ids) for ids in only_skipped] == [1]
+    layout = TokenVectorLayout(bare, tokenizer.layout.token_vectors)
+    assert layout.num_vectors(TextTokenizer(bare, 48, layout).tokens(["alpha beta"])).tolist() == [1]
 
 
 def test_new_projection_starts_from_the_seed():
@@ -220,8 +220,8 @@ def test_attention_that_mixes_tokens_without_attention_with_padding_is_detected(
 def test_compiled_blocks_are_compiled_once_for_expanded_queries():
     encoder, tokenizer = open_model(late_interaction("modernbert", **EXPANSION))
     enable_packing(encoder)
-    ids = tokenizer.ids(QUERIES, role=TextRole.query)
-    chunks = [tokenizer.with_packing(True).chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5], [0, 1, 2, 3, 4, 5])]
+    tokens = tokenizer.tokens(QUERIES, role=TextRole.query)
+    chunks = [tokenizer.with_packing(True).chunk(tokens, rows) for rows in ([0, 2, 3], [1, 4, 5], [0, 1, 2, 3, 4, 5])]
     expected = [encoder(chunk)[0] for chunk in chunks]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

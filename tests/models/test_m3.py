@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from embedtrain.config.m3 import M3Config
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
-from embedtrain.data.m3 import M3Tokenizer
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.kinds.m3.data import M3Layout
 from embedtrain.kinds.m3.model import M3Head
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
@@ -62,9 +63,10 @@ def flag_embedding(encoder: Encoder, ids: list[int]) -> tuple[torch.Tensor, dict
 @pytest.mark.parametrize("packed", [False, True])
 def test_representations_are_those_of_flag_embedding(tmp_path, packed):
     _, encoder = save_m3(tmp_path / "model")
-    tokenizer = M3Tokenizer(small_tokenizer(), 48, packed=packed)
-    ids = tokenizer.ids(TEXTS)
-    chunk = tokenizer.chunk(ids, sorted(range(len(ids)), key=lambda row: -len(ids[row])))
+    tokenizer = TextTokenizer(small_tokenizer(), 48, M3Layout(small_tokenizer()), packed=packed)
+    tokens = tokenizer.tokens(TEXTS)
+    ids = tokens.lists()
+    chunk = tokenizer.chunk(tokens, sorted(range(len(ids)), key=lambda row: -len(ids[row])))
     with torch.no_grad():
         expected = [flag_embedding(encoder, ids[row]) for row in chunk.rows]
         if packed:
@@ -151,7 +153,7 @@ def test_tokenizers_without_special_tokens_are_rejected():
     tokenizer = small_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
     with pytest.raises(ConfigError, match=r"model\.kind=m3: .* two tokens"):
-        M3Tokenizer(tokenizer, 16)
+        TextTokenizer(tokenizer, 16, M3Layout(tokenizer))
 
 
 def test_both_layers_are_trained_beside_adapters():

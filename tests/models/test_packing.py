@@ -8,8 +8,8 @@ from torch import nn
 from transformers import MistralConfig
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision
-from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Chunk
+from embedtrain.data.tokens import Layout, TextTokenizer
+from embedtrain.data.types import Chunk, Tokens
 from embedtrain.models.attention_kernels import CPU, KERNEL_CAPABILITY
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
@@ -53,10 +53,10 @@ def encoder_of(model: ModelConfig) -> Encoder:
     return encoder
 
 
-def texts(tokenizer: TextTokenizer, prompt: str = "") -> list[list[int]]:
+def texts(tokenizer: TextTokenizer, prompt: str = "") -> Tokens:
     """Sorted by length, several of the same length, and one of a single word."""
     rows = [prompt + text(seed, length) for seed, length in enumerate((39, 39, 25, 11, 11, 11, 7, 1))]
-    return tokenizer.ids(rows, prompts=prompt)
+    return tokenizer.tokens(rows, prompts=prompt)
 
 
 def gradients(encoder: Encoder, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -77,7 +77,7 @@ def test_packed_texts_equal_single_texts(case):
     single = torch.cat(
         [
             encoder(Chunk(torch.tensor([text_ids]), torch.ones(1, len(text_ids), dtype=torch.int64)))[0]
-            for text_ids in ids
+            for text_ids in ids.lists()
         ]
     )
     single_grads = gradients(encoder, single)
@@ -94,11 +94,12 @@ def test_packed_pooling_equals_padded_pooling(pooling, include_prompt):
     encoder = encoder_of(small_model("bert", pooling=pooling))
     vectors = []
     for packed in (True, False):
-        tokenizer = TextTokenizer(small_tokenizer(), 48, include_prompt=include_prompt, packed=packed)
+        layout = Layout(small_tokenizer(), include_prompt=include_prompt)
+        tokenizer = TextTokenizer(small_tokenizer(), 48, layout, packed=packed)
         ids = texts(tokenizer, prompt="alpha beta ")
         chunk = tokenizer.chunk(ids, range(len(ids)))
         assert (chunk.packing is not None) is packed and (chunk.pooled is None) is include_prompt
-        assert chunk.lengths.sum() == sum(map(len, ids)) and bool(chunk.ids.numel() == chunk.lengths.sum()) is packed
+        assert chunk.lengths.sum() == len(ids.ids) and bool(chunk.ids.numel() == chunk.lengths.sum()) is packed
         vectors.append(encoder(chunk)[0])
     torch.testing.assert_close(*vectors, atol=1e-6, rtol=0)
 

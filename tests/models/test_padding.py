@@ -31,7 +31,7 @@ def encoder_of(model: ModelConfig) -> Encoder:
 def chunk_of(lengths: tuple[int, ...]) -> Chunk:
     tokenizer = TextTokenizer(small_tokenizer(), 48)
     return tokenizer.chunk(
-        tokenizer.ids([text(seed, length) for seed, length in enumerate(lengths)]), range(len(lengths))
+        tokenizer.tokens([text(seed, length) for seed, length in enumerate(lengths)]), range(len(lengths))
     )
 
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from embedtrain.config.pair_template import PAIR_TEMPLATES
 from embedtrain.config.recipe import ModelConfig, ScoreHead, Strategy
-from embedtrain.data.pairs import Pair, PairTokenizer
 from embedtrain.data.text_format import TextFormat
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Pair
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.inference.loading.bound_tokenizer import template_format
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.cross_encoder.data import PairLayout, template_format
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source
 from tests.small import parallel
@@ -84,23 +85,23 @@ def gemma(tokenizer: Any, query: str, document: str, max_length: int, instructio
 def test_pairs_have_the_ids_of_their_authors_code(authors):
     tokenizer = chat_tokenizer(bos=authors is gemma)
     template = PAIR_TEMPLATES[authors.__name__]
-    pairs = PairTokenizer(tokenizer, 512, template_format(template, tokenizer))
+    pairs = TextTokenizer(tokenizer, 512, PairLayout(tokenizer, template_format(template, tokenizer)))
     prompts = template.prompts
     inputs = [Pair(prompts["query"] + query, prompts["document"] + document) for query, document in PAIRS]
     cut = 0
     for length in (320, 512):
         expected = [authors(tokenizer, *pair, length) for pair in PAIRS]
-        assert [[max(token, ~token) for token in ids] for ids in pairs.ids(inputs, length)] == expected
+        assert pairs.ids(inputs, length) == expected
         cut += sum(len(ids) == length for ids in expected)
     assert cut > len(TEXTS)
     # An instruction of a row replaces the prompt; single texts, whose tokens are cached, get what surrounds them.
     if template.instruction_format is None:
         return
     prompt = TextFormat(instruction_format=template.instruction_format).query("Find 1?")
-    document = pairs.document_prompt(TextFormat(document_prompt=prompts["document"]).document(None))
-    texts = [pairs.query_prompt(prompt)("Is it?"), document("line\n")]
-    joined = pairs.pair_format.join(*pairs.ids(texts), 512)
-    assert [max(token, ~token) for token in joined] == authors(tokenizer, "Is it?", "line\n", 512, "Find 1?")
+    document = pairs.layout.document_prompt(TextFormat(document_prompt=prompts["document"]).document(None))
+    texts = [pairs.layout.query_prompt(prompt)("Is it?"), document("line\n")]
+    joined = pairs.layout.join(*(pairs.tokens([text]) for text in texts), 512)
+    assert joined.ids.tolist() == authors(tokenizer, "Is it?", "line\n", 512, "Find 1?")
 
 
 def logit_score_directory(case: str, folder: Path) -> tuple[Path, ModelConfig]:
@@ -128,13 +129,13 @@ def scores_and_ids(world: World, model: ModelConfig, strategy: Strategy) -> tupl
     loaded = load_model(model, parallel(strategy), world, seed=1)
     prompts = loaded.source.prompts
     pairs = [Pair(prompts["query"] + query, prompts["document"] + document) for query, document in PAIRS]
-    ids = loaded.tokenizer.ids(pairs)
+    tokens = loaded.tokenizer.tokens(pairs)
     scores = []
     encoder = loaded.encoder.eval()
     with torch.no_grad():
-        for chunk in loaded.tokenizer.cut(ids, 4000):
+        for chunk in loaded.tokenizer.cut(tokens, 4000):
             scores += zip(chunk.rows, encoder(chunk)[0][:, 0].tolist(), strict=True)
-    return [score for _, score in sorted(scores)], [[max(token, ~token) for token in pair] for pair in ids]
+    return [score for _, score in sorted(scores)], tokens.lists()
 
 
 @pytest.mark.parametrize("case", ["tied", "untied", "gemma", "by name", "named template"])

@@ -50,8 +50,9 @@ def opened(directory: Path, *, packed: bool = False, **options: Any) -> tuple[En
 
 
 def encode(encoder: Encoder, tokenizer: TextTokenizer, texts: Sequence[str]) -> torch.Tensor:
-    chunk = tokenizer.chunk(sorted(tokenizer.ids(texts), key=len), range(len(texts)))
-    order = np.argsort([len(ids) for ids in tokenizer.ids(texts)], kind="stable")
+    tokens = tokenizer.tokens(texts)
+    order = np.argsort(tokens.lengths, kind="stable")
+    chunk = tokenizer.chunk(tokens, order.tolist())
     with torch.no_grad():
         return encoder(chunk)[0][torch.from_numpy(np.argsort(order))]
 

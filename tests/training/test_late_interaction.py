@@ -16,11 +16,12 @@ from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
-from embedtrain.data.token_rows import TokenRowTokenizer
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 from embedtrain.kinds.late_interaction.model import TokenVectorHead
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
@@ -44,12 +45,12 @@ ARCHITECTURES = ("bert", "modernbert")
 Result = tuple[float, dict[str, Tensor]]
 
 
-def opened(model: ModelConfig) -> tuple[Encoder, TokenRowTokenizer]:
+def opened(model: ModelConfig) -> tuple[Encoder, TextTokenizer]:
     source = open_model_source(model)
     encoder = assemble_encoder(source)
     encoder.load_state_dict(full_state_dict(source, seed=0))
     tokenizer = bound_tokenizer(source, small_tokenizer())
-    assert isinstance(encoder.output, TokenVectorHead) and isinstance(tokenizer, TokenRowTokenizer)
+    assert isinstance(encoder.output, TokenVectorHead) and isinstance(tokenizer.layout, TokenVectorLayout)
     return encoder.double().eval(), tokenizer
 
 
@@ -57,11 +58,10 @@ def plain_loss(model: ModelConfig, rows: GlobalBatch) -> Result:
     """InfoNCE over all documents, and its gradient. A document that equals the positive is no negative."""
     encoder, tokenizer = opened(model)
     documents = [document for row in rows.rows for document in row.documents]
-    vectors = [own_class(encoder, ids) for ids in tokenizer.ids(documents)]
+    vectors = [own_class(encoder, tokenizer.tokens([document])) for document in documents]
     total, positive = torch.zeros((), dtype=torch.float64), 0
     for row in rows.rows:
-        (ids,) = tokenizer.ids([row.query], role=TextRole.query)
-        query = own_class(encoder, ids)
+        query = own_class(encoder, tokenizer.tokens([row.query], role=TextRole.query))
         scores = torch.stack([sum((vector @ token).max() for token in query) for vector in vectors]) / TEMPERATURE
         equal = torch.tensor([document == row.documents[0] for document in documents])
         equal[positive] = False
@@ -111,7 +111,7 @@ def models(tmp_path_factory) -> dict[str, ModelConfig]:
 
 
 @cache
-def rows_of(num_rows: int, tokenizer: TokenRowTokenizer) -> GlobalBatch:
+def rows_of(num_rows: int, tokenizer: TextTokenizer) -> GlobalBatch:
     return tokenised(batch(num_rows), tokenizer)
 
 

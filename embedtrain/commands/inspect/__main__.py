@@ -214,7 +214,7 @@ def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer")
             recipe.train.chunk_tokens,
             tokens,
             packed=on_gpu in packing,
-            inputs=tokenizer.bound.encoder_inputs,
+            inputs=tokenizer.bound.inputs,
         )
 
     packing = _packing(recipe)

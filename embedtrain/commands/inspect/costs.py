@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from embedtrain.data.chunks import plan_chunks
 from embedtrain.data.train_data import TrainData
-from embedtrain.data.types import BatchTokens, EncoderInputs, TextInputs
+from embedtrain.data.types import BatchTokens, EncoderInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def batch_cost(
     pass_overhead_tokens: int,
     *,
     packed: bool = False,
-    inputs: Callable[[BatchTokens], EncoderInputs] = TextInputs,
+    inputs: Callable[[BatchTokens], EncoderInputs],
 ) -> Cost:
     """The cost of these batches of tokenised data; for other arguments see `plan_chunks`.
 

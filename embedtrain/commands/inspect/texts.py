@@ -14,9 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.commands.inspect.rows import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
-from embedtrain.data.pairs import PairTokenizer
 from embedtrain.data.text_format import Prompt, TextFormat, text_key
-from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example, TextRole
 
@@ -79,7 +77,8 @@ def _prompts(
     query, document = text_format.prompts(example)
     if tokenizer is None:
         return query, document
-    return tokenizer.bound.query_prompt(query), tokenizer.bound.document_prompt(document)
+    layout = tokenizer.bound.layout
+    return layout.query_prompt(query), layout.document_prompt(document)
 
 
 def _as_tokens(
@@ -87,15 +86,15 @@ def _as_tokens(
 ) -> ShownText:
     """The tokens of a text; of a document for a cross-encoder, those of its pair with the query."""
     role = TextRole.query if text is query else TextRole.document
-    (ids,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
+    bound, layout = tokenizer.bound, tokenizer.bound.layout
+    tokens = bound.tokens([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
     num_untruncated = len(tokenizer.ids([text.text], role)[0])
-    if isinstance(tokenizer.bound, PairTokenizer) and text is not query:
-        pairs = tokenizer.bound
-        (of_query,) = pairs.ids([query.text], tokenizer.limit(text_format, of_queries=True))
-        ids = pairs.pair_format.join(of_query, ids, pairs.max_length)
-        num_untruncated += len(tokenizer.ids([query.text])[0]) + pairs.pair_format.num_special
-    num_vectors = tokenizer.bound.num_rows(ids) if isinstance(tokenizer.bound, TokenRowTokenizer) else None
-    ids = tokenizer.bound.unmarked(ids)
+    if layout.num_pair_tokens is not None and text is not query:
+        of_query = bound.tokens([query.text], tokenizer.limit(text_format, of_queries=True))
+        tokens = layout.join(of_query, tokens, bound.max_length)
+        num_untruncated += len(tokenizer.ids([query.text])[0]) + layout.num_pair_tokens
+    num_vectors = int(layout.num_vectors(tokens)[0]) if layout.has_skip_list else None
+    (ids,) = tokens.lists()
     decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return replace(
         text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated, num_vectors=num_vectors
@@ -155,25 +154,25 @@ def measure(
         values[reach] = full[np.arange(len(reach)) * len(full) // max(1, len(reach))]  # of the nearest sampled text
         num_truncated = int(np.count_nonzero(values[reach] > limit))
         lengths[role] = Lengths(values, limit, num_truncated, len(values), is_exact=len(sample) == len(reach))
-    if isinstance(tokenizer.bound, PairTokenizer):
-        lengths[PAIRS] = _pair_lengths(lengths, counts, tokenizer.bound)
+    if (num_special := tokenizer.bound.layout.num_pair_tokens) is not None:
+        lengths[PAIRS] = _pair_lengths(lengths, counts, num_special, tokenizer.bound.max_length)
     of_rows = RowKeys(**keys, num_positives=counts[0], num_negatives=counts[1])
     return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
 
 
 def _pair_lengths(
-    lengths: dict[str, Lengths], counts: Sequence[NDArray[np.integer]], tokenizer: PairTokenizer
+    lengths: dict[str, Lengths], counts: Sequence[NDArray[np.integer]], num_special: int, limit: int
 ) -> Lengths:
     """Lengths of all pairs before truncation: first those with positives, then those with negatives."""
     of_queries = lengths["queries"].values
     parts = [
-        np.repeat(of_queries, count) + lengths[role].values + tokenizer.pair_format.num_special
+        np.repeat(of_queries, count) + lengths[role].values + num_special
         for role, count in zip(ROLES[1:], counts, strict=True)
     ]
     values = np.concatenate(parts).astype(np.int32)
     is_exact = all(lengths[role].is_exact for role in ROLES)
-    num_truncated = int(np.count_nonzero(values > tokenizer.max_length))
-    return Lengths(values, tokenizer.max_length, num_truncated, len(values), is_exact=is_exact)
+    num_truncated = int(np.count_nonzero(values > limit))
+    return Lengths(values, limit, num_truncated, len(values), is_exact=is_exact)
 
 
 def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:

@@ -21,8 +21,8 @@ from embedtrain import __version__
 from embedtrain.commands.static.options import StaticOptions
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ExportConfig, Pooling
-from embedtrain.data.tokens import StaticTokenizer, TextTokenizer
-from embedtrain.data.types import Chunk, TextRole
+from embedtrain.data.tokens import Layout, TextTokenizer
+from embedtrain.data.types import TextRole, Tokens
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -30,6 +30,7 @@ from embedtrain.formats.export import DerivedModel, ExportResult, write_derived
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.principal_components import Moments, principal_components
+from embedtrain.kinds.dense.data import StaticLayout
 from embedtrain.models.static_embedding import TABLE, StaticConfig, is_static
 from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.tracking.console import Console
@@ -39,29 +40,27 @@ _UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
 _PROBE = "a"
 
 
-class SingleTokens(TextTokenizer):
-    """A tokenizer whose texts are numbers of tokens: each is that token between the model's special tokens."""
+class SingleTokens(Layout):
+    """Texts that are numbers of tokens: each is that token between the model's special tokens."""
+
+    dummy = "0"
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        super().__init__(tokenizer.tokenizer, tokenizer.max_length, packed=tokenizer.packed)
-        whole = tokenizer.unmarked(tokenizer.ids([_PROBE])[0])
+        super().__init__(tokenizer.tokenizer)
+        (whole,) = tokenizer.ids([_PROBE])
         alone = tokenizer.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         start = next((n for n in range(len(whole)) if whole[n : n + len(alone)] == alone), 0)
         self.before, self.after = whole[:start], whole[start + len(alone) :]
 
-    def ids(
+    def tokenize(
         self,
         texts: Sequence[str],
-        max_length: int | None = None,
+        limit: int,
         prompts: str | Sequence[str] = "",
         role: TextRole = TextRole.document,
-    ) -> list[list[int]]:
+    ) -> Tokens:
         """The tokens of each text."""
-        return [[*self.before, int(text), *self.after] for text in texts]
-
-    def dummy(self) -> Chunk:
-        """A chunk of the first token."""
-        return self.chunk(self.ids(["0"]), [0]).replaced(rows=(-1,))
+        return Tokens.of([[*self.before, int(text), *self.after] for text in texts])
 
 
 def require_distillable(model: LoadedModel, options: StaticOptions) -> None:
@@ -81,7 +80,7 @@ def make_table(model: LoadedModel, options: StaticOptions, world: World, console
     words = occurring_tokens(model.tokenizer.tokenizer)
     weights = sif_weights(words, options.sif_coefficient)
     encoder = SentenceEncoder.from_model(
-        replace(model, tokenizer=SingleTokens(model.tokenizer)),
+        replace(model, tokenizer=model.tokenizer.with_layout(SingleTokens(model.tokenizer))),
         world,
         chunk_tokens=options.chunk_tokens,
         unshard=options.unshard,
@@ -142,7 +141,7 @@ def write_table(
         tokenization=Tokenization(max_length=options.max_length),
         prompts={"query": "", "document": ""},
     )
-    tokenizer = StaticTokenizer(model.tokenizer.tokenizer, options.max_length)
+    tokenizer = TextTokenizer(model.tokenizer.tokenizer, options.max_length, StaticLayout(model.tokenizer.tokenizer))
     weighted = "" if options.sif_coefficient is None else f", weighted by SIF (a={options.sif_coefficient:g})"
     description = (
         "a static embedding model. The vector of a text is the mean of those of its tokens, which are "

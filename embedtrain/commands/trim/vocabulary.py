@@ -257,17 +257,13 @@ def _compare(
     for source, tokenizer, weights in (model, trimmed):
         encoder = assemble_encoder(source).eval()
         encoder.load_state_dict(dict(weights))
-        ids.append(tokenizer.ids(texts))
+        tokens = tokenizer.tokens(texts)
+        ids.append(tokens.lists())
         with torch.no_grad():
-            chunks = [tokenizer.chunk(ids[-1], [row]) for row in range(len(ids[-1]))]
+            chunks = [tokenizer.chunk(tokens, [row]) for row in range(len(tokens))]
             outputs.append([encoder(chunk)[0] for chunk in chunks])
     for text, before, after, *vectors in zip(texts, *ids, *outputs, strict=True):
-        marked = [new_id.get(index, index) if index >= 0 else ~new_id[~index] for index in _plain(before)]
-        if marked != _plain(after) or not torch.equal(*vectors):
+        if [new_id.get(index, index) for index in before] != after or not torch.equal(*vectors):
             raise CheckpointError(
                 f"the smaller vocabulary gives {text[:80]!r} other tokens or outputs than the model's"
             )
-
-
-def _plain(ids: Any) -> list[int]:
-    return [int(index) for index in ids]

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
-from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
-from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.loading.reranker import load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.kinds.cross_encoder.files import formatted_pairs, probe_pairs
@@ -70,7 +68,7 @@ def probe_model(directory: Path, world: World) -> Probe:
             expected.setdefault(name, {})[role] = rows
     if "vectors" in expected:
         request["dimension"] = len(expected["vectors"]["text"][0])
-    return Probe(model.source, request | _token_vector_settings(model), expected)
+    return Probe(model.source, request | model.tokenizer.layout.client_settings(model.tokenizer.max_length), expected)
 
 
 def _is_cross_encoder(directory: Path) -> bool:
@@ -127,24 +125,6 @@ def _lexical(rows: NDArray[np.float32], source: ModelSource) -> NDArray[np.float
     weights = np.zeros(int(source.config.get_text_config().vocab_size), dtype=np.float32)
     np.maximum.at(weights, rows[:, 1].astype(np.int64), rows[:, 0])
     return weights
-
-
-def _token_vector_settings(model: LoadedModel) -> dict[str, Any]:
-    """What a client has to know of a late-interaction model if it does not read it from the directory."""
-    tokenizer = model.tokenizer
-    if not isinstance(tokenizer, TokenRowTokenizer):
-        return {}
-    expansion = tokenizer.token_vectors.expansion
-    roles = {
-        role.value: {
-            "max_length": tokenizer.limit(role),
-            "expanded_length": expansion.length if expansion is not None and role is TextRole.query else 0,
-            "skipped": sorted(tokenizer.skipped) if tokenizer.has_skipped(role) else [],
-        }
-        for role in TextRole
-    }
-    attend = expansion is not None and expansion.attend
-    return {"token_vectors": {"roles": roles, "expansion_id": tokenizer.expansion_id, "attend": attend}}
 
 
 def compare(computed: Mapping[str, Any], probe: Probe) -> dict[str, float]:

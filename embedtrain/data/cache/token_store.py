@@ -3,8 +3,8 @@
 T: texts, row by row: query, positives, negatives. R: rows.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
 from embedtrain.data.text_format import Prompt, TextFormat, instructed_query, text_key
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import TextRole
+from embedtrain.data.types import NOT_POOLED, TextRole, Tokens, gather_ranges
 from embedtrain.errors import DataError
 
 ROWS_PER_PART = 1 << 14
@@ -28,6 +28,7 @@ BYTES_PER_PART = 64 << 20
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 21
 BLOCK = 1 << 20
+UNPOOLED = "unpooled.bin"
 
 
 def parts_of_rows(rows: ArrowRows) -> list[range]:
@@ -45,30 +46,32 @@ def parts_of_rows(rows: ArrowRows) -> list[range]:
 
 
 def value_type(tokenizer: TextTokenizer) -> Any:
-    """The smallest integer type of all token ids; signed if some are marked: of prompts, or of texts without tokens."""
-    is_marked = not tokenizer.include_prompt or tokenizer.nothing < 0
-    return np.uint16 if not is_marked and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
+    """The smallest integer type of all token ids."""
+    return np.uint16 if tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
 
 
 def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_format: TextFormat, path: Path) -> None:
     """Tokenise the texts of some batches of rows, and write them as a folder.
 
-    It has `values.bin`, the concatenated tokens; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T].
+    It has `values.bin`, the concatenated tokens; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T]; and, if the layout
+    caches flags, `unpooled.bin`, int32 [T], how many of the first tokens of each text are not pooled.
     """
     path.mkdir()
     distinct = _DistinctTexts(tokenizer, value_type(tokenizer))
-    with (
-        (path / "values.bin").open("wb") as values,
-        (path / "lengths.bin").open("wb") as lengths,
-        (path / "keys.bin").open("wb") as keys,
-    ):
+    names = ["values.bin", "lengths.bin", "keys.bin", *([UNPOOLED] if tokenizer.layout.caches_flags else [])]
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((path / name).open("wb")) for name in names}
         for number in batches:
             texts = distinct.numbers(list(_texts(rows.batch(number), text_format, tokenizer)))
-            values.write(
-                gather_ranges(distinct.values, distinct.offsets[:-1][texts], distinct.lengths[texts]).data.cast("B")
-            )
-            lengths.write(distinct.lengths[texts].astype(np.int32).data.cast("B"))
-            keys.write(distinct.keys[texts].data.cast("B"))
+            lengths = distinct.lengths[texts]
+            arrays = {
+                "values.bin": gather_ranges(distinct.values, distinct.offsets[:-1][texts], lengths),
+                "lengths.bin": lengths.astype(np.int32),
+                "keys.bin": distinct.keys[texts],
+                UNPOOLED: distinct.unpooled[texts].astype(np.int32),
+            }
+            for name, file in files.items():
+                file.write(arrays[name].data.cast("B"))
 
 
 class _Kind(NamedTuple):
@@ -89,16 +92,17 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokeni
     ]
     queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
     documents: dict[str | None, _Kind] = {}
+    layout = tokenizer.layout
     query_limit = tokenizer.limit(TextRole.query, text_format.query_max_length)
     document_limit = tokenizer.limit(TextRole.document, text_format.document_max_length)
-    role = TextRole.query if tokenizer.roles_differ else TextRole.document
+    role = TextRole.query if layout.roles_differ else TextRole.document
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
     for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
-            prompt = tokenizer.query_prompt(text_format.query(of_query))
+            prompt = layout.query_prompt(text_format.query(of_query))
             queries[of_query] = _Kind(prompt, query_limit, of_query or None, role)
         if of_documents not in documents:
-            prompt = tokenizer.document_prompt(text_format.document(of_documents))
+            prompt = layout.document_prompt(text_format.document(of_documents))
             documents[of_documents] = _Kind(prompt, document_limit)
         yield query, queries[of_query]
         kind = documents[of_documents]
@@ -113,9 +117,9 @@ class _DistinctTexts:
 
     def __init__(self, tokenizer: TextTokenizer, dtype: Any) -> None:
         self.values: NDArray[Any] = np.empty(0, dtype=dtype)  # concatenated
-        self.lengths, self.keys = (np.empty(0, dtype=np.int64) for _ in range(2))  # [U]
+        self.lengths, self.keys, self.unpooled = (np.empty(0, dtype=np.int64) for _ in range(3))  # [U]
         self.offsets = np.zeros(1, dtype=np.int64)  # [U + 1]
-        self._tokenizer = tokenizer
+        self._layout = tokenizer.layout
         self._numbers: dict[_Kind, dict[str, int]] = {}
 
     def numbers(self, texts: Sequence[tuple[str, _Kind]]) -> NDArray[np.int64]:
@@ -142,14 +146,14 @@ class _DistinctTexts:
         return indices
 
     def _add(self, kind: _Kind, texts: list[str]) -> None:
-        values, lengths = [self.values], [self.lengths]
+        values, lengths, unpooled = [self.values], [self.lengths], [self.unpooled]
         for batch in _batches(texts):
             prompted = [kind.prompt(text) for text in batch]
-            ids = self._tokenizer.stored_ids(prompted, kind.limit, kind.prompt.prefix, kind.role)
-            lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
-            flat = itertools.chain.from_iterable(ids)
-            values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))
-        self.values, self.lengths = np.concatenate(values), np.concatenate(lengths)
+            tokens = self._layout.tokenize(prompted, kind.limit, kind.prompt.prefix, kind.role)
+            lengths.append(tokens.lengths)
+            values.append(tokens.ids.astype(self.values.dtype))
+            unpooled.append(tokens.count(NOT_POOLED))
+        self.values, self.lengths, self.unpooled = map(np.concatenate, (values, lengths, unpooled))
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         keys = np.fromiter(
             (text_key(instructed_query(text, kind.instruction)) for text in texts),
@@ -172,26 +176,19 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def gather_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Concatenated ranges of `values`, each with its start and length."""
-    ends = np.cumsum(lengths)
-    indices = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
-    selected: NDArray[Any] = values[indices]
-    return selected
-
-
 def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path) -> None:
     """Concatenate the tokens of the parts `names` in `directory`, and write the offsets of texts and rows.
 
-    The folder has `values.bin`, `keys.bin`, `offsets.bin` (int64 [T + 1]) and `first.bin` (int64 [R + 1]).
+    The folder has `values.bin`, `keys.bin`, `unpooled.bin` if parts have it, `offsets.bin` (int64 [T + 1]) and
+    `row_starts.bin` (int64 [R + 1]).
     """
     path.mkdir()
-    for name in ("values.bin", "keys.bin"):
+    for name in ("values.bin", "keys.bin", *([UNPOOLED] if (directory / names[0] / UNPOOLED).exists() else [])):
         concatenate_files((directory / part / name for part in names), path / name)
     _write_sums(path / "offsets.bin", (map_array(directory / part / "lengths.bin", np.int32) for part in names))
     positives, negatives = rows.num_positives, rows.num_negatives
     blocks = (slice(start, start + BLOCK) for start in range(0, len(rows), BLOCK))
-    _write_sums(path / "first.bin", (1 + positives[block] + negatives[block] for block in blocks))
+    _write_sums(path / "row_starts.bin", (1 + positives[block] + negatives[block] for block in blocks))
 
 
 def _write_sums(path: Path, counts: Iterator[NDArray[np.int32]]) -> None:
@@ -206,7 +203,7 @@ def _write_sums(path: Path, counts: Iterator[NDArray[np.int32]]) -> None:
                 total = int(sums[-1])
 
 
-_NUM_FILES = 4
+_NUM_FILES = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,12 +216,14 @@ class TokenStore:
             negatives.
         keys: int64 [T], hashes of the texts without prompts, of queries with the instruction of their row.
         values: the tokens of all texts, uint16 or int32.
+        unpooled: int32 [T], how many of the first tokens of each text are not pooled; None: all are pooled.
     """
 
     offsets: NDArray[np.int64]
     row_starts: NDArray[np.int64]
     keys: NDArray[np.int64]
     values: NDArray[Any]
+    unpooled: NDArray[np.int32] | None = None
     cached: bool = False  # whether all tokens were in the cache
 
     def lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -232,9 +231,13 @@ class TokenStore:
         lengths: NDArray[np.int64] = self.offsets[texts + 1] - self.offsets[texts]
         return lengths
 
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The concatenated tokens of these texts: int32 [sum of lengths] from int64 [N]."""
-        return gather_ranges(self.values, self.offsets[texts], self.lengths(texts)).astype(np.int32)
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        """The tokens of these texts, int64 [N], as `Layout.tokenize` gave them."""
+        lengths = self.lengths(texts)
+        ids = gather_ranges(self.values, self.offsets[texts], lengths).astype(np.int32)
+        if self.unpooled is None:
+            return Tokens.plain(ids, lengths)
+        return Tokens.with_unpooled(ids, lengths, self.unpooled[texts])
 
 
 @dataclass(frozen=True)
@@ -312,12 +315,13 @@ class _CachedTokens:
         joined = self.directory / JOINED
         try:
             offsets, row_starts, keys = (
-                map_array(joined / f"{name}.bin", np.int64) for name in ("offsets", "first", "keys")
+                map_array(joined / f"{name}.bin", np.int64) for name in ("offsets", "row_starts", "keys")
             )
             values = map_array(joined / "values.bin", value_type(self._tokenizer))
+            unpooled = map_array(joined / UNPOOLED, np.int32) if self._tokenizer.layout.caches_flags else None
         except OSError as error:
             raise DataError(
                 f"{self.directory}: cached tokens cannot be opened ({error.strerror or error}): start again, and let "
                 "nothing clean up this folder meanwhile"
             ) from error
-        return TokenStore(offsets, row_starts, keys, values, cached)
+        return TokenStore(offsets, row_starts, keys, values, unpooled, cached)

@@ -38,7 +38,7 @@ def describe_model(
     return [
         f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
         f"{describe_outputs(source)}, {tokenizer.longest_text} tokens",
-        *tokenizer.notes,
+        *tokenizer.layout.notes,
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
         f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{memory}; {layout.reason}",
         *([source.settings.note] if source.kind.name == "cross_encoder" and source.settings.note else []),

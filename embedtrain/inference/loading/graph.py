@@ -45,7 +45,7 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
         layout=ParallelLayout(Strategy.ddp, world.size, 1, "a graph is whole on every rank"),
         notes=(
             f"{FILES.get(backend.value, GRAPH)} in onnxruntime, on the CPU, {bound.longest_text} tokens",
-            *bound.notes,
+            *bound.layout.notes,
         ),
         precision=backend.value,
         reduce_per_step=False,

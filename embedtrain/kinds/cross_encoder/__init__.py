@@ -7,8 +7,9 @@ from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.encoder import Encoder
@@ -23,6 +24,12 @@ class CrossEncoder(Kind):
     summary = "a score per pair of query and document (a reranker)"
     aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
     scores_pairs = True
+
+    def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
+        """Pairs of a query and a document."""
+        from embedtrain.kinds.cross_encoder.data import PairLayout, read_pair_format
+
+        return PairLayout(tokenizer, read_pair_format(source, tokenizer))
 
     def score(self, source: "ModelSource") -> "Score":
         """The score itself, which the model computes of a pair."""

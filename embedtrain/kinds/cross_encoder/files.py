@@ -27,10 +27,9 @@ from transformers import (
 
 from embedtrain.checkpoint.tensor_files import DTYPES_BY_NAME, RowWriter, TensorSpec, file_layout
 from embedtrain.config.recipe import LOGIT_SCORE
-from embedtrain.data.pairs import Pair, PairFormat, PairTokenizer, PairTruncation
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Chunk
+from embedtrain.data.types import Chunk, Pair
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.model_files import LOGITS, ModelFiles, ProbeRows, StoredName, python_block, shown_prompt
 from embedtrain.formats.sentence_transformers import (
@@ -43,6 +42,7 @@ from embedtrain.formats.sentence_transformers import (
 )
 from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
+from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
 from embedtrain.kinds.cross_encoder.model import vocabulary_head
 from embedtrain.models.chat_template import write_chat_template
 from embedtrain.models.encoder import Encoder
@@ -77,7 +77,6 @@ class CrossEncoderFiles(ModelFiles):
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
         """The tokenizer has the template of pairs, if there is one."""
-        assert isinstance(tokenizer, PairTokenizer)
         own, has_chat = tokenizer.tokenizer, False
         if source.settings.template is not None:
             own, has_chat = with_pair_format(tokenizer, source)
@@ -125,9 +124,9 @@ class CrossEncoderFiles(ModelFiles):
         self, encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str], device: torch.device
     ) -> Tensor:
         """Scores of `probe_pairs` as one vector [1, N]: a score near 0 has no relative difference."""
-        ids = tokenizer.ids(probe_pairs(PROBES, prompts))  # type: ignore[arg-type]
+        tokens = tokenizer.tokens(probe_pairs(PROBES, prompts))
         with torch.no_grad():
-            chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
+            chunks = [tokenizer.chunk(tokens, [row]).to(device) for row in range(len(tokens))]
             return torch.cat([encoder(chunk)[0] for chunk in chunks]).T.cpu()
 
     def compared(self, tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> Tensor | None:
@@ -135,10 +134,10 @@ class CrossEncoderFiles(ModelFiles):
 
         They cut pairs as the tokenizer does, the longer text first, and with a template only the document is cut.
         """
-        assert isinstance(tokenizer, PairTokenizer)
-        if tokenizer.pair_format.truncation is PairTruncation.longest_first:
+        layout = _pair_layout(tokenizer)
+        if layout.pair_format.truncation is PairTruncation.longest_first:
             return None
-        return torch.from_numpy(tokenizer.are_whole(probe_pairs(PROBES, prompts)))
+        return torch.from_numpy(layout.are_whole(probe_pairs(PROBES, prompts), tokenizer.max_length))
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """Scores [1, N] of the classifier."""
@@ -283,7 +282,7 @@ def classifier_class(config: PretrainedConfig) -> type:
     return kind  # type: ignore[no-any-return]
 
 
-def _write_settings(directory: Path, source: ModelSource, tokenizer: PairTokenizer, *, has_chat: bool) -> None:
+def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokenizer, *, has_chat: bool) -> None:
     """Write the files that sentence-transformers reads.
 
     text-embeddings-inference does not start if the settings of the transformer lack a maximum length.
@@ -318,14 +317,19 @@ def renders_pairs(directory: Path) -> bool:
     return path.is_file() and "message" in read_json(path).get("modality_config", {})
 
 
-def with_pair_format(tokenizer: PairTokenizer, source: ModelSource) -> tuple[PreTrainedTokenizerBase, bool]:
+def _pair_layout(tokenizer: TextTokenizer) -> PairLayout:
+    assert isinstance(tokenizer.layout, PairLayout)
+    return tokenizer.layout
+
+
+def with_pair_format(tokenizer: TextTokenizer, source: ModelSource) -> tuple[PreTrainedTokenizerBase, bool]:
     """A copy of the tokenizer whose own pairs begin and end as the template says, and whether it has its chat template.
 
     Other libraries then need no `pair_template`: sentence-transformers renders pairs with the chat template, which has
     the prompts as well. Raises a ModelError if the template cannot be written into the tokenizer.
     """
     assert source.settings.template is not None
-    template, pair_format = source.settings.template, tokenizer.pair_format
+    template, pair_format = source.settings.template, _pair_layout(tokenizer).pair_format
     copied = copy.deepcopy(tokenizer.tokenizer)
     special: tuple[Sequence[str], Sequence[str]] = ([], [])
     if template.special_tokens:

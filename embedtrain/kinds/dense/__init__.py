@@ -7,8 +7,9 @@ from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
     from torch import Size, Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.encoder import Encoder, Head
@@ -24,6 +25,16 @@ class Dense(BackboneKind):
     aliases = ("biencoder", "embedder", "embedding", "sentencetransformer")
     has_one_vector = True
     measures_classes = True
+
+    def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
+        """Texts alone; those of a static table have no special tokens."""
+        from embedtrain.data.tokens import Layout
+        from embedtrain.kinds.dense.data import StaticLayout
+        from embedtrain.models.static_embedding import is_static
+
+        if is_static(source.config):
+            return StaticLayout(tokenizer)
+        return Layout(tokenizer, include_prompt=source.include_prompt)
 
     def score(self, source: "ModelSource") -> "Score":
         """The similarity of two vectors."""

@@ -123,9 +123,9 @@ class DenseFiles(ModelFiles):
         device: torch.device,
     ) -> Tensor:
         """Vectors without prompts, [N, D]."""
-        ids = tokenizer.ids(PROBES)
+        tokens = tokenizer.tokens(PROBES)
         with torch.no_grad():
-            chunks = [tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids))]
+            chunks = [tokenizer.chunk(tokens, [row]).to(device) for row in range(len(tokens))]
             return torch.cat([encoder(chunk)[0].cpu() for chunk in chunks])
 
     def probe_opened(

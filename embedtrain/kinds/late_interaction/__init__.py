@@ -7,7 +7,9 @@ from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
     from torch import device
+    from transformers import PreTrainedTokenizerBase
 
+    from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.encoder import Encoder, Head
@@ -21,6 +23,12 @@ class LateInteraction(BackboneKind):
     summary = "a vector per token of a text (ColBERT)"
     aliases = ("colbert", "multivector", "multivectorencoder")
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
+
+    def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
+        """Texts with a vector for each of several tokens."""
+        from embedtrain.kinds.late_interaction.data import TokenVectorLayout
+
+        return TokenVectorLayout(tokenizer, source.settings)
 
     def score(self, source: "ModelSource") -> "Score":
         """MaxSim, or its mean over the tokens of the query."""

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.config.token_vectors import Expansion, TokenVectors
-from embedtrain.data.token_rows import TokenRowTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import CheckpointError
@@ -39,6 +38,7 @@ from embedtrain.formats.sentence_transformers import (
 
 # DEL
 from embedtrain.formats.verify import PROBES
+from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.late_interaction_files import PYLATE_DENSE
@@ -73,7 +73,6 @@ class LateInteractionFiles(ModelFiles):
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
         """The files with which other libraries compute the same vectors."""
-        assert isinstance(tokenizer, TokenRowTokenizer)
         write_own_tokenizer(directory, tokenizer)
         _write_settings(directory, source, tokenizer)
 
@@ -108,16 +107,17 @@ class LateInteractionFiles(ModelFiles):
         vectors = []
         for role in (TextRole.query, TextRole.document):
             prompt = prompts.get(role.value, "")
-            ids = tokenizer.ids([prompt + text for text in PROBES], None, prompt, role)
-            chunks = (tokenizer.chunk(ids, [row]).to(device) for row in range(len(ids)))
+            tokens = tokenizer.tokens([prompt + text for text in PROBES], None, prompt, role)
+            chunks = (tokenizer.chunk(tokens, [row]).to(device) for row in range(len(tokens)))
             with torch.no_grad():
                 vectors += [encoder(chunk)[0].cpu() for chunk in chunks]
         return torch.cat(vectors)
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """`probe` with the tokens of its own."""
-        rows = TokenRowTokenizer(tokenizer, resolve_max_length(source, tokenizer), source.settings)
-        return self.probe(encoder.eval(), rows, source.prompts, torch.device("cpu"))
+        layout = TokenVectorLayout(tokenizer, source.settings)
+        own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
+        return self.probe(encoder.eval(), own, source.prompts, torch.device("cpu"))
 
     def of_sentence_transformers(
         self,
@@ -172,10 +172,10 @@ class LateInteractionFiles(ModelFiles):
         return [row[is_real] for row, is_real in zip(output, mask.bool(), strict=True)]
 
 
-def _write_settings(directory: Path, source: ModelSource, tokenizer: TokenRowTokenizer) -> None:
-    settings = source.settings
-    assert settings is not None
-    words = [word for word in settings.skiplist_words if word not in tokenizer.unknown_words]
+def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
+    settings, layout = source.settings, tokenizer.layout
+    assert isinstance(layout, TokenVectorLayout)
+    words = [word for word in settings.skiplist_words if word not in layout.unknown_words]
     lengths = {"query": tokenizer.limit(TextRole.query), "document": tokenizer.limit(TextRole.document)}
     stored: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
     top: dict[str, Any] = {"__version__": {}, "default_prompt_name": None}

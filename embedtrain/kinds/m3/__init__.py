@@ -8,7 +8,9 @@ from embedtrain.kinds.backbone import BackboneKind
 
 if TYPE_CHECKING:
     from torch import Size, Tensor
+    from transformers import PreTrainedTokenizerBase
 
+    from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
     from embedtrain.models.encoder import Head
@@ -24,6 +26,12 @@ class M3(BackboneKind):
     aliases = ("bgem3", "hybrid")
     own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
     views = HybridWeights._fields
+
+    def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
+        """Texts with a row for each token."""
+        from embedtrain.kinds.m3.data import M3Layout
+
+        return M3Layout(tokenizer)
 
     def score(self, source: "ModelSource") -> "Score":
         """The weighted sum of the three scores."""

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.data.m3 import M3Tokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.formats.model_files import HIDDEN, VECTORS, StoredName, python_block
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.files import DenseFiles
+from embedtrain.kinds.m3.data import M3Layout
 from embedtrain.kinds.m3.model import M3Head, m3_rows
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3_files import LAYERS, write_m3_layer, write_m3_settings
@@ -83,17 +83,17 @@ class M3Files(DenseFiles):
     ) -> Tensor:
         """The dense vector, the mean of the token vectors, and the mean lexical weight: [N, D + d + 1]."""
         assert isinstance(encoder.output, M3Head)
-        settings, ids, outputs = encoder.output.settings, tokenizer.ids(PROBES), []
-        for row in range(len(ids)):
+        settings, tokens, outputs = encoder.output.settings, tokenizer.tokens(PROBES), []
+        for row in range(len(tokens)):
             with torch.no_grad():
-                rows = encoder(tokenizer.chunk(ids, [row]).to(device))[0].cpu()
+                rows = encoder(tokenizer.chunk(tokens, [row]).to(device))[0].cpu()
             means = rows[1:, : settings.token_dimension].mean(dim=0), rows[:, -2].mean(dim=0, keepdim=True)
             outputs.append(torch.cat([rows[0, : settings.dimension], *means]))
         return torch.stack(outputs)
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """`probe` with the tokens of its own."""
-        own = M3Tokenizer(tokenizer, resolve_max_length(source, tokenizer))
+        own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), M3Layout(tokenizer))
         return self.probe(encoder.eval(), own, source.prompts, torch.device("cpu"))
 
     def num_computed(self, source: ModelSource) -> int | None:

@@ -7,10 +7,11 @@ from embedtrain.config.kinds import Kind
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from embedtrain.config.recipe import Recipe
     from embedtrain.data.cache.token_store import TokenStore
+    from embedtrain.data.tokens import Layout
     from embedtrain.distributed.world import World
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -28,6 +29,15 @@ class Sparse(Kind):
     summary = "a weight per word of the vocabulary (SPLADE)"
     aliases = ("splade", "sparseencoder", "learnedsparse")
     measures_classes = True
+
+    def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
+        """Texts alone; static queries are not encoded."""
+        from embedtrain.data.tokens import Layout
+        from embedtrain.kinds.sparse.data import static_query_layout
+
+        if source.settings.queries is None:
+            return Layout(tokenizer, include_prompt=source.include_prompt)
+        return static_query_layout(source.settings.queries, source.dimension, tokenizer)
 
     def score(self, source: "ModelSource") -> "Score":
         """The inner product of the weights of words."""

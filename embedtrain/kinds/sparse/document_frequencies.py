@@ -59,5 +59,5 @@ def _document_frequencies(store: TokenStore, documents: NDArray[np.int64], num_t
     """In how many of these documents each token is, int64 [V]."""
     lengths = store.lengths(documents)
     texts = np.repeat(np.arange(len(documents)), lengths)
-    pairs = np.unique(texts * num_tokens + store.ids(documents))
+    pairs = np.unique(texts * num_tokens + store.tokens(documents).ids)
     return np.bincount(pairs % num_tokens, minlength=num_tokens)

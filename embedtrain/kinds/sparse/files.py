@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from embedtrain.config.sparse import SparseActivation, SparsePooling
-from embedtrain.data.static_queries import StaticQueryTokenizer
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import CheckpointError
@@ -121,12 +120,11 @@ class SparseFiles(ModelFiles):
         device: torch.device,
     ) -> Tensor:
         """Weights of words in the texts as documents and, if they are looked up, below them as queries: [N, V]."""
-        has_queries = isinstance(tokenizer, StaticQueryTokenizer)
         rows = []
-        for role in (TextRole.document, TextRole.query) if has_queries else (TextRole.document,):
-            ids = tokenizer.ids(PROBES, role=role)
+        for role in (TextRole.document, TextRole.query) if tokenizer.layout.roles_differ else (TextRole.document,):
+            tokens = tokenizer.tokens(PROBES, role=role)
             with torch.no_grad():
-                rows += [encoder(tokenizer.chunk(ids, [row]).to(device))[0].cpu() for row in range(len(ids))]
+                rows += [encoder(tokenizer.chunk(tokens, [row]).to(device))[0].cpu() for row in range(len(tokens))]
         return torch.cat(rows)
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:

@@ -22,7 +22,8 @@ from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
 from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat, instructed_query, text_keys
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import Layout, TextTokenizer
+from embedtrain.data.types import Tokens
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
@@ -68,9 +69,9 @@ def check(rows: RowStore, tokens: TokenStore, tokenizer: PreTrainedTokenizerBase
     assert tokens.offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
     order = np.random.default_rng(0).permutation(len(expected))
     assert tokens.lengths(order).tolist() == [len(expected[i]) for i in order]
-    assert tokens.ids(order).tolist() == [token for i in order for token in expected[i]]
-    assert tokens.ids(order).dtype == np.int32
-    assert tokens.ids(order[:0]).tolist() == []
+    assert tokens.tokens(order).ids.tolist() == [token for i in order for token in expected[i]]
+    assert tokens.tokens(order).ids.dtype == np.int32
+    assert tokens.tokens(order[:0]).ids.tolist() == []
 
 
 def test_every_text_has_the_tokens_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +149,9 @@ def test_instructions_of_rows_replace_prompts(tmp_path: Path) -> None:
             before, around = TextFormat(**options).prompts(example)
             assert example.instruction == own[i % 3].get("prompt")
             expected = plain(tokenizer, [before(example.query)], 30)[0]
-            assert tokens.ids(tokens.row_starts[i : i + 1]).tolist() == expected
+            assert tokens.tokens(tokens.row_starts[i : i + 1]).ids.tolist() == expected
             expected = plain(tokenizer, [around(example.positives[0])], 40)[0]
-            assert tokens.ids(tokens.row_starts[i : i + 1] + 1).tolist() == expected
+            assert tokens.tokens(tokens.row_starts[i : i + 1] + 1).ids.tolist() == expected
         assert (
             tokens.keys[tokens.row_starts[:-1]].tolist()
             == text_keys([instructed_query(e.query, e.instruction) for e in rows]).tolist()
@@ -170,7 +171,7 @@ def test_one_text_with_two_instructions_is_two_queries(tmp_path: Path) -> None:
     queries, documents = tokens.keys[tokens.row_starts[:-1]], tokens.keys[tokens.row_starts[:-1] + 1]
     assert documents.tolist() == text_keys(["alpha"] * 5).tolist()
     assert queries.tolist() == text_keys(["gamma\0alpha", "delta\0alpha", "alpha", "alpha", "gamma\0alpha"]).tolist()
-    first = [tokens.ids(tokens.row_starts[i : i + 1]).tolist() for i in range(5)]
+    first = [tokens.tokens(tokens.row_starts[i : i + 1]).ids.tolist() for i in range(5)]
     assert first[0] == first[3] == first[4]
 
 
@@ -201,22 +202,27 @@ def test_prompts() -> None:
 
 
 def test_equal_texts_are_tokenised_once(tmp_path: Path) -> None:
-    class Counting(TextTokenizer):
+    class Counting(Layout):
         num_texts = 0
 
-        def ids(self, texts: Any, *options: Any) -> list[list[int]]:
+        def tokenize(self, texts: Any, *options: Any) -> Tokens:
             self.num_texts += len(texts)
-            return super().ids(texts, *options)
+            return super().tokenize(texts, *options)
 
     cache = Cache(directory=tmp_path / "cache")
     same = {"query": "a", "pos": ["a", "b"], "neg": ["c"]}
     rows = rows_of(write(tmp_path / "a.jsonl", *[same] * 5000), cache)
     for prompts, count in (({}, 4), ({"query_prompt": "", "document_prompt": ""}, 3)):
-        tokenizer = Counting(small_tokenizer(), 16)
+        layout = Counting(small_tokenizer())
         tokens = prepare_tokens(
-            rows, tokenizer, **PROMPTS | prompts, query_max_length=None, document_max_length=None, cache=cache
+            rows,
+            TextTokenizer(small_tokenizer(), 16, layout),
+            **PROMPTS | prompts,
+            query_max_length=None,
+            document_max_length=None,
+            cache=cache,
         )
-        assert tokenizer.num_texts == count
+        assert layout.num_texts == count
         assert len(tokens.keys) == 20_000
         assert len(np.unique(tokens.keys)) == 3
 
@@ -324,7 +330,7 @@ def check_ids(tokenizer: PreTrainedTokenizerBase) -> None:
     ours, other = TextTokenizer(tokenizer, 64), copy.deepcopy(tokenizer)
     for length in (64, 300, 17, 3):
         expected = plain(other, SENTENCES, min(length, 64))
-        assert ours.ids(SENTENCES, length) == [ids or [ours.nothing] for ids in expected]
+        assert ours.ids(SENTENCES, length) == [ids or [ours.layout.nothing] for ids in expected]
     assert ours.ids(SENTENCES) == ours.ids(SENTENCES, 64)
     assert ours.ids([]) == []
     tokenizer.backend_tokenizer.no_truncation()
@@ -380,16 +386,16 @@ def test_threads_share_a_tokenizer() -> None:
     assert not failures
 
 
-def test_padding_of_lists_and_arrays_is_equal() -> None:
+def test_texts_of_a_chunk_are_padded_on_the_right() -> None:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
-    ids = tokenizer.ids([text(i, 1 + i % 12) for i in range(30)])
-    rows = [3, 17, 0, 8]
-    tokens = tokenizer.chunk(ids, rows)
+    texts = tokenizer.tokens([text(i, 1 + i % 12) for i in range(30)])
+    rows, ids = [3, 17, 0, 8], texts.lists()
+    tokens = tokenizer.chunk(texts, rows)
     longest = max(len(ids[row]) for row in rows)
     assert tokens.ids.tolist() == [ids[row] + [1] * (longest - len(ids[row])) for row in rows]
     assert tokens.mask.tolist() == [[1] * len(ids[row]) + [0] * (longest - len(ids[row])) for row in rows]
     assert tokens.rows == tuple(rows)
     assert tokens.ids.dtype == tokens.mask.dtype == torch.int64
-    arrays = tokenizer.chunk([np.array(one, dtype=np.int32) for one in ids], rows)
-    assert arrays.ids.equal(tokens.ids)
-    assert arrays.mask.equal(tokens.mask)
+    again = tokenizer.make_chunk(Tokens.of([ids[row] for row in rows]), rows)
+    assert again.ids.equal(tokens.ids)
+    assert again.mask.equal(tokens.mask)

@@ -25,6 +25,8 @@ def folder(name: str) -> Path:
 
 def choices(group: str) -> list[str]:
     """The names that embedtrain offers for `group=NAME`."""
+    if group == "loss":
+        return sorted(LOSSES)
     directory = folder("recipes") if group == "recipe" else folder("configs") / group
     return sorted(path.stem for path in directory.glob("*.yaml"))
 
@@ -56,7 +58,7 @@ def register_recipes(without_loss: bool) -> None:
 def _store_schemas(store: ConfigStore) -> None:
     store.store(name="recipe_schema", node=recipe_schema())
     for name, kind in LOSSES.items():
-        store.store(group="loss", name=f"{name}_schema", node=kind)
+        store.store(group="loss", name=name, node=kind)
 
 
 def recipe_schema() -> DictConfig:

@@ -34,8 +34,16 @@ from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.step_directory import step_path
-from embedtrain.config.checkpoint import CheckpointConfig, CheckpointLayout
-from embedtrain.config.recipe import ExportConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.config.recipe import (
+    CheckpointConfig,
+    CheckpointLayout,
+    ExportConfig,
+    ModelConfig,
+    ParallelConfig,
+    Pooling,
+    Precision,
+    Strategy,
+)
 from embedtrain.distributed.world import World
 from embedtrain.formats.export import live_weights, plan_export
 from embedtrain.formats.weights import write_architecture

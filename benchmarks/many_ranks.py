@@ -28,8 +28,7 @@ from embedtrain.checkpoint.tensor_files import (
 )
 from embedtrain.commands.plan.compute import plan
 from embedtrain.commands.plan.options import compose_plan
-from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout
-from embedtrain.config.recipe import ModelConfig, Pooling, TrainSource
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, ModelConfig, Pooling, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data

@@ -31,7 +31,7 @@ from benchmarks.measure import ROUNDS, markdown, ratio, require, speed, unit
 from benchmarks.products import LIMIT_HEADER, Measured, limit_cells, measure_shares
 from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.listwise_losses import BCEConfig, ListNetConfig
+from embedtrain.config.losses import BCEConfig, ListNetConfig
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, TrainConfig
 from embedtrain.data.types import GlobalBatch, Pair, Row
 from embedtrain.distributed.world import World, joined_world

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from embedtrain.commands.export.__main__ import main as export_main
 from embedtrain.commands.export.options import ExportOptions
-from embedtrain.config.checkpoint import WeightsOf
+from embedtrain.config.recipe import WeightsOf
 from embedtrain.tracking.metrics import metrics_at
 from tests.runs import evaluation_metrics, losses, options, rewind_run, run
 

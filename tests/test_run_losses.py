@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from embedtrain.commands.export.__main__ import main as export_main
 from embedtrain.commands.export.options import ExportOptions
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.distributed.world import World
 from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges
 from tests.runs import losses, metric_rows, run_without_base

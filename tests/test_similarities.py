@@ -18,9 +18,15 @@ from embedtrain.commands.merge.__main__ import main as merge
 from embedtrain.commands.merge.options import MergeOptions
 from embedtrain.commands.verify.engines import run_engine
 from embedtrain.commands.verify.probes import probe_model
-from embedtrain.config.listwise_losses import MSEConfig
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
-from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
+from embedtrain.config.losses import (
+    CombinedConfig,
+    CoSENTConfig,
+    InfoNCEConfig,
+    MarginMSEConfig,
+    MSEConfig,
+    TripletConfig,
+)
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError

@@ -12,7 +12,7 @@ from benchmarks.comparison import make_step_context, prefetched
 from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.config.checkpoint import CheckpointConfig
+from embedtrain.config.recipe import CheckpointConfig
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.step import StepContext, train_step

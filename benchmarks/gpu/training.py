@@ -12,8 +12,7 @@ import torch
 from benchmarks.comparison import make_step_context, prefetched
 from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
-from embedtrain.config.listwise_losses import BCEConfig
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import BCEConfig, InfoNCEConfig
 from embedtrain.config.recipe import Attention
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError

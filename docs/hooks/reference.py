@@ -18,9 +18,8 @@ from embedtrain.config import migration
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.conversions import Row
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import InfoNCEConfig, LossConfig
-from embedtrain.config.option_docs import Option, docstring_line, meaning, options_of, type_of
+from embedtrain.config.help import Option, docstring_line, meaning, options_of, type_of
+from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.pipeline.compose import PipelineConfig

@@ -55,7 +55,7 @@ from embedtrain.checkpoint.tensor_files import (
     tensor_files,
     write_local_shards,
 )
-from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.device import thread_initializer
 from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.watchdog.watchdog import MAX_FINISHING, UnfinishedWork

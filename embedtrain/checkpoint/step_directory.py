@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.utils.files import directory_size, flush_to_disk, reading, remove_tree
 from embedtrain.utils.records import read_record

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from embedtrain.config.checkpoint import CheckpointLayout
+from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
 from embedtrain.utils.files import reading
 

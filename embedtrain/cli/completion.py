@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import choices
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.config.limits import load_yaml
-from embedtrain.config.recipe import Precision, Recipe, Strategy
+from embedtrain.config.recipe import CheckpointLayout, Precision, Recipe, Strategy
 from embedtrain.config.validation import did_you_mean, written
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user

@@ -8,9 +8,8 @@ import re
 from collections.abc import Sequence
 
 from embedtrain.config.code import is_code_path
-from embedtrain.config.columns import parse_columns
+from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.compressed import check_evaluated_vectors
-from embedtrain.config.conditions import parse_condition
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype, check_index
 from embedtrain.config.heads import check_heads
 from embedtrain.config.kind_losses import check_kind_loss

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from embedtrain.config.arguments import quote_unreadable
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError

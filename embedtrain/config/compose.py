@@ -40,8 +40,7 @@ from embedtrain.config.limits import (
     refuse_hydra_settings,
 )
 from embedtrain.config.loss_checks import check_loss_name
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import CombinedConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig
 from embedtrain.config.names import check_reranker_loss, explain_unknown
 from embedtrain.config.overrides import to_overrides
 from embedtrain.config.parsing import (

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from embedtrain.config.compressed import check_kind_of_vectors
 from embedtrain.config.loss_choices import LossDirection
-from embedtrain.config.loss_registry import SCORE_LOSSES
 from embedtrain.config.losses import (
+    SCORE_LOSSES,
     TOKEN_TEMPERATURE_BOUNDS,
     VECTOR_TEMPERATURE,
     VECTOR_TEMPERATURE_BOUNDS,

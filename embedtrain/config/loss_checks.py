@@ -1,4 +1,4 @@
-"""Checks of loss options that cannot work."""
+"""Checks of loss options that cannot work, and what Matryoshka options of a loss amount to."""
 
 import math
 from dataclasses import replace
@@ -8,30 +8,38 @@ from embedtrain.config.code import is_code_path
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_choices import (
     Hardness,
+    Implementation,
     KDLossType,
+    LayerWeighting,
     LossDirection,
+    MatryoshkaWeighting,
     PartitionMode,
     PrecisionSides,
     Similarity,
 )
-from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
+    LOSSES,
+    CandidateSet,
     CombinedConfig,
     CustomConfig,
+    DistillEmbeddingsConfig,
+    DistillSimilaritiesConfig,
+    Divergence,
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
+    OnMissing,
     OrthogonalConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
+    TeacherConfig,
+    TeacherMap,
     XTRConfig,
 )
-from embedtrain.config.matryoshka import check_layer_kl, check_layers, check_matryoshka
 from embedtrain.config.names import unknown_loss
 from embedtrain.config.options import check_values
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
-from embedtrain.config.similarity_losses import TeacherConfig, check_teacher_loss
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -269,3 +277,175 @@ def _check_same_rows(loss: CombinedConfig, option: str) -> None:
             f"{option}.losses: rows have one column of values, which holds vectors for {of_vectors[0]} and scores or "
             f"classes for {(of_scores or of_classes)[0]}; give {of_vectors[0]} a `teacher` instead"
         )
+
+
+def check_teacher_loss(loss: TeacherConfig, check: OptionChecks) -> None:
+    """Reject options of a loss with a teacher's vectors that have no effect or no meaning together."""
+    teachers, weights = loss.teachers, loss.teacher_weights
+    if teachers is not None:
+        check.require(loss.teacher is None, "teacher", "loss.teachers is set as well; keep one")
+        check.require(
+            len(teachers) > 1 and len(set(teachers)) == len(teachers) and all(teachers),
+            "teachers",
+            "must be two or more different models or directories of vectors; write teacher=PATH for one",
+        )
+    if weights is not None:
+        check.require(
+            teachers is not None and len(weights) == len(teachers) and all(0 < weight < math.inf for weight in weights),
+            "teacher_weights",
+            "must be a number above 0 for each of teachers",
+        )
+    check.require(
+        loss.on_missing is OnMissing.stop or bool(loss.teacher_paths),
+        "on_missing",
+        "has no effect without a directory of vectors; write loss.teacher",
+    )
+    match loss:
+        case DistillSimilaritiesConfig():
+            _check_distill_similarities(loss, check)
+        case DistillEmbeddingsConfig():
+            check.require(
+                not loss.project or loss.matryoshka_dims is None,
+                "project",
+                "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
+            )
+            check.require(
+                loss.teacher_map is None or not loss.project,
+                "teacher_map",
+                "project=true maps the model's vectors to the teacher's dimensions already; keep one",
+            )
+            check.require(
+                loss.teacher_map is not TeacherMap.pca or loss.teacher is not None,
+                "teacher_map",
+                "needs one teacher, a directory of embedtrain vectors; write loss.teacher, or another map",
+            )
+
+
+def _check_distill_similarities(loss: DistillSimilaritiesConfig, check: OptionChecks) -> None:
+    directions = loss.directions
+    check.require(
+        bool(directions) and len(set(directions)) == len(directions),
+        "directions",
+        f"must be one or more of {', '.join(LossDirection)}, each once",
+    )
+    if loss.candidates is CandidateSet.row:
+        check.require(
+            directions == [LossDirection.query_document],
+            "directions",
+            "must be [query_document] with candidates=row",
+        )
+        check.require(
+            loss.implementation is Implementation.auto,
+            "implementation",
+            "has no effect with candidates=row, which has no matrix of scores; leave it out",
+        )
+    for name in ("temperature", "teacher_temperature"):
+        check.require(
+            loss.divergence is not Divergence.mse or getattr(loss, name) is None,
+            name,
+            f"has no effect with divergence={written(Divergence.mse)}, which has no softmax; leave it out",
+        )
+
+
+def matryoshka_dims_of(loss: LossConfig) -> set[int]:
+    """The dimensions on which a loss, or a part of it, also trains."""
+    if isinstance(loss, CombinedConfig):
+        return set(loss.matryoshka_dims or ()).union(*(matryoshka_dims_of(part) for part in loss.losses))
+    of_class = loss.arguments if isinstance(loss, SentenceTransformersConfig) else None
+    return set(loss.matryoshka_dims or (of_class or {}).get("matryoshka_dims") or ())
+
+
+def matryoshka_layers_of(loss: LossConfig) -> set[int]:
+    """The numbers of layers after which a loss, or a part of it, also trains."""
+    parts = loss.losses if isinstance(loss, CombinedConfig) else []
+    return set(loss.matryoshka_layers or ()).union(*(matryoshka_layers_of(part) for part in parts))
+
+
+def matryoshka_weights(loss: LossConfig) -> list[float]:
+    """The weight of each of `matryoshka_dims`, in the order of the option."""
+    dims = loss.matryoshka_dims or []
+    if loss.matryoshka_weights is not None:
+        return loss.matryoshka_weights
+    if loss.matryoshka_weighting is MatryoshkaWeighting.uniform:
+        return [1.0] * len(dims)
+    largest_first = sorted(dims, reverse=True)
+    return [math.sqrt(dim / largest_first[0]) / (largest_first.index(dim) + 1) for dim in dims]
+
+
+def layer_weights(loss: LossConfig) -> list[float]:
+    """The weight of each of `matryoshka_layers`, in the order of the option."""
+    layers = loss.matryoshka_layers or []
+    if loss.layer_weights is not None:
+        return loss.layer_weights
+    match loss.layer_weighting:
+        case LayerWeighting.uniform:
+            return [1.0] * len(layers)
+        case LayerWeighting.log:
+            return [1 / (1 + math.log(layer)) for layer in layers]
+        case LayerWeighting.linear:
+            return [1 / layer for layer in layers]
+
+
+def check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
+    """Reject dimensions that are not different numbers, and options without them."""
+    dims = loss.matryoshka_dims
+    _check_numbers(loss, check, "matryoshka_dims", "matryoshka_weights", "[768,256,64]")
+    check.require(
+        loss.matryoshka_weighting is MatryoshkaWeighting.uniform
+        or (dims is not None and loss.matryoshka_weights is None),
+        "matryoshka_weighting",
+        "chooses the weights of matryoshka_dims, without matryoshka_weights",
+    )
+    check.require(
+        loss.matryoshka_per_step is None or 2 <= loss.matryoshka_per_step <= len(dims or ()),
+        "matryoshka_per_step",
+        f"must be from 2 to the number of matryoshka_dims={written(dims)}; null trains on all of them",
+    )
+
+
+def check_layers(loss: LossConfig, check: OptionChecks) -> None:
+    """The same of layers."""
+    layers = loss.matryoshka_layers
+    _check_numbers(loss, check, "matryoshka_layers", "layer_weights", "[3,6]")
+    check.require(
+        loss.layer_weighting is LayerWeighting.uniform or (layers is not None and loss.layer_weights is None),
+        "layer_weighting",
+        "chooses the weights of matryoshka_layers, without layer_weights",
+    )
+    check.require(
+        loss.layers_per_step is None or 1 <= loss.layers_per_step <= len(layers or ()),
+        "layers_per_step",
+        f"must be from 1 to the number of matryoshka_layers={written(layers)}; null trains all of them",
+    )
+    check.require(
+        loss.precisions is None or layers is not None or not matryoshka_layers_of(loss),
+        "precisions",
+        "is for the whole loss, and a part has matryoshka_layers; write them for the whole loss as well",
+    )
+    check.at_least(0, "layer_kl")
+    check.require(loss.layer_kl == 0 or layers is not None, "layer_kl", "has no effect without matryoshka_layers")
+
+
+def check_layer_kl(loss: LossConfig, check: OptionChecks) -> None:
+    """Reject `layer_kl` of a loss, whose other options are checked, without pairs of queries and documents."""
+    check.require(
+        loss.layer_kl == 0 or not row_requirements(loss).label,
+        "layer_kl",
+        f"compares queries with documents, and loss={loss.name} takes rows of one text; leave it out",
+    )
+
+
+def _check_numbers(loss: LossConfig, check: OptionChecks, option: str, weights_option: str, example: str) -> None:
+    numbers, weights = getattr(loss, option), getattr(loss, weights_option)
+    check.require(
+        numbers is None or (bool(numbers) and min(numbers) >= 1 and len(set(numbers)) == len(numbers)),
+        option,
+        f"must be different numbers from 1 on, such as {example}; null switches it off",
+    )
+    if weights is not None:
+        check.require(
+            numbers is not None and len(weights) == len(numbers),
+            weights_option,
+            f"must have one weight for each of {option}={written(numbers)}",
+        )
+        check.require(all(0 < weight < math.inf for weight in weights), weights_option, "must be above 0")

@@ -1,6 +1,7 @@
-"""Options of `loss`: one dataclass per loss. The comment of a field is its documentation."""
+"""Options of `loss`, their choices, and the registry: one dataclass per loss. The comment of a field documents it."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from embedtrain.config.code import code_option
@@ -283,3 +284,248 @@ class CustomConfig(LossConfig):
         """A default of {} would reject new keys on the command line."""
         if self.kwargs is None:
             self.kwargs = {}
+
+
+class MeanOver(str, Enum):
+    """What a loss of pairs of documents is a mean over."""
+
+    queries = "queries"  # the mean over each query's pairs, then over queries: long lists weigh as much as short ones
+    pairs = "pairs"  # over all pairs of the global batch
+
+
+class LambdaWeighting(str, Enum):
+    """The weight of a pair of documents in LambdaLoss (Wang et al., 2018)."""
+
+    lambdarank = "lambdarank"
+    ndcg_loss2 = "ndcg_loss2"
+    ndcg_loss2pp = "ndcg_loss2pp"
+
+
+@dataclass(kw_only=True)
+class ListConfig(LossConfig):
+    """Options of the losses of each query's own documents."""
+
+    # Scores are divided by it: 1 for the logits of a cross-encoder, 0.02 to 0.1 for cosines.
+    temperature: float = option(1.0, above=0, hint="1 is usual")
+    # Of a dense model, by default its own; a cross-encoder's scores are taken as they are.
+    similarity: Similarity | None = None
+
+
+@dataclass(kw_only=True)
+class BCEConfig(ListConfig):
+    """Binary cross entropy of single pairs of query and document, labelled from 0 to 1."""
+
+    name: str = "bce"
+    # factor of the positives' part of the loss
+    pos_weight: float = option(1.0, above=0, hint="1 weighs positives and negatives alike")
+
+
+@dataclass(kw_only=True)
+class SoftmaxConfig(ListConfig):
+    """Softmax over a query's own documents, without those of other queries (Gao et al., 2021)."""
+
+    name: str = "softmax"
+    # A document with a higher label is a positive, and a row must have one; null: the first document of a row is.
+    positive_above: float | None = option(None, finite=True)
+
+
+@dataclass(kw_only=True)
+class ListNetConfig(ListConfig):
+    """Cross entropy of the softmax of labels and that of scores (Cao et al., 2007)."""
+
+    name: str = "listnet"
+
+
+@dataclass(kw_only=True)
+class RankNetConfig(ListConfig):
+    """Logistic loss of each query's pairs of documents with different labels (Burges et al., 2005)."""
+
+    name: str = "ranknet"
+    mean_over: MeanOver = MeanOver.queries
+
+
+@dataclass(kw_only=True)
+class LambdaLossConfig(ListConfig):
+    """RankNet's pairs weighted by their effect on nDCG (Wang et al., 2018)."""
+
+    name: str = "lambdaloss"
+    weighting: LambdaWeighting = LambdaWeighting.ndcg_loss2pp
+    mu: float = option(10.0, at_least=0)  # of ndcg_loss2pp: factor of ndcg_loss2 beside lambdarank
+    # only pairs with a document among the first k by score, for nDCG@k; null: all pairs
+    top_k: int | None = option(None, at_least=1, hint="null for all pairs")
+    mean_over: MeanOver = MeanOver.queries
+
+
+@dataclass(kw_only=True)
+class PListMLEConfig(ListConfig):
+    """Likelihood of the documents' order by label (Lan et al., 2014)."""
+
+    name: str = "plistmle"
+    position_weights: bool = True  # weigh the first positions higher; false: ListMLE (Xia et al., 2008)
+
+
+@dataclass(kw_only=True)
+class ADRMSEConfig(ListConfig):
+    """Squared difference of a document's rank by label and its approximate rank by score (Schlatt et al., 2024)."""
+
+    name: str = "adr_mse"
+
+
+@dataclass(kw_only=True)
+class MSEConfig(LossConfig):
+    """Squared difference of a pair's score and the teacher's."""
+
+    name: str = "mse"
+    similarity: Similarity = Similarity.dot  # of a dense model; a cross-encoder's scores are taken as they are
+
+
+class EmbeddingDistance(str, Enum):
+    """Distance of a vector from the teacher's."""
+
+    cosine = "cosine"
+    mse = "mse"
+    l2 = "l2"
+
+
+class TeacherMap(str, Enum):
+    """How a teacher's vectors get the dimensions of the model, without training."""
+
+    truncate = "truncate"  # its first dimensions: Matryoshka teachers
+    orthogonal = "orthogonal"  # a random orthogonal projection, which `seed` draws
+    pca = "pca"  # the principal components, without subtracting the mean, of a directory of `embedtrain vectors`
+
+
+class Divergence(str, Enum):
+    """How a row of the student's similarities differs from the teacher's; p is the teacher's softmax, q the student's.
+
+    `mse` compares the similarities themselves.
+    """
+
+    kl = "kl"  # KL(p || q)
+    reverse_kl = "reverse_kl"  # KL(q || p)
+    js = "js"  # Jensen-Shannon: the mean of both from (p + q) / 2
+    mse = "mse"  # the mean over the candidates of the squared difference
+
+
+class CandidateSet(str, Enum):
+    """The documents that a query is compared with."""
+
+    batch = "batch"  # those of the whole global batch
+    row = "row"  # the row's own
+
+
+class OnMissing(Enum):  # no str, which has an `encode` of its own
+    """What happens to texts of the training data of which a directory of vectors has none."""
+
+    stop = "stop"  # the run stops before its first step
+    encode = "encode"  # the model that wrote the directory encodes them at the start, on all ranks
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(LossConfig):
+    """Options of the losses with a teacher's vectors."""
+
+    # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; default: the vectors in the rows.
+    teacher: str | None = option(None, is_input=True)
+    # Several of them in place of `teacher`: similarities are the mean of those by each, such as cosines.
+    teachers: list[str] | None = option(None, is_input=True)
+    teacher_weights: list[float] | None = None  # of each of `teachers` in the mean; default: 1 each
+    on_missing: OnMissing = OnMissing.stop  # of teachers that are directories of `embedtrain vectors`
+
+    @property
+    def teacher_paths(self) -> list[str]:
+        """Their paths; none if the rows have the vectors."""
+        return self.teachers or ([] if self.teacher is None else [self.teacher])
+
+
+@dataclass(kw_only=True)
+class DistillEmbeddingsConfig(TeacherConfig):
+    """Distance of vectors from a teacher's (Kim et al., 2023)."""
+
+    name: str = "distill_embeddings"
+    distance: EmbeddingDistance = EmbeddingDistance.cosine
+    project: bool = False  # train a projection onto the teacher's dimensions
+    teacher_map: TeacherMap | None = None  # in place of `project`: map the teacher's vectors to the model's dimensions
+
+
+@dataclass(kw_only=True)
+class DistillSimilaritiesConfig(TeacherConfig):
+    """Divergence of each query's softmax over the documents of the global batch from a teacher's."""
+
+    name: str = "distill_similarities"
+    # the student's similarities are divided by it; default: 0.05
+    temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
+    # the teacher's similarities are divided by it; default: as `temperature`
+    teacher_temperature: float | None = option(None, above=0, hint="1 is usual")
+    divergence: Divergence = Divergence.kl
+    candidates: CandidateSet = CandidateSet.batch
+    # The mean of one softmax each; a row's own pair is a candidate, a query or positive is none of itself.
+    directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
+    # Leave copies of the row's positive, and further positives of an equal query, out of both softmaxes.
+    mask_duplicates: bool = True
+    similarity: Similarity | None = None  # of the student, by default the model's; the teacher's is its own
+    implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """The student's and the teacher's; 1 for `mse`, which compares similarities."""
+        if self.divergence is Divergence.mse:
+            return 1.0, 1.0
+        student = VECTOR_TEMPERATURE if self.temperature is None else self.temperature
+        return student, student if self.teacher_temperature is None else self.teacher_temperature
+
+
+@dataclass(kw_only=True)
+class SimilarityMSEConfig(TeacherConfig):
+    """Mean squared difference of all cosines between the texts of the global batch from a teacher's (Jasper, 2024)."""
+
+    name: str = "similarity_mse"
+
+
+LOSSES: dict[str, type[LossConfig]] = {
+    kind.name: kind
+    for kind in (
+        InfoNCEConfig,
+        XTRConfig,
+        M3LossConfig,
+        SigLIPConfig,
+        CoSENTConfig,
+        AnglEConfig,
+        CosineMSEConfig,
+        ContrastiveConfig,
+        OnlineContrastiveConfig,
+        TripletConfig,
+        BatchTripletConfig,
+        DistillScoresConfig,
+        MarginMSEConfig,
+        BCEConfig,
+        SoftmaxConfig,
+        ListNetConfig,
+        RankNetConfig,
+        LambdaLossConfig,
+        PListMLEConfig,
+        ADRMSEConfig,
+        MSEConfig,
+        DistillEmbeddingsConfig,
+        DistillSimilaritiesConfig,
+        SimilarityMSEConfig,
+        OrthogonalConfig,
+        CombinedConfig,
+        SentenceTransformersConfig,
+        CustomConfig,
+    )
+}
+
+# The losses that are functions of the scores of a query's own documents, and fit every kind of model.
+SCORE_LOSSES = (
+    "bce",
+    "softmax",
+    "listnet",
+    "ranknet",
+    "lambdaloss",
+    "plistmle",
+    "adr_mse",
+    "mse",
+    "distill_scores",
+    "margin_mse",
+)

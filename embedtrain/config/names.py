@@ -13,8 +13,7 @@ from typing import Any
 from embedtrain.config import migration
 from embedtrain.config.conversions import Answer, Flag, Row
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import CombinedConfig, LossConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.validation import did_you_mean, unknown_option

@@ -13,8 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.loss_checks import check_loss_name
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import CombinedConfig, LossConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, option_names, unknown_loss
 from embedtrain.config.optim import ParameterGroup
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource

@@ -5,8 +5,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 

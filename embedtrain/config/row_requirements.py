@@ -4,17 +4,18 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from embedtrain.config.listwise_losses import SoftmaxConfig
 from embedtrain.config.loss_choices import KDLossType
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
+    DistillSimilaritiesConfig,
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
     SentenceTransformersConfig,
+    SoftmaxConfig,
+    TeacherConfig,
 )
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, TeacherConfig
 from embedtrain.errors import ConfigError
 
 

@@ -5,10 +5,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig, XTRConfig
+from embedtrain.config.losses import CombinedConfig, DistillSimilaritiesConfig, LossConfig, SigLIPConfig, XTRConfig
 from embedtrain.config.recipe import BatchMode, DataConfig, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 

@@ -11,19 +11,20 @@ import torch
 from embedtrain.config.code import load_code
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kinds import own_loss
+from embedtrain.config.loss_checks import layer_weights, matryoshka_layers_of, matryoshka_weights
 from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
+    LOSSES,
     CombinedConfig,
     CustomConfig,
+    DistillEmbeddingsConfig,
+    DistillSimilaritiesConfig,
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
     SentenceTransformersConfig,
 )
-from embedtrain.config.matryoshka import layer_weights, matryoshka_layers_of, matryoshka_weights
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
-from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, DistillSimilaritiesConfig
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec

@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig
-from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherConfig, TeacherMap
+from embedtrain.config.losses import (
+    DistillEmbeddingsConfig,
+    DistillScoresConfig,
+    EmbeddingDistance,
+    MarginMSEConfig,
+    TeacherConfig,
+    TeacherMap,
+)
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded

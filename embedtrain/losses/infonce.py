@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.loss_choices import Hardness, Implementation, PartitionMode
-from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig
+from embedtrain.config.losses import DistillSimilaritiesConfig, InfoNCEConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.listwise_losses import (
+from embedtrain.config.losses import (
     ADRMSEConfig,
     BCEConfig,
     LambdaLossConfig,

@@ -12,12 +12,19 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from embedtrain.config.kinds import load_kind
+from embedtrain.config.loss_checks import matryoshka_layers_of
 from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig, LossConfig, M3LossConfig, SigLIPConfig, XTRConfig
-from embedtrain.config.matryoshka import matryoshka_layers_of
+from embedtrain.config.losses import (
+    DistillSimilaritiesConfig,
+    InfoNCEConfig,
+    LossConfig,
+    M3LossConfig,
+    SigLIPConfig,
+    SimilarityMSEConfig,
+    XTRConfig,
+)
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, Recipe, TrainConfig, TrainSource
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.losses.infonce import MAX_PLAIN_BYTES
 from embedtrain.losses.ring import MAX_GATHERED_BYTES

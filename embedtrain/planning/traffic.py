@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from embedtrain.config.similarity_losses import DistillSimilaritiesConfig, SimilarityMSEConfig
+from embedtrain.config.losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import ClusterSpec, StepWorkload

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from embedtrain import __version__
 from embedtrain.config.compose import to_plain
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.report.axes import NumberFormat, format_value
 from embedtrain.report.changes import CONFIDENCE, RESAMPLES, Comparisons

@@ -12,7 +12,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import AVERAGE, WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
-from embedtrain.config.matryoshka import matryoshka_dims_of
+from embedtrain.config.loss_checks import matryoshka_dims_of
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World

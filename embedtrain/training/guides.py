@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import CombinedConfig, LossConfig
+from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
-from embedtrain.config.similarity_losses import OnMissing, TeacherConfig, TeacherMap
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import restore_order

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.step_directory import step_path
-from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.loss_checks import guide_paths
+from embedtrain.config.recipe import CheckpointContents
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import max_over_ranks

@@ -25,7 +25,7 @@ from torch.distributed import Work
 from torch.distributed import _functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from embedtrain.config.tracking import TrackingConfig
+from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker

@@ -19,13 +19,11 @@ from embedtrain.checkpoint.step_directory import (
     open_checkpoint,
     verify_checksums,
 )
-from embedtrain.config.checkpoint import CheckpointContents
 from embedtrain.config.compose import to_plain
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
+from embedtrain.config.losses import LOSSES, VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
 from embedtrain.config.options import Effect, declarations, effect_of
-from embedtrain.config.recipe import ModelConfig, Recipe, Resume
+from embedtrain.config.recipe import CheckpointContents, ModelConfig, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.errors import CheckpointError

@@ -17,10 +17,9 @@ from embedtrain.checkpoint import checkpointer
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import init_optimizer_state
 from embedtrain.checkpoint.step_directory import Checkpoint, list_steps, open_checkpoint, step_path, verify_checksums
-from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import ParallelConfig
+from embedtrain.config.recipe import CheckpointConfig, ParallelConfig
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from embedtrain.checkpoint.step_directory import list_steps, open_checkpoint, step_path
-from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout
-from embedtrain.config.recipe import ParallelConfig, Strategy
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from tests.checkpoint.live import Live, open_checkpoints, slow_disk, state_of, steps_in, verified

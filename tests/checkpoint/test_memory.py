@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.checkpoint.snapshot import take_snapshot
-from embedtrain.config.checkpoint import CheckpointLayout
-from embedtrain.config.recipe import Strategy
+from embedtrain.config.recipe import CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from tests.checkpoint.live import Live, open_checkpoints, state_of, verified
 from tests.memory import MB, memory_growth

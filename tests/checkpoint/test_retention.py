@@ -12,8 +12,7 @@ import pytest
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import take_snapshot
 from embedtrain.checkpoint.step_directory import checkpoint_bytes, list_unfinished, step_path
-from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout
-from embedtrain.config.recipe import Strategy
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
 from tests.checkpoint.live import Live, open_checkpoints, slow_disk, state_of, steps_in, verified

@@ -36,7 +36,7 @@ from embedtrain.checkpoint.tensor_files import (
     tensor_files,
     write_local_shards,
 )
-from embedtrain.config.checkpoint import CheckpointConfig, CheckpointContents, CheckpointLayout
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError, UnreadableError
 
 FILE = "weights-00000-of-00001.safetensors"

@@ -21,7 +21,7 @@ from embedtrain.checkpoint.tensor_files import (
     tensor_files,
     write_local_shards,
 )
-from embedtrain.config.checkpoint import CheckpointLayout
+from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
 LAYOUTS = list(CheckpointLayout)

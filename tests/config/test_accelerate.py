@@ -8,9 +8,8 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from embedtrain.config.accelerate import describe_accelerate_config, translate_accelerate_config
-from embedtrain.config.checkpoint import CheckpointLayout
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.recipe import Precision, Strategy
+from embedtrain.config.recipe import CheckpointLayout, Precision, Strategy
 from embedtrain.errors import ConfigError
 
 # What `accelerate config` (1.15) writes for FSDP2, and for FSDP1.

@@ -15,8 +15,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, ScanDtype, SetKind, VectorDtype, VectorPlacement
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
-from embedtrain.config.listwise_losses import BCEConfig, MSEConfig, SoftmaxConfig
-from embedtrain.config.losses import M3LossConfig
+from embedtrain.config.losses import BCEConfig, M3LossConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.optim import DecayShape, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
 from embedtrain.config.recipe import (
     BaseDtype,
@@ -27,9 +26,9 @@ from embedtrain.config.recipe import (
     ScoreHead,
     Strategy,
     TrainSource,
+    WandbMode,
 )
 from embedtrain.config.sparse import SparsePooling, SparseQueries, SparseRegularizer
-from embedtrain.config.tracking import WandbMode
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check

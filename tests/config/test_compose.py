@@ -20,8 +20,7 @@ from embedtrain.commands.search.options import compose_search
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.limits import limited_files, limited_interpolations
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
 from embedtrain.config.optim import ScheduleKind
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, Strategy, TrainSource
 from embedtrain.config.recipe_files import choices

@@ -6,15 +6,17 @@ from embedtrain.config import kind_losses
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kind_losses import check_kind_loss
-from embedtrain.config.listwise_losses import BCEConfig, RankNetConfig
 from embedtrain.config.loss_choices import LossDirection, Similarity
-from embedtrain.config.loss_registry import LOSSES, SCORE_LOSSES
 from embedtrain.config.losses import (
+    LOSSES,
+    SCORE_LOSSES,
+    BCEConfig,
     CombinedConfig,
     DistillScoresConfig,
     InfoNCEConfig,
     M3LossConfig,
     MarginMSEConfig,
+    RankNetConfig,
     SigLIPConfig,
     XTRConfig,
 )

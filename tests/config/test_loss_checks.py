@@ -4,7 +4,6 @@ import pytest
 
 from embedtrain.config import loss_checks, sentence_transformers
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.listwise_losses import BCEConfig, LambdaLossConfig, ListNetConfig, SoftmaxConfig
 from embedtrain.config.loss_checks import check_loss, guide_paths
 from embedtrain.config.loss_choices import (
     Hardness,
@@ -16,34 +15,36 @@ from embedtrain.config.loss_choices import (
     PrecisionSides,
     Similarity,
 )
-from embedtrain.config.loss_registry import LOSSES
 from embedtrain.config.losses import (
+    LOSSES,
     BatchTripletConfig,
+    BCEConfig,
+    CandidateSet,
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
     CustomConfig,
+    DistillEmbeddingsConfig,
     DistillScoresConfig,
+    DistillSimilaritiesConfig,
+    Divergence,
     InfoNCEConfig,
+    LambdaLossConfig,
+    ListNetConfig,
     LossConfig,
     M3LossConfig,
     MarginMSEConfig,
+    OnMissing,
     OrthogonalConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
+    SimilarityMSEConfig,
+    SoftmaxConfig,
+    TeacherMap,
     TripletConfig,
     XTRConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
-from embedtrain.config.similarity_losses import (
-    CandidateSet,
-    DistillEmbeddingsConfig,
-    DistillSimilaritiesConfig,
-    Divergence,
-    OnMissing,
-    SimilarityMSEConfig,
-    TeacherMap,
-)
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
 

@@ -15,7 +15,7 @@ from embedtrain.config.commands import COMMANDS
 from embedtrain.config.commands import _suggestion as suggestion
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.config.migration.commands import SUBCOMMANDS
 from embedtrain.config.names import evaluator_sets, option_names, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe, TrainSource

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.listwise_losses import RankNetConfig
+from embedtrain.config.losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache

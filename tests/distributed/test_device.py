@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.config.checkpoint import CheckpointConfig
+from embedtrain.config.recipe import CheckpointConfig
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.distributed.device import (
     advise_when_exhausted,

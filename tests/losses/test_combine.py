@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from embedtrain.config.loss_checks import matryoshka_weights
 from embedtrain.config.loss_choices import LayerWeighting, MatryoshkaWeighting
 from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LossConfig
-from embedtrain.config.matryoshka import matryoshka_weights
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_losses
 from embedtrain.losses.combine import Drawn, draw

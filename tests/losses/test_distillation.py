@@ -10,8 +10,13 @@ from sentence_transformers.util import pairwise_cos_sim, pairwise_dot_score
 from torch import Tensor
 
 from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import DistillScoresConfig, MarginMSEConfig
-from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, EmbeddingDistance, TeacherMap
+from embedtrain.config.losses import (
+    DistillEmbeddingsConfig,
+    DistillScoresConfig,
+    EmbeddingDistance,
+    MarginMSEConfig,
+    TeacherMap,
+)
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.losses.build import build_loss

@@ -17,20 +17,22 @@ from sentence_transformers.cross_encoder import CrossEncoder
 from sentence_transformers.cross_encoder import losses as reference
 from torch import Tensor
 
-from embedtrain.config.listwise_losses import (
+from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import (
     ADRMSEConfig,
     BCEConfig,
+    DistillScoresConfig,
     LambdaLossConfig,
     LambdaWeighting,
     ListNetConfig,
+    LossConfig,
+    MarginMSEConfig,
     MeanOver,
     MSEConfig,
     PListMLEConfig,
     RankNetConfig,
     SoftmaxConfig,
 )
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import DistillScoresConfig, LossConfig, MarginMSEConfig
 from embedtrain.losses.listwise import constant_scores_warning
 from tests.losses.global_batch import Case, GlobalVectors, check_all, run, run_in_chunks, scored_pairs, vectors
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
-from embedtrain.config.similarity_losses import (
+from embedtrain.config.losses import (
     CandidateSet,
     DistillSimilaritiesConfig,
     Divergence,

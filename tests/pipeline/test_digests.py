@@ -11,7 +11,7 @@ from embedtrain.commands.merge.options import PartWeights
 from embedtrain.config.code import UserOptions
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.pipeline.digests import (

@@ -192,7 +192,7 @@ DISK = """
 import sys, torch
 from pathlib import Path
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.tracking import TrackingConfig, WandbMode
+from embedtrain.config.recipe import TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
 from tests.tracking.test_failures import fill
@@ -231,7 +231,7 @@ HANGS = """
 import psutil, sys, torch
 from pathlib import Path
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.tracking import TrackingConfig, WandbMode
+from embedtrain.config.recipe import TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.cli.entry import run_command
 from embedtrain.tracking import loggers

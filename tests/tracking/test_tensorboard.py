@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from embedtrain.config.recipe import Recipe
-from embedtrain.config.tracking import TrackingConfig
+from embedtrain.config.recipe import Recipe, TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.metrics import DatasetInfo, read_metrics
 from embedtrain.tracking.tracker import Tracker

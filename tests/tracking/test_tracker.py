@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedtrain.config.recipe import Recipe
-from embedtrain.config.tracking import TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.metrics import DatasetInfo, MetricsFile, read_metrics
 from embedtrain.tracking.tracker import Tracker

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
-from embedtrain.config.listwise_losses import BCEConfig, RankNetConfig, SoftmaxConfig
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.losses import BCEConfig, LossConfig, RankNetConfig, SoftmaxConfig
 from embedtrain.config.recipe import ModelConfig, TrainSource
 from embedtrain.config.row_requirements import row_requirements, with_batch_negatives
 from embedtrain.data.cache.cache import Cache

@@ -12,7 +12,7 @@ from torch.distributed import Work
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from embedtrain.config.tracking import TrackingConfig
+from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.training.profile import (
     StepProfiler,

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.checkpointer import Checkpointer, read_tensors
 from embedtrain.checkpoint.snapshot import optimizer_tensors
-from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe
+from embedtrain.config.recipe import CheckpointConfig, LoraConfig, ModelConfig, Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import load_model

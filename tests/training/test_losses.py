@@ -15,34 +15,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.listwise_losses import ADRMSEConfig, BCEConfig, LambdaLossConfig, PListMLEConfig, SoftmaxConfig
 from embedtrain.config.loss_choices import Hardness, Implementation, LossDirection, Similarity, TripletMining
 from embedtrain.config.losses import (
+    ADRMSEConfig,
     AnglEConfig,
     BatchTripletConfig,
+    BCEConfig,
     CombinedConfig,
     ContrastiveConfig,
     CoSENTConfig,
     CosineMSEConfig,
+    DistillEmbeddingsConfig,
     DistillScoresConfig,
+    DistillSimilaritiesConfig,
+    Divergence,
     InfoNCEConfig,
+    LambdaLossConfig,
     LossConfig,
     MarginMSEConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
+    PListMLEConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
+    SimilarityMSEConfig,
+    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
-from embedtrain.config.similarity_losses import (
-    DistillEmbeddingsConfig,
-    DistillSimilaritiesConfig,
-    Divergence,
-    SimilarityMSEConfig,
-)
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.sharding import ParallelLayout, shard_

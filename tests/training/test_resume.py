@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from embedtrain.checkpoint.step_directory import Checkpoint, Manifest
-from embedtrain.config.checkpoint import CheckpointContents, CheckpointLayout
 from embedtrain.config.compose import compose_recipes, to_plain
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.config.options import Effect, effect_of
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import load_recipe_data
 from embedtrain.errors import CheckpointError

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from embedtrain.checkpoint.checkpointer import Checkpointer, read_tensors
 from embedtrain.checkpoint.snapshot import optimizer_tensors
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
-from embedtrain.config.checkpoint import CheckpointConfig
 from embedtrain.config.optim import OptimConfig, OptimizerName, StateDtype
-from embedtrain.config.recipe import Strategy
+from embedtrain.config.recipe import CheckpointConfig, Strategy
 from embedtrain.distributed.weights import copy_local_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model

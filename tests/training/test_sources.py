@@ -3,9 +3,8 @@
 import pytest
 from torch import Tensor
 
-from embedtrain.config.losses import CoSENTConfig, InfoNCEConfig
+from embedtrain.config.losses import CoSENTConfig, DistillEmbeddingsConfig, InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.config.similarity_losses import DistillEmbeddingsConfig
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError

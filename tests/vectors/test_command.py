@@ -16,8 +16,8 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain.commands.vectors.__main__ import main
 from embedtrain.commands.vectors.options import compose_vectors
+from embedtrain.config.losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.similarity_losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError

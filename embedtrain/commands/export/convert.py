@@ -8,7 +8,7 @@ from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.commands.export.runs import ExportedRun
 from embedtrain.config.compose import to_plain
 from embedtrain.config.late_interaction import NO_PROJECTION
-from embedtrain.config.matryoshka import matryoshka_dims_of
+from embedtrain.config.loss_checks import matryoshka_dims_of
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer

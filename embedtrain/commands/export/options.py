@@ -4,13 +4,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import ExportConfig, ExportDtype
+from embedtrain.config.recipe import ExportConfig, ExportDtype, WeightsOf
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 

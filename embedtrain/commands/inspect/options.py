@@ -8,7 +8,7 @@ from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.loss_checks import check_loss_name
-from embedtrain.config.loss_registry import LOSSES
+from embedtrain.config.losses import LOSSES
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embedtrain.config.columns import parse_columns
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import LossConfig
+from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache

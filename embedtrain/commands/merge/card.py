@@ -7,9 +7,8 @@ from typing import Any
 from embedtrain import __version__
 from embedtrain.commands.merge.members import Member
 from embedtrain.commands.merge.options import LoraMerge, MergeMethod, MergeOptions, SlerpScope
-from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.compose import to_plain
-from embedtrain.config.recipe import ONNX
+from embedtrain.config.recipe import ONNX, WeightsOf
 from embedtrain.formats.model_card import UNNAMED, card_header, description, graph_usage, hub_id
 from embedtrain.models.hub import split_revision
 

@@ -22,9 +22,8 @@ from embedtrain.checkpoint.step_directory import (
 from embedtrain.checkpoint.tensor_files import TensorSpec, require_fit
 from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_steps
 from embedtrain.commands.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
-from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.compose import load_recipe
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe, WeightsOf
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError

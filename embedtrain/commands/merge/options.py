@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from embedtrain.config.checkpoint import WeightsOf
 from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.code import code_option
 from embedtrain.config.compose import compose_command
@@ -14,7 +13,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ExportDtype, Pooling, Precision
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ExportDtype, Pooling, Precision, WeightsOf
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 

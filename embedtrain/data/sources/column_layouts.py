@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embedtrain.config.columns import parse_columns
-from embedtrain.config.conditions import parse_condition
+from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Texts

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from embedtrain.config.loss_registry import LOSSES
-from embedtrain.config.losses import CombinedConfig, SentenceTransformersConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
 from embedtrain.data.rows import Texts
 from embedtrain.data.sources import values

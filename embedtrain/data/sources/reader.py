@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from embedtrain.config.columns import parse_columns
-from embedtrain.config.conditions import parse_condition
+from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.rows import Texts

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from embedtrain.config.listwise_losses import BCEConfig
-from embedtrain.config.losses import ContrastiveConfig, CoSENTConfig, TripletConfig
+from embedtrain.config.losses import BCEConfig, ContrastiveConfig, CoSENTConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRange, ScoreRequirement, row_requirements
 from embedtrain.data.cache import read_sources as stored

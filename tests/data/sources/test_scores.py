@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 
-from embedtrain.config.listwise_losses import (
+from embedtrain.config.losses import (
     ADRMSEConfig,
     BCEConfig,
-    LambdaLossConfig,
-    ListNetConfig,
-    PListMLEConfig,
-    RankNetConfig,
-    SoftmaxConfig,
-)
-from embedtrain.config.losses import (
     CoSENTConfig,
     CosineMSEConfig,
     DistillScoresConfig,
+    LambdaLossConfig,
+    ListNetConfig,
     LossConfig,
     OnlineContrastiveConfig,
+    PListMLEConfig,
+    RankNetConfig,
     SentenceTransformersConfig,
+    SoftmaxConfig,
     TripletConfig,
 )
 from embedtrain.config.recipe import OnError, TrainSource

@@ -17,42 +17,24 @@ if (
 ):
     del sys.path[0]
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from embedtrain.api import evaluate, export, load_encoder, mine, train
 
 __version__ = "0.1.0"
+_FUNCTIONS = ("evaluate", "export", "load_encoder", "mine", "train")
 __all__ = ["__version__", "evaluate", "export", "load_encoder", "mine", "train"]
 
 
-class _Function:
+def __getattr__(name: str) -> Any:
     """A function of embedtrain.api, imported when it is first used: `import embedtrain` imports no torch."""
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from embedtrain import api
 
-    def __set_name__(self, _owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, _module: object, _owner: type) -> Any:
-        from embedtrain import api
-
-        return getattr(api, self._name)
-
-    def __set__(self, _module: object, value: object) -> None:
-        """Ignore the package of the same name (embedtrain/evaluate), which Python sets when it is imported."""
+    return getattr(api, name)
 
 
-class _Package(ModuleType):
-    """This package, whose functions stay functions although the commands are packages of the same names."""
-
-    train = _Function()
-    evaluate = _Function()
-    mine = _Function()
-    export = _Function()
-    load_encoder = _Function()
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FUNCTIONS})

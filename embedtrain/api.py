@@ -18,13 +18,8 @@ from types import FunctionType
 from typing import Any
 
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
-from embedtrain.commands.evaluate.__main__ import main as evaluate_main
-from embedtrain.commands.evaluate.options import EvaluateOptions, compose_evaluate
-from embedtrain.commands.export.__main__ import main as export_main
-from embedtrain.commands.export.options import ExportOptions, compose_export
-from embedtrain.commands.mine.__main__ import main as mine_main
-from embedtrain.commands.mine.options import MineOptions, compose_mine
 from embedtrain.config.code import register_code
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.overrides import flatten, to_overrides
@@ -48,6 +43,7 @@ from embedtrain.tracking.metrics import METRICS_FILE, read_metrics
 from embedtrain.training.train import train as run_training
 from embedtrain.training.train import training_world
 
+_EVALUATE, _MINE, _EXPORT = COMMANDS["evaluate"], COMMANDS["mine"], COMMANDS["export"]
 Metrics = dict[str, dict[str, float]]
 StrPath = str | PathLike[str]
 
@@ -151,18 +147,19 @@ def evaluate(
             function of your own that measures the model.
     """
     memory = InMemoryData()
-    flat = flatten(EvaluateOptions, {"model": _model_path(model)}, _without_none(sets=sets), options or {}, more)
+    flat = flatten(_EVALUATE.option_class, {"model": _model_path(model)}, _without_none(sets=sets), options or {}, more)
     _take_from_memory(flat, memory, {"sets": "evaluation"})
     flat = {option: _with_code_paths(value) for option, value in flat.items()}
     with own_process_state("evaluate", quiet=quiet):
-        composed = compose_evaluate(to_overrides(flat))
+        composed = _EVALUATE.compose(to_overrides(flat))
         reranker = composed.reranker
         require_models(model=composed.model, adapter=composed.adapter, reranker=reranker and reranker.path)
         with joined_world(composed.timeout) as world:
             _write(memory, composed.output_dir, world)
             require_sets(composed.sets)
             quiet_libraries()
-            return evaluate_main(composed)
+            metrics: Metrics = _EVALUATE.run(composed)
+            return metrics
 
 
 def mine(
@@ -191,15 +188,15 @@ def mine(
         "output_dir": fspath(output_dir),
         **_without_none(corpus=corpus),
     }
-    flat = flatten(MineOptions, parameters, options or {}, more)
+    flat = flatten(_MINE.option_class, parameters, options or {}, more)
     _take_from_memory(flat, memory, {"data": "rows"})
     with own_process_state("mine", quiet=quiet):
-        composed = compose_mine(to_overrides(flat))
+        composed = _MINE.compose(to_overrides(flat))
         require_models(model=composed.model, adapter=composed.adapter, teacher=composed.teacher)
         with joined_world(composed.timeout) as world:
             _write(memory, composed.output_dir, world)
             require_sources(composed.data, composed.corpus)
-            files = mine_main(composed)
+            files = _MINE.run(composed)
             summary: dict[str, Any] = {}
             with world.fail_together("reading the summary"):
                 if world.is_main:
@@ -229,12 +226,12 @@ def export(
     """
     path = run.output_dir if isinstance(run, TrainResult) else run
     parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir, sets=sets)}
-    flat = flatten(ExportOptions, parameters, options or {}, more)
+    flat = flatten(_EXPORT.option_class, parameters, options or {}, more)
     # The files of sets are read during the export only, and its output_dir holds nothing but the model.
     with own_process_state("export", quiet=quiet), TemporaryDirectory(prefix="embedtrain-") as folder:
         memory = InMemoryData(Path(folder))
         _take_from_memory(flat, memory, {"sets": "evaluation"})
-        composed = compose_export(to_overrides(flat))
+        composed = _EXPORT.compose(to_overrides(flat))
         for exported in composed.runs:
             require_run(exported)
         with joined_world() as world:
@@ -243,7 +240,7 @@ def export(
                 if world.is_main:
                     memory.write(Path(folder))
                     require_sets(composed.sets)
-                    directory = str(export_main(composed))
+                    directory = str(_EXPORT.run(composed))
             return Path(world.broadcast(directory))
 
 

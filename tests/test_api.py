@@ -26,8 +26,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from sentence_transformers import SentenceTransformer
 
-import embedtrain.commands.evaluate.options
-import embedtrain.commands.mine.options
+import embedtrain.commands.evaluate
+import embedtrain.commands.mine
 from embedtrain import evaluate, export, load_encoder, mine, train
 from embedtrain.api import _group
 from embedtrain.config.recipe import DataConfig
@@ -86,7 +86,7 @@ def test_dir_lists_the_functions():
 
 
 def test_functions_stay_functions_when_the_commands_are_imported():
-    assert embedtrain.commands.evaluate.__module__ == embedtrain.commands.mine.__module__ == "embedtrain.api"
+    assert embedtrain.evaluate.__module__ == embedtrain.mine.__module__ == "embedtrain.api"
     assert all(isinstance(function, FunctionType) for function in (train, evaluate, mine, export, load_encoder))
 
 

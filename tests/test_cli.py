@@ -91,20 +91,9 @@ def test_memory_of_chunks_of_many_sizes_is_limited_unless_the_user_has_configure
     assert environment == given | added
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "commands.evaluate.",
-        "commands.mine.",
-        "commands.export.",
-        "commands.search.",
-        "commands.plan.",
-        "commands.inspect.",
-    ],
-)
+@pytest.mark.parametrize("command", ["train", "evaluate", "mine", "export", "search", "plan", "inspect"])
 def test_a_command_imports_torch_only_after_setting_threads(command):
-    script = f"import sys, embedtrain.{command}__main__; print('torch' in sys.modules)"
+    script = f"import sys, embedtrain.__main__, embedtrain.commands.{command}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -157,29 +146,30 @@ def test_text_cannot_control_the_terminal_and_has_any_encoding(tmp_path, monkeyp
 
 
 MISSING_PATHS = [
-    ("", ["name=x", "train.epochs=1", "model.path=./gone", "data.train=[rows.jsonl]"], "model.path=./gone"),
-    ("", ["name=x", "train.epochs=1", "model.path=here", "data.train=[a/b/rows.jsonl]"], "a/b/rows.jsonl"),
+    ("train", ["name=x", "train.epochs=1", "model.path=./gone", "data.train=[rows.jsonl]"], "model.path=./gone"),
+    ("train", ["name=x", "train.epochs=1", "model.path=here", "data.train=[a/b/rows.jsonl]"], "a/b/rows.jsonl"),
     (
-        "",
+        "train",
         ["name=x", "train.epochs=1", "model.path=here", "data.train=[here]", "evaluation.sets=[/gone/beir]"],
         "/gone/beir",
     ),
-    ("evaluate.", ["model=here", "sets=[here,{path: ~/gone/dev}]"], "~/gone/dev"),
-    ("mine.", ["model=here", "data=[here]", "corpus=[gone.jsonl]", "output_dir=o"], "gone.jsonl"),
-    ("mine.", ["model=here", "data=[here]", "teacher=/gone", "output_dir=o"], "teacher=/gone"),
-    ("search.", ["model=here", "corpus=beir"], "beir"),
-    ("export.", ["run=runs/gone"], "runs/gone/recipe.yaml"),
+    ("evaluate", ["model=here", "sets=[here,{path: ~/gone/dev}]"], "~/gone/dev"),
+    ("mine", ["model=here", "data=[here]", "corpus=[gone.jsonl]", "output_dir=o"], "gone.jsonl"),
+    ("mine", ["model=here", "data=[here]", "teacher=/gone", "output_dir=o"], "teacher=/gone"),
+    ("search", ["model=here", "corpus=beir"], "beir"),
+    ("export", ["run=runs/gone"], "runs/gone/recipe.yaml"),
 ]
 
 
 def test_missing_paths_are_rejected_before_torch_is_imported(tmp_path):
     """In one process without torch; importing it takes longer than everything that these commands do."""
     script = """
-import importlib, json, os, sys
+import json, os, sys
+from embedtrain.config.commands import COMMANDS
 os.mkdir("here")
 for command, arguments, path in json.loads(sys.argv[1]):
     try:
-        importlib.import_module(f"embedtrain.{command and f'commands.{command}'}__main__").compose(arguments)
+        COMMANDS[command].require_paths(COMMANDS[command].compose(arguments))
         raise AssertionError(f"{path} was accepted")
     except Exception as error:
         assert path in str(error) and type(error).__module__ == "embedtrain.errors", repr(error)

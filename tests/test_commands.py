@@ -173,14 +173,18 @@ def test_the_table_of_commands_is_complete_and_needs_no_torch():
     script = """
 import importlib, sys
 from embedtrain.config.commands import COMMANDS
-for command in COMMANDS.values():
-    importlib.import_module(f"{command.module}.__main__")
+assert not [name for name in sys.modules if name.startswith("embedtrain.commands")]
+for name, command in COMMANDS.items():
+    module = importlib.import_module(f"embedtrain.commands.{name}")
+    assert callable(module.compose) and callable(module.run)
+    assert command.option_class.__name__ in module.__all__
+    assert hasattr(module, "require_paths") == (command.require_paths.__name__ != "_nothing"), name
 assert "torch" not in sys.modules
-print(*sorted(command.module for command in COMMANDS.values()), sep="\\n")
+print(*sorted(COMMANDS), sep="\\n")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    packages = sorted(path.parent for path in (ROOT / "embedtrain").rglob("__main__.py"))
-    assert done.stdout.split() == [".".join(path.relative_to(ROOT).parts) for path in packages]
+    modules = sorted(path.stem for path in (ROOT / "embedtrain" / "commands").iterdir() if path.stem[0] != "_")
+    assert done.stdout.split() == modules
 
 
 @pytest.fixture(scope="module")

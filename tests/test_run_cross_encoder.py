@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from embedtrain.commands.export.__main__ import compose
-from embedtrain.commands.export.__main__ import main as export
+from embedtrain.commands.export import compose
+from embedtrain.commands.export import run as export
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import RerankerConfig

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embedtrain.commands.export.__main__ import main as export_main
+from embedtrain.commands.export import run as export_main
 from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.recipe import WeightsOf
 from embedtrain.tracking.metrics import metrics_at

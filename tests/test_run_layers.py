@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.commands.prune.__main__ import compose, main
+from embedtrain.commands.prune import compose
+from embedtrain.commands.prune import run as main
 from embedtrain.distributed.world import World
 from tests.runs import losses, metric_rows, run_without_base
 from tests.small import batch, save_small, small_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embedtrain.commands.export.__main__ import main as export_main
+from embedtrain.commands.export import run as export_main
 from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.losses import LOSSES
 from embedtrain.distributed.world import World

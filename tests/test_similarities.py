@@ -14,7 +14,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from embedtrain import evaluate, load_encoder, train
-from embedtrain.commands.merge.__main__ import main as merge
+from embedtrain.commands.merge import run as merge
 from embedtrain.commands.merge.options import MergeOptions
 from embedtrain.commands.verify.engines import run_engine
 from embedtrain.commands.verify.probes import probe_model

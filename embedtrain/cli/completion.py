@@ -3,13 +3,13 @@
 A script contains every word, so that a TAB starts no process.
 """
 
-import importlib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 
+from embedtrain.config.commands import COMMANDS, Command
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import choices
@@ -17,7 +17,6 @@ from embedtrain.config.recipe_files import choices
 SHELLS = ("bash", "zsh", "fish")
 _FLAGS = ["--help", "--cfg", "--config-dir"]
 _LAUNCH_FLAGS = ["--gpus", "--nproc-per-node", "--nodes", "--node-rank", "--master", "--max-restarts"]
-_WITH_RECIPE = ("train", "inspect", "plan", "submit")  # commands that take the options of a training
 _GROUPS = ("recipe", "model", "loss", "parallel")
 
 _BASH = r"""_embedtrain() {{
@@ -76,14 +75,9 @@ fi
 """
 
 
-def completion_script(shell: str, commands: Mapping[str, tuple[str, bool]]) -> str:
-    """The completion script of `bash`, `zsh` or `fish`.
-
-    Args:
-        shell: its name.
-        commands: module and whether there are ranks, by the name of the command.
-    """
-    words = {name: sorted(set(_words(name, *command))) for name, command in commands.items()}
+def completion_script(shell: str) -> str:
+    """The completion script of `bash`, `zsh` or `fish`."""
+    words = {name: sorted(set(_words(command))) for name, command in COMMANDS.items()}
     names = " ".join(words)
     if shell == "fish":
         lines = [f"complete -c embedtrain -f -n __fish_use_subcommand -a '{names}'"]
@@ -95,19 +89,18 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, bool]]) -> s
     return (_ZSH if shell == "zsh" else _BASH).format(names=names, cases=cases)
 
 
-def _words(name: str, module: str, has_ranks: bool) -> Iterator[str]:
+def _words(command: Command) -> Iterator[str]:
     yield from _FLAGS
-    if has_ranks:
+    if command.ranks:
         yield from _LAUNCH_FLAGS
-    if name in _WITH_RECIPE:
+    if command.takes_recipe:
         yield from _options(Recipe, "")
         for group in _GROUPS:
             yield from (f"{group}={choice}" for choice in choices(group))
         for kind in LOSSES.values():
             yield from _options(kind, "loss.")
-    if name != "train":
-        options = importlib.import_module(f"{module}.options")
-        yield from _options(getattr(options, f"{name.title()}Options"), "")
+    if command.option_class is not Recipe:
+        yield from _options(command.option_class, "")
 
 
 def _options(kind: type, prefix: str) -> Iterator[str]:

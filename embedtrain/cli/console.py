@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from embedtrain import __version__
 from embedtrain.cli.completion import SHELLS, completion_script
-from embedtrain.cli.entry import run_command, run_module
-from embedtrain.config.commands import COMMANDS
+from embedtrain.cli.entry import run_command, run_named
+from embedtrain.config.commands import COMMANDS, Command, find_command
 from embedtrain.config.migration.commands import IN_PYTHON, SUBCOMMANDS
 from embedtrain.errors import ConfigError
 
@@ -28,12 +28,17 @@ def main() -> None:
     """Run the command that the first argument names, on all GPUs if it has ranks."""
     program, *arguments = sys.argv
     arguments = _with_topic_last(arguments)
-    if not arguments or arguments[0] not in COMMANDS:
+    if not arguments or (arguments[0] not in COMMANDS and ":" not in arguments[0]):
         run_command(_answer, lambda _: None, has_ranks=False)
-    command = COMMANDS[arguments[0]]
-    options = ["--gpus=auto"] if command.has_ranks and not _names_ranks(arguments) else []
-    sys.argv = [program, *options, *arguments[1:]]
-    run_module(command.module)
+    sys.argv = [program, *arguments]
+
+    def find() -> Command:
+        command = find_command(arguments[0])
+        if command is None:
+            raise ConfigError(_suggestion(arguments))
+        return command
+
+    run_named(find, on_all_gpus=True)
 
 
 def _with_topic_last(arguments: list[str]) -> list[str]:
@@ -45,10 +50,6 @@ def _with_topic_last(arguments: list[str]) -> list[str]:
     if arguments[1] in COMMANDS:
         return [arguments[1], "--help", *arguments[2:]]
     return ["train", "--help", *arguments[1:]]
-
-
-def _names_ranks(arguments: Sequence[str]) -> bool:
-    return any(argument.startswith(("--gpus", "--nproc")) for argument in arguments)
 
 
 def overview() -> str:
@@ -71,12 +72,7 @@ def _answer(arguments: Sequence[str]) -> None:
         if shell not in SHELLS:
             written = shlex.join(["completion", *arguments[1:2]])
             raise ConfigError(f"{written}: write `embedtrain completion SHELL`, one of {', '.join(SHELLS)}")
-        print(
-            completion_script(
-                shell, {command.name: (command.module, command.has_ranks) for command in COMMANDS.values()}
-            ),
-            end="",
-        )
+        print(completion_script(shell), end="")
         return
     raise ConfigError(_suggestion(arguments))
 

@@ -5,7 +5,6 @@ import contextlib
 import faulthandler
 import io
 import os
-import runpy
 import socket
 import sys
 import time
@@ -14,7 +13,9 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn, TypeVar
 
 from embedtrain.config.command_line import join_help_topic
+from embedtrain.config.commands import Command
 from embedtrain.config.launch import Launch, split_launch_options
+from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact, Stopped
@@ -77,9 +78,37 @@ def run_command(
         _exit(1)
 
 
-def run_module(module: str) -> None:
-    """Run the module of a command with the arguments of the process."""
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+def run_named(find: Callable[[], Command], *, on_all_gpus: bool = False) -> NoReturn:
+    """Run the command that `find` finds, with the arguments of the process, which may begin with its name.
+
+    With `on_all_gpus` one that has ranks starts one on each GPU, unless its arguments say how many.
+    """
+    protect_standard_streams()
+    command = _with_user_errors(find, delay=5.0)
+    if sys.argv[1:2] == [command.name]:
+        del sys.argv[1]
+    if on_all_gpus and command.ranks and not any(word.startswith(("--gpus", "--nproc")) for word in sys.argv[1:]):
+        sys.argv.insert(1, "--gpus=auto")
+    signals = StopSignals()
+
+    def compose(arguments: list[str]) -> Any:
+        if command.saves_on_signal:
+            signals.listen()
+        options = command.compose(arguments)
+        command.require_paths(options)
+        return options
+
+    def run(options: Any) -> None:
+        command.run(options, *([signals] if command.saves_on_signal else []))
+
+    # A scheduler would repeat a finished training whose log did not fit on the disk.
+    run_command(
+        compose,
+        run,
+        has_ranks=command.computes,
+        needs_output=not command.saves_on_signal,
+        launches=command.name if command.ranks else None,
+    )
 
 
 def _prepare_process() -> None:

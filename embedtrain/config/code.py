@@ -185,6 +185,15 @@ def require_named_code(options: Options, overrides: Sequence[str]) -> Options:
     return options
 
 
+def require_named_path(name: str, value: Any, user: UserOptions) -> None:
+    """Raise ConfigError for a path `module:name` that the user has not named; other values name no code."""
+    if isinstance(value, str) and is_code_path(value) and not user.wrote(name, value):
+        raise ConfigError(
+            f"{name}={value}: a file cannot name code to run; if you trust it, name it yourself: write "
+            f"{_command_line({name: value}, user.prefix)} on the command line"
+        )
+
+
 def _require_no_namesake(name: str, model: Any) -> None:
     """Raise ConfigError for an id of the Hub that is also a folder here: it may hold data of others, and their code."""
     for leaf, text in _leaves(name, model).items():

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from embedtrain.config.arguments import quote_unreadable
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 
-_PACKAGE = Path(__file__).parents[1]
 _HELP_FLAGS = ("--help", "-h")
 _FLAG = re.compile(r"unrecognized arguments: (--?[\w.-]+)(?:[= ](?!--?[a-z])(\S+))?")
 _CFG_FILE = re.compile(r"argument --cfg/-c: invalid choice: '(\S+\.ya?ml)'")
@@ -148,7 +148,7 @@ def _refuse_word(word: str, overrides: Sequence[str], kind: type) -> None:
     if kind is Recipe:
         if word.endswith((".yaml", ".yml")):
             raise ConfigError(f"{word}: {_for_file(word)}")
-        if (_PACKAGE / "commands" / word / "__main__.py").is_file() and word.isidentifier():
+        if word in COMMANDS and word != "train":
             raise ConfigError(
                 f"{word}: is a command of its own: write embedtrain {word}, or python -m embedtrain {word}"
             )

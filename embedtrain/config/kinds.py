@@ -48,6 +48,7 @@ class Kind(ABC):
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
         scores_pairs: whether a query and a document are read together, and a text alone has no embedding.
+        reranks: whether it orders the documents that something else has found.
         has_one_vector: whether a text has one vector and nothing else.
         measures_classes: whether classification and clustering, which need one vector per text, can be measured.
         views: names of the parts of the score that an evaluation also measures alone.
@@ -58,6 +59,7 @@ class Kind(ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
     own_losses: ClassVar[Mapping[str, str]] = {}
     scores_pairs: ClassVar[bool] = False
+    reranks: ClassVar[bool] = False
     has_one_vector: ClassVar[bool] = False
     measures_classes: ClassVar[bool] = False
     views: ClassVar[tuple[str, ...]] = ()

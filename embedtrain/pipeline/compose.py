@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.arguments import option_of, value_of
-from embedtrain.config.code import UserOptions
+from embedtrain.config.code import UserOptions, require_named_path
 from embedtrain.config.command_line import parse_command_line
+from embedtrain.config.commands import MODEL, RUN, WRITING, Command, find_command
 from embedtrain.config.compose import YAML_ERRORS, to_plain
 from embedtrain.config.expected import expected_directories
 from embedtrain.config.limits import limited_interpolations, load_yaml
@@ -25,8 +26,7 @@ from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_opt
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
 from embedtrain.pipeline.references import References, resolvers
-from embedtrain.pipeline.registry import KINDS, MODEL, RUN, TRAIN, StageKind
-from embedtrain.pipeline.types import Pipeline, Selection, Stage, naming
+from embedtrain.pipeline.types import Pipeline, Selection, Stage, command_line, compose_options, is_training, naming
 from embedtrain.utils.files import expand_user
 
 _RECIPE_NAME = re.compile(r"[\w-][\w./-]*")
@@ -228,7 +228,7 @@ def _compose(config: DictConfig, context: _Context, selections: Mapping[str, str
         resolved[name] = dict(options)
         expected = list(directories.values()) if context.check_paths else [Path("/")]
         with expected_directories(expected), naming(name):
-            results = [stage.output(what) for stage in references.stages.values() for what in stage.kind.outputs]
+            results = [stage.output(what) for stage in references.stages.values() for what in stage.command.outputs]
             user = context.user.of_stage(expanded.origins[name], results)
             stage = _stage(name, options, directory, context, settings.name, user)
             check_models(stage, references.stages)
@@ -251,22 +251,25 @@ def _stage(
 ) -> Stage:
     references = context.references
     do = values.pop(DO)
-    kind = KINDS.get(do) if isinstance(do, str) else None
-    if kind is None:
+    require_named_path(DO, do, user)
+    command = find_command(do, DO) if isinstance(do, str) else None
+    if command is None or command.output is None:
         raise ConfigError(
-            f"do={do}: there is no such command{did_you_mean(str(do), list(KINDS))} It is one of {', '.join(KINDS)}"
+            f"do={do}: there is no such command{did_you_mean(str(do), WRITING)} It is one of {', '.join(WRITING)}"
         )
     if INIT in values:
-        _set_init(values, references, kind)
-    if kind.output in values:
-        raise ConfigError(f"{kind.output}={values[kind.output]}: the pipeline sets it, to {directory}; leave it out")
-    values[kind.output] = str(directory / kind.folder) if kind.folder else str(directory)
-    if kind.name == TRAIN:
+        _set_init(values, references, command)
+    output = command.output
+    if output in values:
+        raise ConfigError(f"{output}={values[output]}: the pipeline sets it, to {directory}; leave it out")
+    values[output] = str(directory / command.folder) if command.folder else str(directory)
+    if is_training(command):
         values.setdefault("name", f"{pipeline}-{name}")
-    arguments = kind.arguments(values)
-    if kind.name == TRAIN and context.config_dir is not None:
+    arguments = command_line(command, values)
+    if is_training(command) and context.config_dir is not None:
         arguments += ["--config-dir", context.config_dir]
-    return Stage(name, kind, arguments, kind.compose(arguments, user), directory, tuple(references.used), user)
+    options = compose_options(command, arguments, user)
+    return Stage(name, command, arguments, options, directory, tuple(references.used), user)
 
 
 def _measure_reranker(name: str, options: dict[str, Any]) -> None:
@@ -279,10 +282,10 @@ def _measure_reranker(name: str, options: dict[str, Any]) -> None:
     options[_RERANKER] = options.pop(MODEL)
 
 
-def _set_init(values: dict[str, Any], references: References, kind: StageKind) -> None:
+def _set_init(values: dict[str, Any], references: References, command: Command) -> None:
     """Replace `init: {from: NAME}` by the model of that stage, with `optimizer: true` also by its run."""
     init = values.pop(INIT)
-    if kind.name != TRAIN:
+    if not is_training(command):
         raise ConfigError(f"init={init}: is for do: train; write model: ${{out:NAME.model}}")
     is_known = isinstance(init, dict) and set(init) - {_OPTIMIZER} == {FROM}
     if not is_known or not isinstance(init.get(_OPTIMIZER, False), bool):
@@ -295,7 +298,7 @@ def _set_init(values: dict[str, Any], references: References, kind: StageKind) -
         raise ConfigError(f"init={init}: model has a path or config as well; leave one of them out")
     model["path"] = references.resolve(f"{init[FROM]}.model")
     if init.get(_OPTIMIZER):
-        train = values.setdefault(TRAIN, {})
+        train = values.setdefault("train", {})
         if not isinstance(train, dict) or _INIT_FROM in train:
             raise ConfigError(f"init={init}: train has {_INIT_FROM} as well; leave one of them out")
         train[_INIT_FROM] = references.resolve(f"{init[FROM]}.{RUN}")

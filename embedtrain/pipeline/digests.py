@@ -13,7 +13,6 @@ from typing import Any
 
 from embedtrain.config.options import is_in_result
 from embedtrain.models.export_record import DESCRIPTIONS
-from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.types import Stage
 from embedtrain.utils.checksums import Checksums, checksum_of, file_checksum
 from embedtrain.utils.files import atomic_write
@@ -44,10 +43,10 @@ ADAPTER_OPTIONS = "adapters."  # a mapping from the user's names of tasks to run
 
 def options_of(stage: Stage) -> dict[str, Any]:
     """The options that count, by dotted name, with plain values; paths of inputs are among them."""
-    ignored = (*_IGNORED, *stage.kind.ignored, stage.kind.output)
+    ignored = (*_IGNORED, *stage.command.ignored, stage.command.output)
     values: dict[str, Any] = {}
     for name, value in leaves(stage.options, ""):
-        if stage.kind.name == TRAIN:
+        if stage.is_training:
             counts = is_in_result(name, stage.options)
         else:
             counts = not any(name == option or name.startswith((f"{option}.", f"{option}[")) for option in ignored)

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from embedtrain.checkpoint.step_directory import GB, checkpoint_bytes, max_checkpoints_on_disk
+from embedtrain.config.commands import MODEL
 from embedtrain.config.recipe import ExportDtype, ModelConfig, Recipe
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.pipeline.registry import MODEL, PRUNE, STATIC, TRAIN, TRIM
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.planning.model_costs import MetaEncoder, build_meta_encoder
 from embedtrain.utils.files import directory_size
 from embedtrain.utils.formatting import format_bytes
 
 _DTYPE_BYTES = {ExportDtype.fp32: 4, ExportDtype.bf16: 2, ExportDtype.fp16: 2}
-_SMALLER = (PRUNE, TRIM, STATIC)  # kinds of stages whose model is smaller than the one that it is from
+_SMALLER = ("prune", "trim", "static")  # kinds of stages whose model is smaller than the one that it is from
 
 
 def disk_of_training(recipe: Recipe, meta: MetaEncoder) -> int:
@@ -43,10 +43,10 @@ def disk_of_stage(pipeline: Pipeline, stage: Stage) -> int | None:
 
     Also None for a model that cannot be opened: the stage itself rejects it, or it does not exist yet.
     """
-    if MODEL not in stage.kind.outputs:
+    if MODEL not in stage.command.outputs:
         return None
     try:
-        if stage.kind.name == TRAIN:
+        if stage.is_training:
             recipe: Recipe = stage.options
             recipe = replace(recipe, model=architecture(pipeline, recipe.model))
             return disk_of_training(recipe, build_meta_encoder(recipe))
@@ -78,21 +78,22 @@ def require_disk_space(pipeline: Pipeline, stages: Sequence[Stage]) -> None:
 
 def _model_is_unknown(pipeline: Pipeline, stage: Stage) -> bool:
     chain = [stage, *map(pipeline.stage, pipeline.ancestors(stage.name))]
-    return any(other.kind.name in _SMALLER and not _has_model(other) for other in chain)
+    return any(other.command.name in _SMALLER and not _has_model(other) for other in chain)
 
 
 def _has_model(stage: Stage) -> bool:
-    return (stage.directory / stage.kind.outputs[MODEL] / "config.json").is_file()
+    return (stage.directory / stage.command.outputs[MODEL] / "config.json").is_file()
 
 
 def architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
     """Model options with the path or configuration from which an earlier stage has started, until its model exists."""
     producer = next(
-        (stage for stage in pipeline.stages if MODEL in stage.kind.outputs and stage.output(MODEL) == model.path), None
+        (stage for stage in pipeline.stages if MODEL in stage.command.outputs and stage.output(MODEL) == model.path),
+        None,
     )
     if producer is None or _has_model(producer):
         return model
-    if producer.kind.name == TRAIN:
+    if producer.is_training:
         base = architecture(pipeline, producer.options.model)
         names = ("path", "config", "tokenizer", "vocab_size", "revision", "heads")
         changes = {name: getattr(base, name) for name in names}
@@ -101,9 +102,9 @@ def architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
         return replace(model, **changes)
     for name in producer.depends:
         earlier = pipeline.stage(name)
-        if MODEL in earlier.kind.outputs:
+        if MODEL in earlier.command.outputs:
             whole = architecture(pipeline, replace(model, path=earlier.output(MODEL)))
-            return _pruned(whole, producer.options) if producer.kind.name == PRUNE else whole
+            return _pruned(whole, producer.options) if producer.command.name == "prune" else whole
     # A model from outside, such as one that is pruned.
     path, pooling = (getattr(producer.options, name, None) for name in (MODEL, "pooling"))
     return replace(model, path=path or model.path, pooling=pooling if model.pooling is None else model.pooling)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from embedtrain.config.commands import COMMANDS, MODEL, WRITING
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
-from embedtrain.pipeline.registry import KINDS, MODEL
 
 EACH, REPEAT, AFTER, INIT, FROM, STAGES, DO = "each", "repeat", "after", "init", "from", "stages", "do"
 _NAME = re.compile(r"[A-Za-z][\w-]*")
@@ -84,7 +84,7 @@ def _add(expanded: Expanded, name: str, stage: dict[str, Any], origin: str) -> N
         _add_rounds(expanded, name, stage)
         return
     if DO not in stage:
-        raise ConfigError(f"stages.{name}.do: is missing; write one of {', '.join(KINDS)}")
+        raise ConfigError(f"stages.{name}.do: is missing; write one of {', '.join(WRITING)}")
     members = _members(name, stage)
     if members is None:
         expanded.add(name, stage, origin)
@@ -150,8 +150,8 @@ def _add_rounds(expanded: Expanded, name: str, loop: Mapping[str, Any]) -> None:
 
 
 def _outputs(stage: Mapping[str, Any]) -> Mapping[str, str]:
-    kind = KINDS.get(str(stage.get(DO)))
-    return {} if kind is None else kind.outputs
+    command = COMMANDS.get(str(stage.get(DO)))
+    return {} if command is None else command.outputs
 
 
 def _count(name: str, value: Any) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embedtrain.config.commands import DIR
 from embedtrain.config.limits import read_variable
 from embedtrain.config.parsing import explain_hydra_error
 from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import Expanded, names_of
-from embedtrain.pipeline.registry import DIR
 from embedtrain.pipeline.types import Stage
 
 
@@ -56,11 +56,11 @@ class References:
             known = did_you_mean(name, list(names_of(self.expanded)))
             raise ConfigError(f"${{out:{reference}}}: there is no stage {name!r}{known} Write ${{out:NAME.model}}")
         self.used[name] = None
-        what = stage.kind.main_output if what is None else what
-        allowed = [*stage.kind.outputs, DIR]
+        what = stage.command.main_output if what is None else what
+        allowed = [*stage.command.outputs, DIR]
         if what not in allowed:
             raise ConfigError(
-                f"${{out:{reference}}}: {name} (do: {stage.kind.name}) has {', '.join(allowed)}, not {what}"
+                f"${{out:{reference}}}: {name} (do: {stage.command.name}) has {', '.join(allowed)}, not {what}"
             )
         return stage.output(what)
 

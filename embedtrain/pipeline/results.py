@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.commands import MODEL
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.models.export_record import RECORD
-from embedtrain.pipeline.registry import MODEL, TRAIN
 from embedtrain.pipeline.state import PipelineState, StageRecord
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.report.page import REPORT_FILE, Table, write_report
@@ -55,7 +55,9 @@ def table_of(records: Sequence[tuple[Stage, StageRecord]]) -> Table:
             for metric in list(values)[:1]:
                 forms.setdefault(form, {})[f"{data} {metric}{subset}"] = f"{values[metric]:.4f}"
         for form, cells in forms.items():
-            rows.append(([f"{stage.name}: {form}", "", ""] if form else [stage.name, stage.kind.name, duration], cells))
+            rows.append(
+                ([f"{stage.name}: {form}", "", ""] if form else [stage.name, stage.command.name, duration], cells)
+            )
     columns = list(dict.fromkeys(column for _, cells in rows for column in cells))
     return (
         ["stage", "do", "took", *columns],
@@ -66,7 +68,7 @@ def table_of(records: Sequence[tuple[Stage, StageRecord]]) -> Table:
 def _subset(stage: Stage, data: str) -> str:
     """What to add to the name of a metric that a stage has measured on a part of the set `data`."""
     options = getattr(stage.options, "evaluation", stage.options)  # a training has them in a group
-    if not isinstance(options, EvaluationConfig) and stage.kind.name != "evaluate":
+    if not isinstance(options, EvaluationConfig) and stage.command.name != "evaluate":
         return ""
     of_sets = {one.name or Path(one.path).name: one.subset for one in options.sets if one.subset is not None}
     subset = of_sets.get(data, options.subset)
@@ -94,14 +96,14 @@ def describe_model(pipeline: Pipeline, state: PipelineState, stage: Stage, recor
 
     Both list the stages that the model comes from, and the evaluations of their models.
     """
-    directory = stage.directory / stage.kind.outputs.get(MODEL, "")
-    if MODEL not in stage.kind.outputs or not (directory / RECORD).is_file():
+    directory = stage.directory / stage.command.outputs.get(MODEL, "")
+    if MODEL not in stage.command.outputs or not (directory / RECORD).is_file():
         return
     ancestors = set(pipeline.ancestors(stage.name))
     history = [
         (other, ended)
         for other, ended in _ended(pipeline, state)
-        if other.name in ancestors or (other.kind.name == "evaluate" and ancestors >= set(other.depends))
+        if other.name in ancestors or (other.command.name == "evaluate" and ancestors >= set(other.depends))
     ]
     _write_lineage(directory / LINEAGE_FILE, pipeline, [*history, (stage, record)])
     card = directory / "README.md"
@@ -148,7 +150,7 @@ def _write_lineage(path: Path, pipeline: Pipeline, history: Sequence[tuple[Stage
 def write_pipeline_report(pipeline: Pipeline, state: PipelineState) -> Path | None:
     """Write the page about all stages that have ended; None if no training is among them. On one rank."""
     records = list(_ended(pipeline, state))
-    directories = [stage.directory for stage, _ in records if stage.kind.name == TRAIN]
+    directories = [stage.directory for stage, _ in records if stage.is_training]
     if not directories:
         return None
     path = pipeline.output_dir / REPORT_FILE

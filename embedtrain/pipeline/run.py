@@ -31,7 +31,6 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import ConfigError, Stopped
 from embedtrain.formats.hub import require_export_support
 from embedtrain.pipeline.disk import require_disk_space
-from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.results import describe_model, figures_of, print_figures, write_lineage, write_pipeline_report
 from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage, naming
@@ -180,7 +179,7 @@ class _PipelineRun:
             return
         self.console.note("")
         resumed = ", resumed" if action == _RESUME else ""
-        self.console.note(f"stage {number} {stage.name} ({stage.kind.name}){resumed}, in {stage.directory}")
+        self.console.note(f"stage {number} {stage.name} ({stage.command.name}){resumed}, in {stage.directory}")
         started = time.monotonic()
         with world.fail_together(f"beginning the stage {stage.name}"):
             if world.is_main:
@@ -222,9 +221,9 @@ class _PipelineRun:
     def _begin(self, stage: Stage, action: str) -> None:
         """Write stage.json, after the results that the stage uses were verified; on one rank."""
         self.state.verify_inputs(stage)
-        if action == _RESUME and not stage.kind.resumes:
+        if action == _RESUME and not stage.command.resumes:
             remove_tree(stage.directory)
-        if stage.kind.name != TRAIN or action == _BEGIN:
+        if not stage.is_training or action == _BEGIN:
             stage.directory.mkdir(parents=True, exist_ok=True)
         self.state.write(stage, self.state.current(stage, ranks=self.world.size, versions=_versions()))
 
@@ -235,14 +234,14 @@ class _PipelineRun:
         with world.fail_together(f"composing the stage {stage.name}"):
             options = stage.compose()
         with self._reporting_stop(stage):
-            if stage.kind.name == TRAIN:
+            if stage.is_training:
                 return self._train(stage, options)
-            if stage.kind.has_ranks:
-                return stage.kind.main(options)
+            if stage.command.ranks:
+                return stage.command.run(options)
             result: Any = None
             with without_timeout(world) as waiting, waiting.fail_together(f"running the stage {stage.name}"):
                 if world.is_main:
-                    result = stage.kind.main(options)
+                    result = stage.command.run(options)
             return result
 
     def _train(self, stage: Stage, recipe: Recipe) -> Any:

@@ -87,7 +87,7 @@ class PipelineState:
         inputs = {name: self._digest(path) for name, path in input_paths(stage).items()}
         self._contents.save()
         return StageRecord(
-            do=stage.kind.name,
+            do=stage.command.name,
             digest=digest_of(options, inputs),
             options=to_plain({name: value for name, value in options.items() if name not in inputs}),
             inputs=inputs,
@@ -98,7 +98,7 @@ class PipelineState:
 
     def _digest(self, path: str) -> str | None:
         for stage in self.pipeline.stages:
-            if path == stage.output("dir") or path in map(stage.output, stage.kind.outputs):
+            if path == stage.output("dir") or path in map(stage.output, stage.command.outputs):
                 record = self.read(stage)
                 if record is None or record.ended is None:
                     raise ConfigError(f"the stage {stage.name} has not ended, and its results are needed: run it first")
@@ -118,7 +118,7 @@ class PipelineState:
         record = replace(record, ended=time.time(), figures=dict(figures))
         describe(record)
         outputs = {}
-        for below in filter(None, stage.kind.outputs.values()):
+        for below in filter(None, stage.command.outputs.values()):
             checksums = output_checksums(stage.directory / below)
             outputs[below] = {"digest": content_digest(checksums), "files": checksums.files}
         record = replace(record, outputs=outputs)
@@ -201,7 +201,7 @@ def _exists(options: Any, name: str) -> bool:
 
 
 def _defaults(stage: Stage) -> dict[str, Any]:
-    default = replace(stage, options=stage.kind.option_class()())
+    default = replace(stage, options=stage.command.option_class())
     return dict(to_plain(options_of(default)))
 
 

@@ -1,15 +1,18 @@
 """Pipelines and their stages, composed."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.code import UserOptions
+from embedtrain.config.code import UserOptions, composing_stage
+from embedtrain.config.commands import DIR, Command
+from embedtrain.config.compose import compose_recipes
 from embedtrain.config.expected import expected_directories
+from embedtrain.config.overrides import flatten, to_overrides
+from embedtrain.config.recipe import Recipe
 from embedtrain.errors import EmbedtrainError
-from embedtrain.pipeline.registry import DIR, StageKind
 
 
 @contextlib.contextmanager
@@ -19,6 +22,33 @@ def naming(name: str) -> Iterator[None]:
         yield
     except EmbedtrainError as error:
         raise type(error)(f"stages.{name}: {error}") from None
+
+
+def is_training(command: Command) -> bool:
+    """Whether the options of a command are a recipe alone."""
+    return command.option_class is Recipe
+
+
+def command_line(command: Command, values: Mapping[str, Any]) -> list[str]:
+    """The arguments that set these options of a command."""
+    flat = flatten(command.option_class, values)
+    recipe = flat.pop("recipe", None) if is_training(command) else None
+    return [*(to_overrides({"recipe": recipe}) if recipe is not None else []), *to_overrides(flat)]
+
+
+def compose_options(command: Command, arguments: list[str], user: UserOptions) -> Any:
+    """The options of the command, checked, with paths that exist or that earlier stages will write.
+
+    `user` has what the user wrote of them; the file of the pipeline wrote the others, and cannot name code.
+    """
+    with composing_stage(user):
+        if not is_training(command):
+            options = command.compose(arguments)
+            command.require_paths(options)
+            return options
+        (recipe,) = recipes = compose_recipes(arguments)
+    command.require_paths(recipes)
+    return recipe
 
 
 @dataclass(frozen=True)
@@ -35,7 +65,8 @@ class Stage:
     """One stage.
 
     Attributes:
-        arguments: the command line of its command.
+        command: `do` in the recipe names it.
+        arguments: its command line.
         options: what these are composed to.
         directory: what it writes is in there.
         depends: names of the earlier stages whose results it uses.
@@ -43,22 +74,27 @@ class Stage:
     """
 
     name: str
-    kind: StageKind
+    command: Command
     arguments: list[str]
     options: Any
     directory: Path
     depends: tuple[str, ...]
     user: UserOptions
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it trains: the options are a recipe."""
+        return is_training(self.command)
+
     def output(self, what: str) -> str:
         """The path or pattern of one of its results, as a later stage writes it."""
-        below = "" if what == DIR else self.kind.outputs[what]
+        below = "" if what == DIR else self.command.outputs[what]
         return str(self.directory / below) if below else str(self.directory)
 
     def compose(self) -> Any:
         """The options again, with all paths present: right before it runs."""
         with expected_directories(()), naming(self.name):
-            return self.kind.compose(self.arguments, self.user)
+            return compose_options(self.command, self.arguments, self.user)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import re, sys, threading, time
 from pathlib import Path
 import accelerate, onnxruntime, sentence_transformers, torch, transformers
 from embedtrain.commands.export import convert
-from embedtrain.commands.export.options import compose_export
-from embedtrain.commands.export.__main__ import main
+from embedtrain.commands.export.options import compose as compose_export
+from embedtrain.commands.export import run as main
 
 def own() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

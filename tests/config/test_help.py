@@ -25,7 +25,7 @@ def test_a_command_explains_itself_on_one_screen(command, capsys):
     assert max(map(len, lines)) <= 80
     assert f"  embedtrain {command} " in page
     assert "--help TOPIC" in page
-    assert ("--gpus N" in page) == COMMANDS[command].has_ranks
+    assert ("--gpus N" in page) == COMMANDS[command].ranks
 
 
 def test_values_and_required_options(capsys):

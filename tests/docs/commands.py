@@ -1,6 +1,5 @@
 """Commands in the pages: the lines of a shell block that start embedtrain, and the options that they compose."""
 
-import importlib
 import itertools
 import re
 import shlex
@@ -9,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.commands import COMMANDS
-from embedtrain.config.compose import compose_recipes
-from embedtrain.pipeline.compose import compose_pipeline
 
 _LAUNCH = re.compile(r"--(gpus|nproc-per-node|nodes|node-rank|master|max-restarts)(=.*)?$")
 _ENDS = ("||", "&&", "|", ";", "&", ">", "2>&1")
@@ -61,9 +58,4 @@ def _without_launcher(arguments: list[str]) -> Iterator[str]:
 
 def compose(command: Command) -> Any:
     """The options that the command composes from its arguments."""
-    if command.name == "train":
-        return compose_pipeline(list(command.arguments)) or compose_recipes(list(command.arguments))
-    module = importlib.import_module(f"embedtrain.commands.{command.name}.options")
-    if command.name == "plan" and (planned := module.compose_pipeline_plan(list(command.arguments))) is not None:
-        return planned
-    return getattr(module, f"compose_{command.name}")(list(command.arguments))
+    return COMMANDS[command.name].compose(list(command.arguments))

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification
 
-from embedtrain.commands.evaluate.__main__ import compose, main
-from embedtrain.commands.evaluate.options import compose_evaluate
+from embedtrain.commands.evaluate import compose
+from embedtrain.commands.evaluate import run as main
+from embedtrain.commands.evaluate.options import compose as compose_evaluate
 from embedtrain.commands.evaluate.stages import describe_gains
 from embedtrain.errors import ModelError
 from embedtrain.tracking.metrics import QueryMetrics

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embedtrain.commands.merge.__main__ import compose, main
+from embedtrain.commands.merge import compose
+from embedtrain.commands.merge import run as main
 from embedtrain.distributed.world import World
 from tests.small import save_guide, small_model
 

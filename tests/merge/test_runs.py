@@ -32,7 +32,8 @@ def finished(ranks, inputs):
 
 
 def exported(run_dir, step, folder):
-    from embedtrain.commands.export.__main__ import compose, main
+    from embedtrain.commands.export import compose
+    from embedtrain.commands.export import run as main
 
     main(compose([f"run={run_dir}", f"step={step}", f"output_dir={folder / f'step{step}'}"]))
     return state_of(folder / f"step{step}")

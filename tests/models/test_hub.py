@@ -10,8 +10,9 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from embedtrain.commands.inspect.options import compose_inspect
-from embedtrain.commands.mine.options import MineOptions, compose_mine
+from embedtrain.commands.inspect.options import compose as compose_inspect
+from embedtrain.commands.mine.options import MineOptions
+from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import World

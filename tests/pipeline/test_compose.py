@@ -148,7 +148,7 @@ def test_members_of_a_fan_out(run_inputs, tmp_path):
     low, high = pipeline.stage("tuned-low"), pipeline.stage("tuned-high")
     assert (low.options.optim.lr, high.options.optim.lr) == (1e-4, 1e-3)
     assert (low.options.seed, high.options.seed) == (42, 7)
-    assert [stage.name for stage in pipeline.stages if stage.kind.name == "evaluate"] == [
+    assert [stage.name for stage in pipeline.stages if stage.command.name == "evaluate"] == [
         "weak-evaluation", "tuned-low-evaluation", "tuned-high-evaluation",
     ]  # fmt: skip
     assert low.options.train.init_from == str(tmp_path / "run/stages/weak")
@@ -215,14 +215,14 @@ def test_pipelines_of_the_project_compose(name):
     assert f"recipe=pipelines/{name}" in path.read_text().splitlines()[0]
     pipeline = compose_pipeline([f"recipe=pipelines/{name}"], check_paths=False)
     assert pipeline is not None
-    assert {stage.kind.name for stage in pipeline.stages} >= {"train", "evaluate"}
+    assert {stage.command.name for stage in pipeline.stages} >= {"train", "evaluate"}
 
 
 def test_the_plan_of_the_quickstart_has_all_stages_and_the_layers_that_prune_keeps():
     pipeline = compose_pipeline(["recipe=pipelines/quickstart"])
     assert pipeline is not None
     stages = {stage.stage.name: stage for stage in plan_pipeline(pipeline, PlanOptions(gpus=2))}
-    kinds = [stage.stage.kind.name for stage in stages.values() if stage.stage.kind.name != "evaluate"]
+    kinds = [stage.stage.command.name for stage in stages.values() if stage.stage.command.name != "evaluate"]
     assert list(dict.fromkeys(kinds)) == [
         "train", "filter", "mine", "vectors", "merge", "prune", "calibrate", "export",
     ]  # fmt: skip

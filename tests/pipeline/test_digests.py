@@ -9,6 +9,7 @@ import pytest
 
 from embedtrain.commands.merge.options import PartWeights
 from embedtrain.config.code import UserOptions
+from embedtrain.config.commands import COMMANDS, WRITING
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES
@@ -22,8 +23,7 @@ from embedtrain.pipeline.digests import (
     input_paths,
     options_of,
 )
-from embedtrain.pipeline.registry import KINDS
-from embedtrain.pipeline.types import Stage
+from embedtrain.pipeline.types import Stage, compose_options
 
 
 @pytest.fixture
@@ -36,8 +36,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def stage(kind: str, folder: Path, *arguments: str) -> Stage:
-    user, command = UserOptions({}), list(arguments)
-    return Stage(kind, KINDS[kind], command, KINDS[kind].compose(command, user), folder / "out" / kind, (), user)
+    user, command = UserOptions({}), COMMANDS[kind]
+    options = compose_options(command, list(arguments), user)
+    return Stage(kind, command, list(arguments), options, folder / "out" / kind, (), user)
 
 
 def test_texts_are_no_paths(folder):
@@ -105,7 +106,7 @@ def names_of_texts(options: type, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_option_that_holds_a_text_is_an_input_or_listed_as_none():
-    names = {name for kind in KINDS.values() for name in names_of_texts(kind.option_class())}
+    names = {name for kind in WRITING for name in names_of_texts(COMMANDS[kind].option_class)}
     unknown = {name for name in names - INPUT_OPTIONS if not {name, name.rpartition(".")[2]} & _TEXTS}
     assert unknown == {ADAPTER_OPTIONS.rstrip(".")}
     assert not INPUT_OPTIONS - names

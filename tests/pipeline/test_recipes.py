@@ -145,7 +145,7 @@ def test_a_published_pipeline_is_planned(name, tmp_path, monkeypatch):
     arguments = [f"recipe=pipelines/{name}", *to_overrides(SIZES[name] | {"evaluation.after": []}), "gpus=8"]
     planned = compose_pipeline_plan(arguments)
     assert planned is not None
-    trainings = [stage.training for stage in plan_pipeline(*planned) if stage.stage.kind.name == "train"]
+    trainings = [stage.training for stage in plan_pipeline(*planned) if stage.stage.command.name == "train"]
     assert len(trainings) >= 2
     assert all(training is not None and training.best.fits for training in trainings)
 

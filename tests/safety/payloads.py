@@ -1,7 +1,6 @@
 """Malicious files, and commands that open them on one rank with a user who answers yes to every prompt."""
 
 import contextlib
-import importlib
 import io
 import json
 import sys
@@ -11,11 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from embedtrain.commands.evaluate.options import compose_evaluate
-from embedtrain.commands.export.options import compose_export
-from embedtrain.commands.inspect.options import compose_inspect
-from embedtrain.commands.mine.options import compose_mine
-from embedtrain.commands.search.options import compose_search
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
@@ -82,15 +77,8 @@ def _command(name: str) -> Callable[[list[str]], None]:
     """Composes the options of a command and runs it."""
     if name == "train":
         return _train
-    compose = {
-        "evaluate": compose_evaluate,
-        "export": compose_export,
-        "inspect": compose_inspect,
-        "mine": compose_mine,
-        "search": compose_search,
-    }[name]
-    module = importlib.import_module(f"embedtrain.commands.{name}.__main__")
-    return lambda arguments: module.main(compose(arguments))
+    command = COMMANDS[name]
+    return lambda arguments: command.run(command.compose(arguments))
 
 
 def attempt(_world: World, command: str, folder: Path, arguments: Sequence[str]) -> Outcome:

@@ -27,16 +27,7 @@ TRUSTS = ("trust_remote_code", "allow_all_kernels")
 ALLOWED = {
     "config/code.py": ["importlib.import_module(module)"],
     "config/kinds.py": ["importlib.import_module(module)"],
-    "cli/entry.py": ["runpy.run_module(module, run_name='__main__', alter_sys=True)"],
-    "pipeline/registry.py": [
-        "importlib.import_module(f'{self.module}.options')",
-        *["importlib.import_module(f'{self.module}.__main__')"] * 2,
-    ],
-    "cli/completion.py": ["importlib.import_module(f'{module}.options')"],
-    "commands/submit/options.py": [
-        "importlib.import_module(f'embedtrain.commands.{command}.options')",
-        "importlib.import_module(f'embedtrain.commands.{submission.command}.__main__')",
-    ],
+    "config/commands.py": ["importlib.import_module(module)"],
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from embedtrain.commands.submit.__main__ import main
+from embedtrain.commands.submit import run as main
 from embedtrain.commands.submit.options import compose_submit
 from embedtrain.errors import ConfigError
 

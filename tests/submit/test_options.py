@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.commands.submit.__main__ import compose
+from embedtrain.commands.submit import compose, require_paths
 from embedtrain.commands.submit.options import Submission, compose_submit
 from embedtrain.commands.submit.script import render_script
 from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, check_slurm
@@ -28,7 +28,7 @@ def test_a_pipeline_is_a_job():
     """Whose stages resume in its directory: `stopped.json` is there."""
     submission = compose_submit(["recipe=pipelines/quickstart", "slurm.nodes=2", "only=clean", "output_dir=runs/p"])
     assert submission.arguments == ["recipe=pipelines/quickstart", "only=clean", "output_dir=runs/p"]
-    assert (submission.command, submission.name) == ("train", "quickstart_pipeline")
+    assert (submission.command.name, submission.name) == ("train", "quickstart_pipeline")
     assert str(submission.directory) == "runs/p"
     text = render_script(submission, command_line=["submit"], workdir="/w", log="log", python="python")
     assert "\nrun_dir=runs/p\n" in text
@@ -144,7 +144,9 @@ def test_an_invalid_file_of_a_cluster(tmp_path, content, message):
 
 
 def composed(arguments: list[str]) -> Submission:
-    return compose(arguments)[0]
+    options = compose(arguments)
+    require_paths(options)
+    return options[0]
 
 
 def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypatch):
@@ -152,7 +154,7 @@ def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypat
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"query": "a", "pos": ["b"]}\n')
     submission = composed(["mine", "model=model", "data=[rows.jsonl]", "output_dir=mined", "slurm.nodes=2"])
-    assert (submission.command, submission.name) == ("mine", "mine-mined")
+    assert (submission.command.name, submission.name) == ("mine", "mine-mined")
     assert submission.arguments == ["model=model", "data=[rows.jsonl]", "output_dir=mined"]
     assert str(submission.directory) == "mined.job", "the script is not among the results"
     (tmp_path / "runs" / "x").mkdir(parents=True)
@@ -169,4 +171,4 @@ def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypat
             composed(arguments)
     rank_batch = ["mine", "model=/in/image", "data=[/in/x.jsonl]", "output_dir=m"]
     for option in ("slurm.container_image=x.sqsh", "slurm.extra=--dependency=afterok:12"):
-        assert composed([*rank_batch, option]).command == "mine", "paths that do not exist here, or not yet"
+        assert composed([*rank_batch, option]).command.name == "mine", "paths that do not exist here, or not yet"

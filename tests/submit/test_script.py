@@ -13,6 +13,7 @@ import pytest
 from embedtrain.commands.submit.options import Submission, SubmitOptions, compose_submit
 from embedtrain.commands.submit.script import render_script
 from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, check_slurm
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.recipe import Recipe
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
@@ -27,7 +28,7 @@ def recipe() -> Recipe:
 
 def script(*arguments: str, output_dirs=("runs/t",), workdir="/work dir", python="/env/bin/python", **slurm) -> str:
     submission = Submission(
-        command="train",
+        command=COMMANDS["train"],
         arguments=[*RECIPE, *arguments],
         name="t",
         output_dirs=list(output_dirs),

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedtrain.commands.verify.__main__ import main
-from embedtrain.commands.verify.options import compose_verify
+from embedtrain.commands.verify import run as main
+from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.commands.verify.probes import Probe, compare
 from embedtrain.config.late_interaction import LateInteractionConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead

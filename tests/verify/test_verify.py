@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands.verify.__main__ import main
+from embedtrain.commands.verify import run as main
 from embedtrain.commands.verify.engines import interpreters
-from embedtrain.commands.verify.options import compose_verify
+from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError, ConfigError, ModelError

@@ -1,1 +1,164 @@
-"""`python -m embedtrain calibrate`: an affine head and ranges, from vectors of documents, for an existing model."""
+"""`torchrun -m embedtrain calibrate model=DIR data=PATH output_dir=DIR`: an affine head and ranges for a model."""
+
+import glob
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedtrain.commands.calibrate.options import CalibrateOptions, compose
+from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.paths import require_models, require_sources
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.utils.files import expand_user
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from embedtrain.config.recipe import ModelConfig
+    from embedtrain.distributed.world import World
+    from embedtrain.inference.loading.load import LoadedModel
+    from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
+
+__all__ = ["CalibrateOptions", "compose", "require_paths", "run"]
+
+
+def require_paths(options: CalibrateOptions) -> None:
+    """Raise a ConfigError for a path that does not exist."""
+    require_models(model=options.model)
+    require_sources((), [str(expand_user(path).absolute()) for path in options.paths])
+
+
+def run(options: CalibrateOptions) -> Path:
+    """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
+    from embedtrain.commands.calibrate.head import fit_head, ranges_of, require_copyable, write_directory
+    from embedtrain.config.recipe import ModelConfig
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.formats.replacement import export_lock, replace_export, require_replaceable
+    from embedtrain.inference.loading.encoder_model import load_encoder_model
+    from embedtrain.inference.loading.load import quiet_libraries
+    from embedtrain.models.hub import resolve_directory
+    from embedtrain.models.stored_weights import weights_digest
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    with joined_world(options.timeout) as world:
+        console = Console(enabled=world.is_main)
+        output_dir = Path(options.output_dir)
+        with world.fail_together("checking output_dir"):
+            if world.is_main:
+                output_dir = require_replaceable(output_dir, expand_user(options.model))
+                _require_outside(output_dir, options.model)
+        texts = _sampled_texts(options, world)
+        config = ModelConfig(
+            path=options.model,
+            normalize=False,  # the head comes before the normalisation
+            revision=options.revision,
+            max_length=options.max_length,
+            document_prompt=options.document_prompt,
+            trust_remote_code=options.trust_remote_code,
+        )
+        with console.phase("loading the model"):
+            model = load_encoder_model(config, options.precision, world)
+        num_out = _check_model(options, model, texts)
+        with world.fail_together("looking at the files of the model"):
+            root = resolve_directory(options.model, options.revision, "model", "revision")
+            require_copyable(root)
+        vectors = _encode(options, model, texts, world, console)
+        with console.phase("writing the directory"), world.fail_together("writing the directory"):
+            if world.is_main:
+                head = fit_head(vectors, options.head, options.dims)
+                outputs = vectors if head is None else head.apply(vectors)
+                prepare = _prepared(config, model.source)
+                ranges = {size: ranges_of(prepare(outputs, size)) for size in dict.fromkeys((num_out, *options.ranges))}
+                digest = hashlib.blake2b("\0".join(texts).encode(errors="replace"), digest_size=16).hexdigest()
+                origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
+                origin |= {"head": options.head.value}
+                with export_lock(output_dir) as unfinished:
+                    trusted = options.trust_remote_code
+                    write_directory(unfinished, root, head, ranges, origin, trust_remote_code=trusted)
+                    replace_export(output_dir, unfinished)
+                if head is not None:
+                    console.note(
+                        f"head: {options.head.value}, {model.source.dimension} to {num_out} dimensions with "
+                        f"{head.explained:.1%} of the variance of {len(texts):,} documents"
+                    )
+        console.note(f"model: {output_dir}")
+        return output_dir
+
+
+def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[str]) -> int:
+    """The dimensions of the new vectors; a ConfigError if the model has no such vectors, or the sample is too small."""
+    from embedtrain.commands.calibrate.head import require_calibratable
+    from embedtrain.config.compressed import check_kind_of_vectors
+    from embedtrain.config.validation import OptionChecks
+
+    check_kind_of_vectors(model.source.kind.name, "model")
+    require_calibratable(model.source, options.model)
+    model.source.require_inner_products("model")
+    dimension, check = model.source.dimension, OptionChecks(options)
+    check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
+    num_out = options.dims or dimension
+    check.require(max(options.ranges, default=1) <= num_out, "ranges", f"the vectors have {num_out} dimensions")
+    check.require(len(texts) > 1, "data", "has fewer than two documents")
+    return num_out
+
+
+def _prepared(config: "ModelConfig", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":
+    """What compares so many first dimensions of the vectors of the new directory, which may normalise all of them."""
+    from embedtrain.inference.exact import unit_vectors
+    from embedtrain.inference.loading.encoder_model import open_encoder_source
+
+    prepare = source.kind.score(source).search_rows
+    if source.similarity is VectorSimilarity.dot and open_encoder_source(replace(config, normalize=None))[1].normalize:
+        return lambda vectors, size: prepare(unit_vectors(vectors), size)
+    return prepare
+
+
+def _require_outside(output_dir: Path, model: str) -> None:
+    """A ConfigError for a folder inside the model's directory, which would become part of its own copy."""
+    directory = expand_user(model)
+    if directory.is_dir() and output_dir.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"output_dir={output_dir} is inside {directory}, which is copied: name a folder outside of it"
+        )
+
+
+def _sampled_texts(options: CalibrateOptions, world: "World") -> list[str]:
+    """The distinct documents that are encoded, in their order."""
+    from embedtrain.evaluation.readers.retrieval import read_any_corpus
+    from embedtrain.inference.quantised import sampled_rows
+
+    texts: list[str] = []
+    with world.fail_together("reading documents"):
+        for written in options.paths:
+            path = os.path.expanduser(written)
+            matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.lexists(path) else [path]
+            if not matches:
+                raise DataError(f"data={written}: no file has such a name")
+            for match in matches:
+                texts += read_any_corpus(Path(match)).texts
+    texts = list(dict.fromkeys(texts))
+    return [texts[number] for number in sampled_rows(len(texts), options.documents).nonzero().flatten().tolist()]
+
+
+def _encode(
+    options: CalibrateOptions, model: "LoadedModel", texts: list[str], world: "World", console: "Console"
+) -> "Tensor":
+    from embedtrain.data.types import TextRole
+    from embedtrain.inference.encode import SentenceEncoder
+
+    encoder = SentenceEncoder.from_model(
+        model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard, truncate=False
+    )
+    prompt, label = encoder.document_prompt, "encoding documents"
+    with (
+        console.phase(f"encoding {len(texts):,} documents"),
+        console.progress() as progress,
+        encoder.report_progress(progress),
+    ):
+        return encoder.encode_all(texts, prompt, role=TextRole.document, label=label)

@@ -66,7 +66,7 @@ class CalibrateOptions:
         return [self.data] if isinstance(self.data, str) else list(self.data or [])
 
 
-def compose_calibrate(arguments: list[str]) -> CalibrateOptions:
+def compose(arguments: list[str]) -> CalibrateOptions:
     """The options, checked."""
     options = compose_command("calibrate", CalibrateOptions, arguments, HELP)
     check = OptionChecks(options)

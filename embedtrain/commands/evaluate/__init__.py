@@ -1,1 +1,245 @@
-"""`python -m embedtrain evaluate`: measure a model on evaluation sets and MTEB tasks."""
+"""`torchrun -m embedtrain evaluate model=DIR sets=[...] mteb=[...]`: evaluate a model, sharded over all ranks."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embedtrain.commands.evaluate.options import EvaluateOptions, compose
+from embedtrain.config.evaluation import Backend
+from embedtrain.config.m3 import M3Config
+from embedtrain.config.paths import require_models, require_sets
+from embedtrain.config.prompts import prompt_warnings
+from embedtrain.inference.loading.command_model import command_model_config
+from embedtrain.utils.files import expand_user
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.commands.evaluate.inputs import Inputs
+    from embedtrain.distributed.world import World
+    from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
+    from embedtrain.evaluation.types import CompressedVectors
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.loading.load import LoadedModel
+    from embedtrain.inference.pair_scorer import PairScorer
+    from embedtrain.inference.vector_cache import VectorCache
+    from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
+    from embedtrain.tracking.metrics import DatasetInfo, MetricsFile, QueryMetrics
+
+__all__ = ["EvaluateOptions", "compose", "require_paths", "run"]
+
+Metrics = dict[str, dict[str, float]]
+
+
+def require_paths(options: EvaluateOptions) -> None:
+    """Raise a ConfigError for a path that does not exist."""
+    reranker = options.reranker
+    require_models(model=options.model or None, adapter=options.adapter, reranker=reranker and reranker.path)
+    require_sets(options.sets)
+
+
+def run(options: EvaluateOptions) -> Metrics:
+    """Load the model, measure it on every set and task, append a row to metrics.jsonl after each; print tables.
+
+    Returns the metrics of each set and task, on every rank.
+    """
+    from embedtrain.commands.evaluate.inputs import read_inputs
+    from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, TaskResults, run_tasks
+    from embedtrain.commands.evaluate.stages import Models, stages
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.errors import DataError
+    from embedtrain.inference.loading.reranker import open_reranker
+    from embedtrain.tracking.console import Console
+
+    output_dir = Path(options.output_dir)
+    with joined_world(options.timeout) as world:
+        console = Console(enabled=world.is_main)
+        console.warn(*prompt_warnings(options))
+        inputs = read_inputs(options, world, console)
+        reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
+        with world.fail_together("opening metrics.jsonl"):
+            output_dir.mkdir(parents=True, exist_ok=True)
+            metrics_file = _open_metrics(output_dir) if world.is_main else None
+        rows = _Rows(metrics_file, options.model)
+        model = _load_model(options, world, console) if options.model else None
+        scorer = _load_scorer(options, reranker, world, console)
+        encoder, identity, vector_cache = (
+            (None, {}, None) if model is None else _open_encoder(options, model, inputs, world)
+        )
+        models = Models(encoder, scorer, vector_cache, inputs.function, _compressed(options, model))
+        metrics: Metrics = {}
+        of_queries: dict[str, QueryMetrics] = {}  # of sets that a reranker orders
+        task_results = TaskResults()
+        with console.progress() as progress:
+            if inputs.sets or inputs.function is not None:
+                with console.phase("evaluating"):
+                    for stage in stages(options, inputs.sets, models, world):
+                        record = functools.partial(rows.record, origin=stage.origin)
+                        metrics |= stage.evaluator.evaluate(
+                            save_runs=output_dir / "runs" if options.save_runs else None,
+                            progress=progress,
+                            on_result=_noting_speed(stage.evaluator, record, console),
+                            on_queries=None if scorer is None else of_queries.__setitem__,
+                        )
+            if options.mteb and model is not None and encoder is not None:
+                task_results = run_tasks(
+                    inputs.tasks,
+                    EvaluatedModel(encoder, model.source, options.model, identity),
+                    console,
+                    output_dir / "mteb",
+                    index=options.index,
+                    vector_cache=vector_cache,
+                    progress=progress,
+                    on_result=rows.record,
+                )
+        _report(options, metrics | task_results.metrics, rows.datasets, of_queries, world, console)
+        if failures := task_results.failures:
+            raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
+        return metrics | task_results.metrics
+
+
+@dataclass
+class _Rows:
+    """Writes a row to metrics.jsonl for each result, and remembers what it was measured on."""
+
+    file: "MetricsFile | None"  # of rank 0
+    model: str
+    datasets: "dict[str, DatasetInfo]" = field(default_factory=dict)  # by the name of the result
+
+    def record(
+        self,
+        name: str,
+        values: Mapping[str, float],
+        dataset: "DatasetInfo",
+        origin: Mapping[str, str] | None = None,
+    ) -> None:
+        """A result; `origin` is what its row has besides the metrics, by default the model."""
+        from embedtrain.tracking.metrics import evaluation_row
+
+        self.datasets[name] = dataset
+        if self.file is not None:
+            row = evaluation_row(0, name, values, dataset)
+            self.file.append_new({**row, **({"model": self.model} if origin is None else origin)})
+
+
+def _noting_speed(evaluator: "Evaluator", record: "ResultCallback", console: "Console") -> "ResultCallback":
+    """`record`, and a line about the size of the set and the time that it took."""
+
+    def record_and_note(name: str, values: Mapping[str, float], dataset: "DatasetInfo") -> None:
+        record(name, values, dataset)
+        if name in evaluator.seconds:
+            console.note(f"{name}: {dataset.label}, {dataset.size}, {evaluator.speed(name)}")
+
+    return record_and_note
+
+
+def _open_metrics(output_dir: Path) -> "MetricsFile":
+    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
+    from embedtrain.utils.files import require_no_links, require_own_file
+
+    require_own_file(output_dir / METRICS_FILE)
+    for folder in (output_dir / "runs", output_dir / "mteb"):
+        require_no_links(folder)
+    return MetricsFile(output_dir / METRICS_FILE)
+
+
+def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
+    from embedtrain.config.compressed import check_kind_of_vectors, dims_of
+    from embedtrain.inference.loading.encoder_model import load_encoder_model
+
+    with console.phase("loading the model"):
+        config = replace(command_model_config(options), m3=M3Config(hybrid_weights=options.hybrid_weights))
+        model = load_encoder_model(config, options.precision, world, backend=options.backend)
+    model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
+    if options.vectors:
+        check_kind_of_vectors(model.source.kind.name, "vectors")
+        model.source.require_inner_products("vectors")
+        model.source.require_dimensions(dims_of(options.vectors), "vectors", truncated=True)
+    for note in model.notes:
+        console.note(note)
+    return model
+
+
+def _open_encoder(
+    options: EvaluateOptions, model: "LoadedModel", inputs: "Inputs", world: "World"
+) -> "tuple[SentenceEncoder, dict[str, Any], VectorCache | None]":
+    """What encodes texts with the model, the identity of its vectors, and their cache if the user wants one."""
+    from embedtrain.evaluation.types import check_sets_of_kind
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.vector_cache import VectorCache
+
+    check_sets_of_kind(inputs.sets, model.source.kind, "sets")
+    encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
+    directory = options.vectors_dir
+    identity = _identity(options, model, world) if directory or options.mteb else {}
+    return encoder, identity, VectorCache(expand_user(directory), identity) if directory else None
+
+
+def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":
+    """The forms of vectors to measure, with the ranges in the model's directory if it has any."""
+    from embedtrain.evaluation.types import CompressedVectors
+    from embedtrain.formats.quantisation_file import read_ranges
+
+    ranges = read_ranges(model.source.directory) if model is not None and options.vectors else {}
+    return CompressedVectors(options.vectors, options.calibration, ranges)
+
+
+def _load_scorer(
+    options: EvaluateOptions, source: "ModelSource | None", world: "World", console: "Console"
+) -> "PairScorer | SentenceEncoder | None":
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.loading.reranker import load_reranker
+    from embedtrain.inference.pair_scorer import PairScorer
+
+    if source is None:
+        return None
+    with console.phase("loading the reranker"):
+        model = load_reranker(source, options.reranker, options.precision, world)
+    for note in model.notes:
+        console.note(f"reranker: {note}")
+    common: dict[str, Any] = {"chunk_tokens": options.chunk_tokens, "unshard": options.unshard}
+    if source.kind.name == "late_interaction":
+        return SentenceEncoder.from_model(model, world, **common)
+    return PairScorer.from_model(model, world, windows=options.reranker.document_windows, **common)
+
+
+def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") -> dict[str, Any]:
+    from embedtrain.distributed.sharding import resolve_precision
+    from embedtrain.inference.loading.graph import graph_file
+    from embedtrain.inference.vector_cache import model_identity
+
+    precision = resolve_precision(options.precision, world)
+    graph = None if options.backend is Backend.torch else graph_file(model.source, options.backend)
+    identity = {**model_identity(model.source, precision, world, graph), "index": options.index.dtype.value}
+    return identity if options.backend is Backend.torch else identity | {"backend": options.backend.value}
+
+
+def _report(
+    options: EvaluateOptions,
+    metrics: Metrics,
+    datasets: "Mapping[str, DatasetInfo]",
+    of_queries: "Mapping[str, QueryMetrics]",
+    world: "World",
+    console: "Console",
+) -> None:
+    """Print tables, what a reranker has changed, and the memory used."""
+    from embedtrain.commands.evaluate.stages import describe_gains
+    from embedtrain.tracking.metrics import METRICS_FILE
+    from embedtrain.tracking.tracker import describe_peak_memory, peak_memory_gib
+    from embedtrain.utils.formatting import format_count
+
+    console.evaluation(0, metrics, datasets=datasets, title=f"evaluation of {' and '.join(_names(options))}")
+    for line in describe_gains(of_queries) if world.is_main else ():
+        console.note(line)
+    peak = max(world.gather(peak_memory_gib(world.device)))
+    measured = describe_peak_memory(world.device)
+    console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each ({measured})")
+    if metrics:
+        console.note(f"rows are in {Path(options.output_dir) / METRICS_FILE}")
+
+
+def _names(options: EvaluateOptions) -> list[str]:
+    """What is evaluated, for the user."""
+    reranker = [] if options.reranker is None else [f"the reranker {options.reranker.path}"]
+    return [*([options.model] if options.model else []), *reranker]

@@ -157,7 +157,7 @@ def first_stages(options: EvaluateOptions) -> list[str]:
     return [] if options.reranker is None else [MODEL if options.model else BM25]
 
 
-def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
+def compose(arguments: list[str]) -> EvaluateOptions:
     """The options, checked."""
     options = compose_command("evaluate", EvaluateOptions, arguments, HELP)
     options.sets = parse_items(options.sets, EvaluationSet, "sets")

@@ -97,7 +97,7 @@ def _check_adapters(options: ExportOptions, check: OptionChecks) -> None:
             )
 
 
-def compose_export(arguments: list[str]) -> ExportOptions:
+def compose(arguments: list[str]) -> ExportOptions:
     """The options, checked."""
     options = compose_command("export", ExportOptions, arguments, HELP)
     check = OptionChecks(options)

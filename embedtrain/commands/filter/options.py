@@ -40,7 +40,7 @@ class FilterOptions(RowSearchOptions):
     annotate: bool = False
 
 
-def compose_filter(arguments: list[str]) -> FilterOptions:
+def compose(arguments: list[str]) -> FilterOptions:
     """The options, checked."""
     options = compose_command("filter", FilterOptions, arguments, HELP)
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())

@@ -49,7 +49,7 @@ _CONFIG_DIR = ("--config-dir", "-cd")
 _DISPLAY_OPTIONS = ("examples", "problems")  # apply to `data=` and to a recipe
 
 
-def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
+def compose(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     """A recipe with the data, model and loss to inspect, and the options, both checked.
 
     The command line has either options of its own (`data=PATH model=DIR`), or those of a training (`recipe=NAME`,

@@ -287,7 +287,7 @@ def _check_find(find: FindOptions) -> None:
     check.at_least(1, "chunk_tokens")
 
 
-def compose_merge(arguments: list[str]) -> MergeOptions:
+def compose(arguments: list[str]) -> MergeOptions:
     """The options, checked."""
     options = compose_command("merge", MergeOptions, arguments, HELP)
     options.parts = _parse_parts(options.parts)

@@ -89,7 +89,7 @@ def check_mine(options: MineOptions) -> MineOptions:
     return options
 
 
-def compose_mine(arguments: list[str]) -> MineOptions:
+def compose(arguments: list[str]) -> MineOptions:
     """The options, checked."""
     options = compose_command("mine", MineOptions, arguments, HELP)
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())

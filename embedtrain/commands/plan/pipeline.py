@@ -7,7 +7,6 @@ from embedtrain.commands.plan.compute import TrainingPlan, plan
 from embedtrain.commands.plan.options import PlanOptions
 from embedtrain.config.recipe import Recipe
 from embedtrain.pipeline.disk import architecture, disk_of_stage
-from embedtrain.pipeline.registry import TRAIN
 from embedtrain.pipeline.state import PipelineState
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.tracking.pages import Page
@@ -28,7 +27,7 @@ class StagePlan:
         """The stage as plain values; `plan` is that of a training, or null."""
         return {
             "stage": self.stage.name,
-            "do": self.stage.kind.name,
+            "do": self.stage.command.name,
             "status": self.status,
             "uses": list(self.stage.depends),
             "directory": str(self.stage.directory),
@@ -41,12 +40,12 @@ def plan_pipeline(pipeline: Pipeline, options: PlanOptions) -> list[StagePlan]:
     """Plan every stage; the model of an earlier stage that is not there yet has the architecture of what it is from."""
     state = PipelineState(pipeline)
     plans = []
-    mined = {s.directory: s.options.negatives for s in pipeline.stages if s.kind.name == "mine"}
+    mined = {s.directory: s.options.negatives for s in pipeline.stages if s.command.name == "mine"}
     for stage in pipeline.stages:
         record = state.read(stage)
         status = "to run" if record is None else "begun" if record.ended is None else "ended"
         training, length, disk = None, "", disk_of_stage(pipeline, stage)
-        if stage.kind.name == TRAIN:
+        if stage.is_training:
             recipe: Recipe = stage.options
             recipe = replace(recipe, model=architecture(pipeline, recipe.model))
             training = plan(recipe, options, mined=mined)
@@ -60,7 +59,7 @@ def print_pipeline_plan(page: Page, pipeline: Pipeline, plans: list[StagePlan]) 
     """Print the stages, and below them memory, duration and disk space of the trainings."""
     page.heading(f"plan of the pipeline {pipeline.name}, in {pipeline.output_dir}")
     page.subheading("stages, in this order")
-    rows = [[p.stage.name, p.stage.kind.name, p.status, ", ".join(p.stage.depends) or "-"] for p in plans]
+    rows = [[p.stage.name, p.stage.command.name, p.status, ", ".join(p.stage.depends) or "-"] for p in plans]
     page.table(["stage", "do", "status", "uses the results of"], rows)
     trainings = [(p, p.training) for p in plans if p.training is not None]
     if not trainings:

@@ -49,7 +49,7 @@ class PruneOptions:
     check: bool = True  # reopen the directory and compare its outputs with those of the kept layers
 
 
-def compose_prune(arguments: list[str]) -> PruneOptions:
+def compose(arguments: list[str]) -> PruneOptions:
     """The options, checked."""
     options = compose_command("prune", PruneOptions, arguments, HELP)
     check = OptionChecks(options)

@@ -25,7 +25,7 @@ class ReportOptions:
     output: str | None = None  # path of the page; default: in the first run's directory
 
 
-def compose_report(arguments: list[str]) -> ReportOptions:
+def compose(arguments: list[str]) -> ReportOptions:
     """The options, checked. An argument that is not an option is the directory of a run."""
     require_single_process("report")
     runs = [argument for argument in arguments if not _is_option(argument)]

@@ -1,1 +1,197 @@
-"""`python -m embedtrain search`: search a corpus with a model."""
+"""`python -m embedtrain search model=DIR corpus=DIR query="..."`: find texts with a model."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from embedtrain.commands.search.options import SearchOptions, compose
+from embedtrain.config.paths import require_models, require_sources
+from embedtrain.errors import DataError
+from embedtrain.utils.files import expand_user
+from embedtrain.utils.formatting import decode_argument
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.distributed.world import World
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.index import Ranking, ShardedIndex
+    from embedtrain.inference.loading.load import LoadedModel
+    from embedtrain.inference.pair_scorer import PairScorer
+    from embedtrain.inference.vector_cache import VectorCache
+    from embedtrain.losses.encoded import Part
+    from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
+
+__all__ = ["SearchOptions", "compose", "require_paths", "run"]
+
+_MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero
+
+
+def require_paths(options: SearchOptions) -> None:
+    """Raise a ConfigError for a path that does not exist."""
+    require_models(model=options.model, reranker=options.reranker and options.reranker.path)
+    require_sources((), [str(expand_user(options.corpus).absolute())])  # it cannot be an id on the Hub
+
+
+def run(options: SearchOptions) -> None:
+    """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
+    from embedtrain.config.m3 import M3Config
+    from embedtrain.config.recipe import ModelConfig
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.evaluation.readers.retrieval import read_any_corpus
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.index import ShardedIndex, trec_order
+    from embedtrain.inference.loading.encoder_model import load_encoder_model
+    from embedtrain.inference.loading.reranker import open_reranker
+    from embedtrain.inference.pair_scorer import best_first
+    from embedtrain.tracking.console import Console
+
+    corpus = read_any_corpus(expand_user(options.corpus))
+    ids, texts = corpus.ids, corpus.texts
+    console = Console()
+    with joined_world() as world:
+        reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
+        config = ModelConfig(
+            path=options.model,
+            revision=options.revision,
+            similarity=options.similarity,
+            m3=M3Config(hybrid_weights=options.hybrid_weights),
+            trust_remote_code=options.trust_remote_code,
+        )
+        with console.phase("loading the model"):
+            model = load_encoder_model(config, options.precision, world)
+        _check_vectors(options, model.source)
+        encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
+        scorer = _load_scorer(options, reranker, world, console)
+        index = ShardedIndex(trec_order(ids), world, options.index, encoder.score)
+        vector_cache = _open_cache(options, model, world)
+        with console.phase(f"encoding {len(texts):,} texts"):
+            index.add_texts(encoder, texts, encoder.document_prompt, vector_cache=vector_cache)
+        search = _searching(options, model, encoder, index, console)
+        for query in _queries(options.query):
+            encoded = encoder.encode([query], encoder.query_prompt)
+            ranking = search(encoded, options.top_k if scorer is None else options.rerank_depth)
+            numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
+            if isinstance(scorer, SentenceEncoder):
+                ranking = _rerank(scorer, query, [ids[number] for number in numbers], [texts[n] for n in numbers])
+                order, scores = ranking.documents[0].tolist()[: options.top_k], ranking.scores[0].tolist()
+                numbers, scores = [numbers[index] for index in order], scores[: options.top_k]
+            elif scorer is not None:
+                scores = scorer.score([query] * len(numbers), [texts[number] for number in numbers]).tolist()
+                order = best_first(scores, [ids[number] for number in numbers])[: options.top_k]
+                numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
+            results = zip(numbers, scores, strict=True)
+            print_results(query, [(score, ids[number], texts[number]) for number, score in results])
+
+
+def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") -> "VectorCache | None":
+    """The stored vectors of documents, if the user wants them."""
+    from embedtrain.distributed.sharding import resolve_precision
+    from embedtrain.inference.vector_cache import VectorCache, model_identity
+
+    if options.vectors_dir is None:
+        return None
+    identity = model_identity(model.source, resolve_precision(options.precision, world), world)
+    return VectorCache(expand_user(options.vectors_dir), {**identity, "index": options.index.dtype.value})
+
+
+def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:
+    """A ConfigError for compressed vectors that the model does not have."""
+    from embedtrain.config.compressed import check_kind_of_vectors, dims_of
+
+    if options.vectors is not None:
+        check_kind_of_vectors(source.kind.name, "vectors")
+        source.require_inner_products("vectors")
+        source.require_dimensions(dims_of([options.vectors]), "vectors", truncated=True)
+
+
+def _searching(
+    options: SearchOptions, model: "LoadedModel", encoder: "SentenceEncoder", index: "ShardedIndex", console: "Console"
+) -> "Callable[[Part, int], Ranking]":
+    """What finds the best documents for encoded queries, in the form of `vectors` if there is one."""
+    from embedtrain.evaluation.types import CompressedVectors
+    from embedtrain.formats.quantisation_file import read_ranges
+    from embedtrain.inference.index import Ranking
+    from embedtrain.utils.formatting import format_count
+
+    def scored(queries: "Part") -> "Part":
+        return encoder.score.search_part(queries)
+
+    form = options.vectors
+    if form is None:
+        return lambda queries, k: index.search(scored(queries), k)
+    dimension = min(model.source.dimension, encoder.truncate_dim or model.source.dimension)
+    forms = CompressedVectors([form], ranges=read_ranges(model.source.directory))
+    compressed = forms.index(index, form, dimension, {})
+    bytes_each = format_count(form.bytes_per_document(dimension), "byte")
+    console.note(f"vectors: {form.label}, {bytes_each} of a document instead of {4 * dimension:,}")
+
+    def search(queries: "Part", k: int) -> "Ranking":
+        documents = compressed.search(queries.values, k).documents
+        return Ranking(index.scores_of(scored(queries), documents), documents)
+
+    return search
+
+
+def _load_scorer(
+    options: SearchOptions, source: "ModelSource | None", world: "World", console: "Console"
+) -> "PairScorer | SentenceEncoder | None":
+    from embedtrain.inference.encode import SentenceEncoder
+    from embedtrain.inference.loading.reranker import load_reranker
+    from embedtrain.inference.pair_scorer import PairScorer
+
+    if source is None:
+        return None
+    with console.phase("loading the reranker"):
+        model = load_reranker(source, options.reranker, options.precision, world)
+    if source.kind.name == "late_interaction":
+        return SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
+    windows = options.reranker.document_windows
+    return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=windows)
+
+
+def _rerank(encoder: "SentenceEncoder", query: str, ids: Sequence[str], texts: Sequence[str]) -> "Ranking":
+    """These documents in the order of a model that encodes texts."""
+    from embedtrain.inference.index import ShardedIndex, trec_order
+
+    index = ShardedIndex(trec_order(ids), encoder.world, score=encoder.score)
+    index.add_texts(encoder, texts, encoder.document_prompt)
+    return index.search(encoder.score.search_part(encoder.encode([query], encoder.query_prompt)), len(ids))
+
+
+def _queries(query: str | None) -> Iterator[str]:
+    if query is not None:
+        yield decode_argument(query)
+        return
+    while True:
+        if sys.stdin.isatty():
+            print("query (empty to end): ", end="", flush=True)
+        try:
+            line = sys.stdin.readline(_MAX_QUERY + 1)
+        except OSError as error:
+            raise DataError(f"standard input cannot be read: {error.strerror or error}") from None
+        if len(line) > _MAX_QUERY:
+            raise DataError(f"a query on standard input has more than {_MAX_QUERY:,} characters: write one per line")
+        line = line.strip()
+        if not line:
+            return
+        yield line
+
+
+def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None:
+    """Print one line per result (score, id, text)."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from embedtrain.tracking.pages import standard_output
+    from embedtrain.utils.formatting import printable
+
+    console = standard_output()
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(justify="right", style="cyan", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True, max_width=32, overflow="ellipsis")
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for score, document_id, text in results:
+        table.add_row(f"{score:.3f}", Text(printable(document_id)), Text(printable(" ".join(text.split()))))
+    console.print()
+    console.print(Text(printable(query), style="bold"))
+    console.print(table)

@@ -51,7 +51,7 @@ class SearchOptions:
     trust_remote_code: bool = code_option(False, "model", "revision", "reranker")
 
 
-def compose_search(arguments: list[str]) -> SearchOptions:
+def compose(arguments: list[str]) -> SearchOptions:
     """The options, checked."""
     require_single_process("search")
     # A question has commas and apostrophes.

@@ -1,1 +1,117 @@
-"""`python -m embedtrain split`: hold out queries of training rows as an evaluation set."""
+"""`python -m embedtrain split data=PATH output_dir=DIR`: hold out queries of training rows as a retrieval set."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedtrain.commands.split.options import DevCorpus, SplitOptions, compose
+from embedtrain.config.paths import require_sources
+from embedtrain.utils.files import expand_user
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from embedtrain.commands.split.groups import Split
+    from embedtrain.commands.split.rows import SplitSource
+    from embedtrain.commands.split.writing import SplitCounts
+    from embedtrain.config.recipe import TrainSource
+
+__all__ = ["SplitOptions", "compose", "require_paths", "run"]
+
+# Options that describe where and how the original rows are stored; the written rows need none of them.
+_STORAGE_OPTIONS = (
+    *("path", "format", "name", "revision", "documents", "documents_revision", "each_file", "subset", "split"),
+    *("columns", "score_scale", "where", "backslash_escapes"),
+)
+
+
+def require_paths(options: SplitOptions) -> None:
+    """Raise a ConfigError for a path that does not exist."""
+    require_sources(options.data)
+
+
+def run(options: SplitOptions) -> None:
+    """Read the keys of all rows, choose the held-out groups, write both sides, and print what was written."""
+    from embedtrain.commands.split.groups import RowKeys, choose_held_out
+    from embedtrain.commands.split.rows import file_names, open_sources
+    from embedtrain.commands.split.writing import require_new, write_split
+
+    output_dir = expand_user(options.output_dir)
+    sources = open_sources(options.data, options.on_error, options.cache_dir)
+    names = file_names(sources)
+    require_new(output_dir, names)
+    keys = RowKeys()
+    for source in sources:
+        for texts in source.rows(options.on_error):
+            keys.add(texts)
+    split = choose_held_out(keys, options.dev, options.seed)
+    counts = write_split(sources, split, keys, output_dir, names, options.corpus, options.on_error)
+    print_split(sources, split, counts, output_dir, names, options.corpus)
+
+
+def print_split(
+    sources: "Sequence[SplitSource]",
+    split: "Split",
+    counts: "SplitCounts",
+    output_dir: Path,
+    names: "Sequence[str]",
+    corpus: DevCorpus,
+) -> None:
+    """Print the sources, both sides, and the command that trains with them."""
+    from embedtrain.tracking.pages import Page
+    from embedtrain.utils.formatting import format_count
+
+    page = Page()
+    for source in sources:
+        ignored = f"; not used: {', '.join(source.layout.ignored)}" if source.layout.ignored else ""
+        page.note(f"{source.name}: {source.layout.describe()}, {source.num_rows:,} rows{ignored}")
+        if source.problems:
+            page.note(f"{format_count(len(source.problems), 'bad row')} skipped (the first: {source.problems[0]})")
+    dev_queries, train_queries = split.num_queries
+    held_out = (
+        f"{format_count(dev_queries, 'query', 'queries')} ({format_count(counts.dev_rows, 'row')}), "
+        f"{format_count(counts.num_relevant, 'relevant document')}, "
+        f"{format_count(counts.num_documents, 'document')} to search"
+    )
+    training = f"{format_count(train_queries, 'query', 'queries')} ({format_count(sum(counts.train_rows), 'row')})"
+    facts = [(f"held out: {output_dir / 'dev'}", held_out)]
+    facts.append((f"training: {', '.join(str(output_dir / name) for name in names)}", training))
+    page.facts(facts)
+    total = dev_queries + train_queries
+    if 2 * split.largest_group >= total and split.largest_group > dev_queries:
+        page.note(
+            f"{split.largest_group:,} of {format_count(total, 'query', 'queries')} are linked by equal texts: all of "
+            f"them stay in training, and the held-out queries come from the other {total - split.largest_group:,}",
+            "yellow",
+        )
+    elif split.largest_group > 1:
+        page.note(f"{split.largest_group:,} queries are linked by equal texts at most; linked rows are never separated")
+    if counts.num_dropped:
+        page.note(f"{format_count(counts.num_dropped, 'negative')} of training rows left out that are held-out texts")
+    if counts.num_instructions:
+        page.note("the instructions of rows are not part of the held-out queries: set query_prompt for the set")
+    if corpus is DevCorpus.held_out and counts.num_documents < 20 * dev_queries:
+        page.note("few documents make an easy search: corpus=all adds the documents of training rows")
+    page.note("")
+    page.note(next_command(sources, output_dir, names))
+
+
+def next_command(sources: "Sequence[SplitSource]", output_dir: Path, names: "Sequence[str]") -> str:
+    """The training command that reads both sides."""
+    train = [_written(source.source, output_dir / name) for source, name in zip(sources, names, strict=True)]
+    dev = output_dir / "dev"
+    return f"embedtrain train recipe=NAME 'data.train=[{', '.join(train)}]' 'evaluation.sets=[{dev}]'"
+
+
+def _written(source: "TrainSource", path: Path) -> str:
+    """An element of `data.train`: the path, and the options of the source that still apply."""
+    options = {
+        option.name: getattr(source, option.name)
+        for option in fields(source)
+        if option.name not in _STORAGE_OPTIONS and getattr(source, option.name) != option.default
+    }
+    if not options:
+        return str(path)
+    written = ", ".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in options.items())
+    return f"{{path: {path}, {written}}}"

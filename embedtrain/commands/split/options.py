@@ -45,7 +45,7 @@ class SplitOptions:
     cache_dir: str | None = None  # as data.cache_dir, for corpora whose documents rows name by id
 
 
-def compose_split(arguments: list[str]) -> SplitOptions:
+def compose(arguments: list[str]) -> SplitOptions:
     """The options, checked."""
     require_single_process("split")
     options = compose_command("split", SplitOptions, arguments, HELP)

@@ -48,7 +48,7 @@ class StaticOptions:
     timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
 
 
-def compose_static(arguments: list[str]) -> StaticOptions:
+def compose(arguments: list[str]) -> StaticOptions:
     """The options, checked."""
     options = compose_command("static", StaticOptions, arguments, HELP)
     check = OptionChecks(options)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from embedtrain.config.commands import Command
 from embedtrain.config.validation import OptionChecks
 
 Manifest = dict[str, Any]
@@ -112,7 +113,7 @@ def check_results_are_kept(config: KubernetesConfig, output_dir: str) -> None:
     )
 
 
-def render_job(command: str, arguments: list[str], name: str, config: KubernetesConfig) -> str:
+def render_job(command: Command, arguments: list[str], name: str, config: KubernetesConfig) -> str:
     """A headless Service, by which the pods find the first of them, and an indexed Job, as YAML documents.
 
     Pods that are preempted, or end after a checkpoint, are replaced and do not count as failures.
@@ -168,10 +169,10 @@ def render_job(command: str, arguments: list[str], name: str, config: Kubernetes
     return _dump(service, job)
 
 
-def render_train_job(command: str, arguments: list[str], name: str, config: KubernetesConfig) -> str:
+def render_train_job(command: Command, arguments: list[str], name: str, config: KubernetesConfig) -> str:
     """A TrainJob (trainer.kubeflow.org/v1alpha1) as YAML. Its runtime sets torchrun's rendezvous in the environment."""
     name = config.name or _label(name)
-    launcher = ["python"] if command == "export" else ["torchrun"]
+    launcher = ["python"] if not command.ranks else ["torchrun"]
     node = {
         "name": "node",  # the runtime's names of the replicated job and its container
         "volumeMounts": _mounts(config),
@@ -191,7 +192,7 @@ def render_train_job(command: str, arguments: list[str], name: str, config: Kube
     trainer: Manifest = {
         "image": config.image,
         "command": [*launcher, "-m", "embedtrain"],
-        "args": [command, *(_escape(argument) for argument in arguments)],
+        "args": [command.name, *(_escape(argument) for argument in arguments)],
         "numNodes": config.nodes,
         "numProcPerNode": _ranks_per_node(config),
         "resourcesPerNode": _resources(config),
@@ -224,13 +225,13 @@ def render_train_job(command: str, arguments: list[str], name: str, config: Kube
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def _launch(command: str, name: str, config: KubernetesConfig) -> list[str]:
+def _launch(command: Command, name: str, config: KubernetesConfig) -> list[str]:
     """The command line of a node, without the arguments of the command."""
-    if command == "export":
-        return ["embedtrain", command]
+    if not command.ranks:
+        return ["embedtrain", command.name]
     ranks = "--gpus" if config.ranks_per_node is None and config.gpus_per_node else "--nproc-per-node"
     return [
-        *("embedtrain", command, ranks, str(_ranks_per_node(config))),
+        *("embedtrain", command.name, ranks, str(_ranks_per_node(config))),
         *("--nodes", str(config.nodes), "--node-rank", "$(NODE_RANK)", "--master", f"{name}-0.{name}:{config.port}"),
     ]
 

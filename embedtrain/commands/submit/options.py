@@ -1,6 +1,5 @@
 """Options of `python -m embedtrain submit`: those of the job, and the command line of the command that it runs."""
 
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +13,7 @@ from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.command_line import asks_for_help
+from embedtrain.config.commands import COMMANDS, WRITING, Command, find_command
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import did_you_mean, require_single_process, written
@@ -26,7 +26,7 @@ HELP = """embedtrain submit: a training or another command as a job of a cluster
   embedtrain submit recipe=NAME slurm.nodes=4 [any option of training]
       also recipe=pipelines/NAME
   embedtrain submit mine [options of it] [slurm.X=value ...]
-      also evaluate, filter, vectors, export
+      also any other command that writes an output_dir
   embedtrain submit recipe=NAME slurm.dry_run=true     print the script only
   embedtrain submit recipe=NAME to=kubernetes kubernetes.image=IMAGE ...
 
@@ -36,8 +36,6 @@ HELP = """embedtrain submit: a training or another command as a job of a cluster
 A SLURM job saves checkpoints and requeues itself. Its script stays in the run's
 directory. to=kubernetes and to=kubeflow print manifests for kubectl apply.
 Other options are those of the command: `embedtrain train --help`."""
-
-COMMANDS = ("train", "evaluate", "mine", "filter", "vectors", "export")
 
 
 class Target(str, Enum):
@@ -79,7 +77,7 @@ class StartModel:
 class Submission:
     """A job: one command, or one training for each seed."""
 
-    command: str  # one of COMMANDS
+    command: Command
     arguments: list[str]  # its command line
     name: str
     output_dirs: list[str]  # of the results, one for each seed; a single one without seeds
@@ -91,7 +89,7 @@ class Submission:
     @property
     def is_training(self) -> bool:
         """Whether it is a training or a pipeline: stopped by a signal, it writes `stopped.json` and resumes."""
-        return self.command == "train"
+        return self.command.saves_on_signal
 
     @property
     def directory(self) -> Path:
@@ -113,20 +111,21 @@ def compose_submit(arguments: list[str]) -> Submission:
     for argument in command_arguments:
         if has_control_characters(argument):
             raise ConfigError(f"{argument!r}: a job's script cannot hold a line end; write it into a recipe file")
-    if command == "export":  # runs in one process, on the CPU
+    if not command.ranks:  # runs in one process, on the CPU
         job_arguments = ["slurm.gpus_per_node=0", "kubernetes.gpus_per_node=0", *job_arguments]
     job_arguments = [*read_cluster(job_arguments), *job_arguments]
     job = compose_command("submit", SubmitOptions, [_quote_text(argument) for argument in job_arguments], HELP)
     check_slurm(job.slurm)
     check_kubernetes(job.kubernetes, is_used=job.to is not Target.slurm)
-    if job.slurm.seeds and (command != "train" or job.to is not Target.slurm):
+    if job.slurm.seeds and (not command.saves_on_signal or job.to is not Target.slurm):
         raise ConfigError(f"slurm.seeds={written(job.slurm.seeds)} is for trainings as SLURM jobs: leave it out")
-    if command == "train":
+    if command.saves_on_signal:
         pipeline = compose_pipeline(command_arguments, check_paths=has_paths_of_this_machine(job))
         return _training(command_arguments, job) if pipeline is None else _pipeline(pipeline, command_arguments, job)
-    options = _compose_options(command, command_arguments)
-    output_dir = str(options.output_dir or f"{options.run}/model")
-    name = f"{command}-{Path(output_dir).name}"
+    options = command.compose(command_arguments)
+    assert command.output is not None
+    output_dir = str(getattr(options, command.output) or f"{options.run}/model")  # an export's default
+    name = f"{command.label}-{Path(output_dir).name}"
     _check_names(name=name, output_dir=output_dir)
     uploads = any(option_of(argument) == "push_to_hub" for argument in command_arguments)
     return Submission(
@@ -140,12 +139,6 @@ def compose_submit(arguments: list[str]) -> Submission:
     )
 
 
-def require_paths(submission: Submission) -> None:
-    """Check the paths of a command other than training as it does, if they exist now and on this machine."""
-    if submission.command != "train" and has_paths_of_this_machine(submission.job):
-        importlib.import_module(f"embedtrain.commands.{submission.command}.__main__").compose(submission.arguments)
-
-
 def has_paths_of_this_machine(job: SubmitOptions) -> bool:
     """Whether the paths of the command exist now: not in a container, or if an earlier job writes them."""
     slurm = job.slurm
@@ -154,14 +147,15 @@ def has_paths_of_this_machine(job: SubmitOptions) -> bool:
     return job.to is Target.slurm and not has_container and not waits
 
 
-def _split_command(arguments: list[str]) -> tuple[str, list[str]]:
+def _split_command(arguments: list[str]) -> tuple[Command, list[str]]:
     """The command that the job runs, `train` unless the first argument names another, and its arguments."""
     if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
-        return "train", arguments
-    if arguments[0] not in COMMANDS:
-        hint = did_you_mean(arguments[0], COMMANDS)
-        raise ConfigError(f"submit {arguments[0]}: unknown command{hint} Allowed are {', '.join(COMMANDS)}")
-    return arguments[0], arguments[1:]
+        return COMMANDS["train"], arguments
+    command = find_command(arguments[0])
+    if command is None or command.output is None:
+        hint = did_you_mean(arguments[0], WRITING)
+        raise ConfigError(f"submit {arguments[0]}: unknown command{hint} Allowed are {', '.join(WRITING)}")
+    return command, arguments[1:]
 
 
 def _training(arguments: list[str], job: SubmitOptions) -> Submission:
@@ -174,7 +168,7 @@ def _training(arguments: list[str], job: SubmitOptions) -> Submission:
         if len(set(output_dirs)) < len(output_dirs):
             output_dirs = [f"{recipe.output_dir}/seed-{seed}" for seed in seeds]
     return Submission(
-        command="train",
+        command=COMMANDS["train"],
         arguments=arguments,
         name=recipe.name,
         output_dirs=output_dirs,
@@ -195,7 +189,7 @@ def _pipeline(pipeline: Pipeline, arguments: list[str], job: SubmitOptions) -> S
     _check_names(name=pipeline.name, output_dir=output_dir)
     exports = [getattr(stage.options, "export", stage.options) for stage in pipeline.stages]
     return Submission(
-        command="train",
+        command=COMMANDS["train"],
         arguments=arguments,
         name=pipeline.name,
         output_dirs=[output_dir],
@@ -214,12 +208,6 @@ def _compose_checked(arguments: Sequence[str]) -> Recipe:
     recipe = check_recipe(apply_accelerate_config(compose_recipe(arguments)))
     _check_names(name=recipe.name, output_dir=recipe.output_dir)
     return recipe
-
-
-def _compose_options(command: str, arguments: list[str]) -> Any:
-    """The options of a command, checked as it checks them itself."""
-    module = importlib.import_module(f"embedtrain.commands.{command}.options")
-    return getattr(module, f"compose_{command}")(arguments)
 
 
 def _check_names(**names: str) -> None:

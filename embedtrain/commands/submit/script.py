@@ -232,7 +232,7 @@ _START = """
 
 def render_script(submission: Submission, *, command_line: Sequence[str], workdir: str, log: str, python: str) -> str:
     """The text of the sbatch script; `command_line` is that of `submit`, others are as in `directives`."""
-    command, slurm = submission.command, submission.job.slurm
+    slurm = submission.job.slurm
     sbatch_options = directives(submission.name, slurm, workdir, log)
     text = "".join(
         (
@@ -249,7 +249,7 @@ def render_script(submission: Submission, *, command_line: Sequence[str], workdi
             _srun_options(submission),
             _ranks(slurm),
             _DOCTOR if slurm.doctor else "",
-            _START.format(command=command),
+            _START.format(command=submission.command.name),
             EPILOGUE,
         )
     )

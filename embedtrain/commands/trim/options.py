@@ -45,7 +45,7 @@ class TrimOptions:
     cache_dir: str | None = None  # as data.cache_dir
 
 
-def compose_trim(arguments: list[str]) -> TrimOptions:
+def compose(arguments: list[str]) -> TrimOptions:
     """The options, checked."""
     options = compose_command("trim", TrimOptions, arguments, HELP)
     check = OptionChecks(options)

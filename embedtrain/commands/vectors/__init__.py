@@ -1,1 +1,93 @@
-"""`embedtrain vectors`: a teacher's vectors of all texts of training data, computed once."""
+"""`torchrun -m embedtrain vectors model=DIR data=[PATH,...] output_dir=DIR`: a teacher's vectors on all ranks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedtrain.commands.vectors.options import VectorsOptions, compose
+from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.recipe import Precision
+from embedtrain.errors import ConfigError
+from embedtrain.inference.loading.command_model import command_model_config
+from embedtrain.utils.files import expand_user
+
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from embedtrain.data.cache.row_store import RowStore
+    from embedtrain.distributed.world import World
+    from embedtrain.models.types import ModelSource
+    from embedtrain.tracking.console import Console
+
+__all__ = ["VectorsOptions", "compose", "require_paths", "run"]
+
+
+def require_paths(options: VectorsOptions) -> None:
+    """Raise a ConfigError for a path that does not exist."""
+    require_models(model=options.model, adapter=options.adapter)
+    require_sources(options.data)
+
+
+def run(options: VectorsOptions) -> Path:
+    """Read the rows, encode each text once, and write the vectors. Returns the directory."""
+    from embedtrain.distributed.sharding import resolve_precision
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.inference.loading.command_model import MODEL_OPTION_NAMES, command_option_names
+    from embedtrain.inference.loading.encoder_model import open_encoder_source
+    from embedtrain.inference.loading.load import quiet_libraries
+    from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, teacher_identity
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    output_dir = expand_user(options.output_dir)
+    with joined_world(options.timeout) as world:
+        console = Console(enabled=world.is_main)
+        default = Precision.auto if world.device.type == "cuda" else Precision.fp32
+        precision = resolve_precision(options.precision or default, world)
+        model = command_model_config(options)
+        with world.fail_together("opening the model"), command_option_names(MODEL_OPTION_NAMES):
+            source = open_encoder_source(model)[1]
+            _require_vectors(options, source)
+        stores = _read_rows(options, output_dir, world, console)
+        identity = teacher_identity(
+            source,
+            precision,
+            world,
+            max_length=options.max_length,
+            dims=options.dims,
+            dtype=options.dtype.value,
+            rows_per_part=options.rows_per_part,
+        )
+        with world.fail_together("collecting texts"):
+            texts = distinct_texts(stores, identity["query_prompt"], identity["document_prompt"])
+        directory = VectorDirectory(output_dir, model, identity, texts, world)
+        if directory.is_complete():
+            console.note(f"{options.output_dir} already holds the vectors of this command: nothing to do")
+            return output_dir
+        stored = directory.encode(
+            chunk_tokens=options.chunk_tokens, unshard=options.unshard, timeout=options.timeout, console=console
+        )
+        console.note(f"{options.output_dir}: {stored.describe()}")
+        return output_dir
+
+
+def _read_rows(options: VectorsOptions, output_dir: Path, world: "World", console: "Console") -> "Sequence[RowStore]":
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
+    from embedtrain.data.cache.read_sources import read_sources
+    from embedtrain.data.sources.layouts import TEXTS_ONLY
+    from embedtrain.data.sources.resolve import expand_sources
+
+    fallback = output_dir.with_name(f"{output_dir.name}.cache")
+    cache_dir = writable_cache_directory(options.cache_dir, fallback, world, console.note)
+    with world.fail_together("reading rows"), console.progress() as progress:
+        cache = Cache.of_world(cache_dir, world, progress=progress)
+        stores = read_sources(expand_sources(options.data), options.on_error, TEXTS_ONLY, cache)
+        cache.verification.wait()
+    for store in stores:
+        console.note(str(store.report))
+    return stores
+
+
+def _require_vectors(options: VectorsOptions, source: "ModelSource") -> None:
+    """A ConfigError for a model that does not give each text one vector, or one of fewer dimensions."""
+    if source.kind.name in {"late_interaction", "m3", "sparse", "cross_encoder"}:
+        raise ConfigError(f"model={options.model}: does not give each text one vector; write a dense embedding model")
+    source.require_dimensions([options.dims], "dims")

@@ -71,7 +71,7 @@ class VectorsOptions:
     timeout: float = 1800.0  # seconds that a rank waits for the others
 
 
-def compose_vectors(arguments: list[str]) -> VectorsOptions:
+def compose(arguments: list[str]) -> VectorsOptions:
     """The options, checked."""
     options = compose_command("vectors", VectorsOptions, arguments, HELP)
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())

@@ -47,7 +47,7 @@ class VerifyOptions:
     tolerance: float = 1e-4  # largest difference of a number that passes, relative to numbers above 1
 
 
-def compose_verify(arguments: list[str]) -> VerifyOptions:
+def compose(arguments: list[str]) -> VerifyOptions:
     """The options, checked."""
     require_single_process("verify")
     options = compose_command("verify", VerifyOptions, arguments, HELP)

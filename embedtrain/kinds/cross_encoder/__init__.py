@@ -24,6 +24,7 @@ class CrossEncoder(Kind):
     summary = "a score per pair of query and document (a reranker)"
     aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
     scores_pairs = True
+    reranks = True
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Pairs of a query and a document."""

@@ -22,6 +22,7 @@ class LateInteraction(BackboneKind):
     name = "late_interaction"
     summary = "a vector per token of a text (ColBERT)"
     aliases = ("colbert", "multivector", "multivectorencoder")
+    reranks = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":

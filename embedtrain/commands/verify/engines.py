@@ -43,20 +43,25 @@ def interpreters(options: VerifyOptions) -> dict[str, str]:
         return {name: installed[name] for name in ENGINES if name in installed}
     for name in options.engines:
         if name not in installed:
-            value = "FOLDER" if (_CLIENTS / f"{name}.mjs").is_file() else "ENVIRONMENT/bin/python"
+            value = "FOLDER" if _program(name).suffix == ".mjs" else "ENVIRONMENT/bin/python"
             raise ConfigError(f"engines has {name}, which is not installed here; write python={{{name}: {value}}}")
     return {name: installed[name] for name in options.engines}
+
+
+def _program(engine: str) -> Path:
+    own = [path for path in (_CLIENTS / f"{engine}.mjs", _CLIENTS / f"{engine}.py") if path.is_file()]
+    return own[0] if own else _CLIENTS / "libraries.py"
 
 
 def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
     """Encode the texts, or score the pairs, with an engine."""
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
-        request.write_text(json.dumps(probe.request), encoding="utf-8")
+        request.write_text(json.dumps({**probe.request, "engine": engine}), encoding="utf-8")
         # node resolves the packages of a program that it reads from its input in the working directory.
-        program = _CLIENTS / f"{engine}.mjs"
-        by_node = program.is_file()
-        command = ["node", "--input-type=module", "-"] if by_node else [python, "-I", str(program.with_suffix(".py"))]
+        program = _program(engine)
+        by_node = program.suffix == ".mjs"
+        command = ["node", "--input-type=module", "-"] if by_node else [python, "-I", str(program)]
         try:
             subprocess.run(  # noqa: S603 - the user names the interpreter
                 [*command, str(request), str(result)],
@@ -76,7 +81,7 @@ def run_engine(engine: str, python: str, probe: Probe) -> Outcome:
     if "unsupported" in computed:
         return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
     named, expected = computed.get("similarity"), probe.source.similarity.value
-    if probe.source.kind.name == "dense" and named not in (None, expected):
+    if named not in (None, expected):
         reason = f"it compares vectors by similarity_fn_name={named}, and embedtrain by {expected}"
         return Outcome(engine, computed["version"], reason=reason)
     return Outcome(engine, computed["version"], compare(computed, probe), changes=computed.get("changes", ""))

@@ -6,7 +6,7 @@ from typing import Any
 from embedtrain.config.compose import compose_command
 from embedtrain.config.validation import OptionChecks, require_single_process
 
-# The engines, in the order of the table. A name is that of a program in clients/ and of the package that it imports.
+# The engines, in the order of the table. A name is that of the package that a program in clients/ imports.
 ENGINES = (
     "sentence_transformers",
     "transformers",

@@ -1,9 +1,10 @@
-"""One program per engine, as its documentation uses it; run by the Python that the engine is installed in, or by node.
+"""Programs that use engines as their documentation does, run by the Python that the engine is installed in, or by node.
 
-Each is started as `python -I FILE REQUEST RESULT`, a program for node as `node - REQUEST RESULT` in the folder of its
-packages. It imports nothing of this package, because that Python need not have it.
+A program has the name of its engine; the short ones are functions of `libraries.py`. Each is started as
+`python -I FILE REQUEST RESULT`, a program for node as `node - REQUEST RESULT` in the folder of its packages. It imports
+nothing of this package, because that Python need not have it.
 
-REQUEST is a JSON file with `model`, a directory, and `kind`: dense, cross_encoder, late_interaction, sparse or m3.
+REQUEST is a JSON file with `engine`, its name, `model`, a directory, and `kind`, the name of the kind of model.
 Those that encode texts also get `texts`, a list of strings; `prompts`, by role, `query` and `document`; `dimension` of
 a vector, if texts have one; and for late interaction `token_vectors`, for clients that do not read these settings from
 the directory: by role `max_length` in tokens, `expanded_length` (0: no expansion) and `skipped`, ids of tokens whose

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
@@ -21,6 +23,7 @@ from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
+from embedtrain.losses.encoded import Part
 from embedtrain.models.build import assemble_encoder, head_weights
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.heads import dense_locations
@@ -35,6 +38,10 @@ _MAX_PROMPT = 60  # characters in a table of prompts
 
 # Of each output by its name, what is compared of each of PROBES: [R, D].
 ProbeRows = dict[str, list[Tensor]]
+
+
+# By part of the output (see commands/verify/clients/) and way of encoding, an array for each text or pair.
+ServingOutputs = dict[str, dict[str, list[NDArray[np.float32]]]]
 
 
 class StoredName(NamedTuple):
@@ -57,6 +64,7 @@ class ModelFiles(ABC):
         task: of the model card, one of the Hub's.
         graph: what the outputs of the ONNX graph are.
         agreement: how a smaller graph is compared with it.
+        encodes_plain_texts: whether a text may be neither a query nor a document.
         has_pooler: whether the files have the backbone's pooler, which the encoder has not.
     """
 
@@ -66,6 +74,7 @@ class ModelFiles(ABC):
     task: ClassVar[str] = "feature-extraction"
     graph: ClassVar[str]
     agreement: ClassVar[str]
+    encodes_plain_texts: ClassVar[bool] = True
     has_pooler: ClassVar[bool] = True
 
     @abstractmethod
@@ -234,6 +243,10 @@ class ModelFiles(ABC):
         """Traits and other facts that `serving_engines.yaml` refers to, of this kind of model only."""
         return {}
 
+    def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
+        """What serving engines compute of texts that are encoded in a way, from the encoder's rows of them."""
+        return {"vectors": {way: list(part.values[:, : source.truncate_dim].cpu().numpy())}}
+
     def probe_texts(self, source: ModelSource) -> list[tuple[str, ...]]:
         """PROBES as the tokenizer gets them for a graph: a text, or the two texts of a pair."""
         return [(text,) for text in PROBES]
@@ -267,6 +280,12 @@ def _mean_cosine(rows: Tensor, references: Tensor) -> float:
     if rows.equal(references):  # a text without words has no cosine
         return 1.0
     return float(F.cosine_similarity(rows, references, dim=1).mean())
+
+
+def rows_by_text(part: Part) -> list[NDArray[np.float32]]:
+    """The rows of each text."""
+    assert part.sizes is not None
+    return np.split(part.values.cpu().numpy(), np.cumsum(part.sizes)[:-1])
 
 
 def write_own_tokenizer(directory: Path, tokenizer: TextTokenizer) -> None:

@@ -1,12 +1,11 @@
 """What engines get of a model, and what the encoder computes of the same texts, for each kind of model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from embedtrain.config.recipe import ModelConfig, Precision
@@ -14,24 +13,18 @@ from embedtrain.config.reranker import RerankerConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
+from embedtrain.formats.model_files import ServingOutputs
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.encoder_model import load_encoder_model
 from embedtrain.inference.loading.reranker import load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
-from embedtrain.kinds.cross_encoder.files import formatted_pairs, probe_pairs
-from embedtrain.kinds.m3.score import split_rows
 from embedtrain.losses.encoded import Part
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import stored_kind
-from embedtrain.models.score_head import IDENTITY, SIGMOID
 from embedtrain.models.types import ModelSource
 
 _CHUNK_TOKENS = 16384
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {SIGMOID: torch.sigmoid, IDENTITY: torch.clone}
-
-# By part of the output (see clients/) and way of encoding, an array for each text or pair.
-Outputs = dict[str, dict[str, list[NDArray[np.float32]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +33,7 @@ class Probe:
 
     source: ModelSource
     request: Mapping[str, Any]  # see clients/
-    expected: Outputs
+    expected: ServingOutputs
 
     @property
     def main_part(self) -> str | None:
@@ -58,14 +51,14 @@ def probe_model(directory: Path, world: World) -> Probe:
     prompts = {role.value: model.source.prompts.get(role.value, "") for role in TextRole}
     request: dict[str, Any] = {"model": str(directory), "kind": model.source.kind.name}
     request |= {"texts": texts, "prompts": prompts}
-    expected: Outputs = {}
-    # A text of a late-interaction model is a query or a document.
-    ways = prompts if model.source.kind.name == "late_interaction" else {"text": ""} | prompts
-    for role, prompt in ways.items():
-        text_role = TextRole.query if role == "query" else TextRole.document
-        part = encoder.encode(texts, prompt, role=text_role, label=f"encoding with the encoder ({role})")
-        for name, rows in _arrays(part, model.source):
-            expected.setdefault(name, {})[role] = rows
+    expected: ServingOutputs = {}
+    files = model.source.kind.files
+    ways = {"text": ""} | prompts if files.encodes_plain_texts else prompts
+    for way, prompt in ways.items():
+        text_role = TextRole.query if way == "query" else TextRole.document
+        part = encoder.encode(texts, prompt, role=text_role, label=f"encoding with the encoder ({way})")
+        for name, rows in files.serving_outputs(part, model.source, way).items():
+            expected.setdefault(name, {}).update(rows)
     if "vectors" in expected:
         request["dimension"] = len(expected["vectors"]["text"][0])
     return Probe(model.source, request | model.tokenizer.layout.client_settings(model.tokenizer.max_length), expected)
@@ -83,48 +76,17 @@ def _scored(directory: Path, world: World) -> Probe:
     config = RerankerConfig(path=str(directory))
     source = open_reranker(config, world, trust_remote_code=False)
     assert source is not None
-    assert source.kind.name == "cross_encoder"
-    model = load_reranker(source, config, Precision.fp32, world)
-    compared = source.kind.files.compared(model.tokenizer, source.prompts)
+    model, files = load_reranker(source, config, Precision.fp32, world), source.kind.files
+    compared = files.compared(model.tokenizer, source.prompts)
     rows = range(len(PROBES)) if compared is None else compared.nonzero().flatten().tolist()
     if not rows:
         raise ModelError(f"{directory}: no pair of the probe texts fits into the model's maximum length")
-    plain, whole = probe_pairs(PROBES), formatted_pairs(source, PROBES)
-    pairs, formatted = ([list(pairs[row][:2]) for row in rows] for pairs in (plain, whole))
+    plain, whole = list(zip(PROBES, (*PROBES[1:], PROBES[0]), strict=True)), files.probe_texts(source)
+    pairs, formatted = ([list(pairs[row]) for row in rows] for pairs in (plain, whole))
     scorer = PairScorer.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
     logits = scorer.score([query for query, _ in pairs], [document for _, document in pairs])
-    scores = {"logits": list(logits.numpy())}
-    if (activation := _ACTIVATIONS.get(source.settings.activation)) is not None:
-        scores["activated"] = list(activation(logits).numpy())
     request = {"model": str(directory), "kind": source.kind.name, "pairs": pairs, "formatted_pairs": formatted}
-    return Probe(source, request, {"scores": scores})
-
-
-def _arrays(part: Part, source: ModelSource) -> Iterator[tuple[str, list[NDArray[np.float32]]]]:
-    """The parts of the output of encoded texts, and an array for each text."""
-    if source.kind.name == "late_interaction":
-        yield "token_vectors", _by_text(part)
-    elif source.kind.name == "sparse":
-        yield "word_weights", list(part.values.cpu().numpy())
-    elif source.kind.name == "m3":
-        parts = split_rows(part, source.settings)
-        yield "vectors", list(parts.dense.values.cpu().numpy())
-        yield "word_weights", [_lexical(rows, source) for rows in _by_text(parts.lexical)]
-        yield "token_vectors", _by_text(parts.tokens)
-    else:
-        yield "vectors", list(part.values[:, : source.truncate_dim].cpu().numpy())
-
-
-def _by_text(part: Part) -> list[NDArray[np.float32]]:
-    assert part.sizes is not None
-    return np.split(part.values.cpu().numpy(), np.cumsum(part.sizes)[:-1])
-
-
-def _lexical(rows: NDArray[np.float32], source: ModelSource) -> NDArray[np.float32]:
-    """Rows (weight, id) of tokens as the weights of all words, [V]."""
-    weights = np.zeros(int(source.config.get_text_config().vocab_size), dtype=np.float32)
-    np.maximum.at(weights, rows[:, 1].astype(np.int64), rows[:, 0])
-    return weights
+    return Probe(source, request, files.serving_outputs(Part(logits[:, None]), source, ""))
 
 
 def compare(computed: Mapping[str, Any], probe: Probe) -> dict[str, float]:

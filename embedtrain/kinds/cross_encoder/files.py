@@ -31,7 +31,15 @@ from embedtrain.data.text_format import Prompt
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, Pair
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.formats.model_files import LOGITS, ModelFiles, ProbeRows, StoredName, python_block, shown_prompt
+from embedtrain.formats.model_files import (
+    LOGITS,
+    ModelFiles,
+    ProbeRows,
+    ServingOutputs,
+    StoredName,
+    python_block,
+    shown_prompt,
+)
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
     TRANSFORMER_MODULE,
@@ -44,15 +52,18 @@ from embedtrain.formats.transformers import open_checked, open_tokenizer, write_
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
 from embedtrain.kinds.cross_encoder.model import vocabulary_head
+from embedtrain.losses.encoded import Part
 from embedtrain.models.chat_template import write_chat_template
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.own_class import own_name
+from embedtrain.models.score_head import IDENTITY, SIGMOID
 from embedtrain.models.stored_weights import TensorLocation, stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {SIGMOID: torch.sigmoid, IDENTITY: torch.clone}
 _TASK = "sequence-classification"
 LOGIT_SCORE_FOLDER = "logit_score"
 _LOGIT_SCORE_MODULE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
@@ -215,6 +226,14 @@ class CrossEncoderFiles(ModelFiles):
     def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
         """Whether the score is the logit of tokens."""
         return {"logit_scores": bool(source.settings.tokens)}
+
+    def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
+        """Scores of pairs, also as the activation of sentence-transformers makes them if it is a known one."""
+        logits = part.values[:, 0].cpu()
+        scores = {"logits": list(logits.numpy())}
+        if (activation := _ACTIVATIONS.get(source.settings.activation)) is not None:
+            scores["activated"] = list(activation(logits).numpy())
+        return {"scores": scores}
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """The logit of a pair."""

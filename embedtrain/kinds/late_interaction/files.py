@@ -22,8 +22,10 @@ from embedtrain.formats.model_files import (
     HIDDEN,
     TOKEN_VECTORS,
     ModelFiles,
+    ServingOutputs,
     comparison_block,
     python_block,
+    rows_by_text,
     write_own_tokenizer,
 )
 from embedtrain.formats.sentence_transformers import (
@@ -35,10 +37,9 @@ from embedtrain.formats.sentence_transformers import (
     opening,
     write_modules,
 )
-
-# DEL
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.late_interaction.data import TokenVectorLayout
+from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.late_interaction_files import PYLATE_DENSE
@@ -69,6 +70,7 @@ class LateInteractionFiles(ModelFiles):
         "from token ids to `last_hidden_state` and `token_embeddings`, the normalised vectors of all tokens: clients "
         "add the tokens that expand queries, and leave out padding and the words of the skip list"
     )
+    encodes_plain_texts = False
     agreement = "smallest mean cosine of the vectors of a text"
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
@@ -138,6 +140,10 @@ class LateInteractionFiles(ModelFiles):
                 f"{source.settings.similarity.value}"
             )
         return torch.cat([torch.as_tensor(vectors).float().cpu() for vectors in (*queries, *documents)])
+
+    def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
+        """Vectors of the tokens of each text."""
+        return {"token_vectors": {way: rows_by_text(part)}}
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Vectors of all tokens."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -12,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
-from embedtrain.formats.model_files import HIDDEN, VECTORS, StoredName, python_block
+from embedtrain.formats.model_files import HIDDEN, VECTORS, ServingOutputs, StoredName, python_block, rows_by_text
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.files import DenseFiles
 from embedtrain.kinds.m3.data import M3Layout
 from embedtrain.kinds.m3.model import M3Head, m3_rows
+from embedtrain.kinds.m3.score import split_rows
+from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3_files import LAYERS, write_m3_layer, write_m3_settings
 from embedtrain.models.tokenizer import resolve_max_length
@@ -103,6 +106,17 @@ class M3Files(DenseFiles):
     def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
         """The pooling is always that of the first token."""
         return {}
+
+    def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
+        """The three representations; lexical weights as those of all words."""
+        parts = split_rows(part, source.settings)
+        lexical = []
+        for rows in rows_by_text(parts.lexical):
+            weights = np.zeros(int(source.config.get_text_config().vocab_size), dtype=np.float32)
+            np.maximum.at(weights, rows[:, 1].astype(np.int64), rows[:, 0])
+            lexical.append(weights)
+        dense, tokens = list(parts.dense.values.cpu().numpy()), rows_by_text(parts.tokens)
+        return {"vectors": {way: dense}, "word_weights": {way: lexical}, "token_vectors": {way: tokens}}
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """The dense vector under two names."""

@@ -20,6 +20,7 @@ from embedtrain.formats.model_files import (
     LOGITS,
     VECTORS,
     ModelFiles,
+    ServingOutputs,
     StoredName,
     comparison_block,
     write_own_tokenizer,
@@ -34,6 +35,7 @@ from embedtrain.formats.sentence_transformers import (
 )
 from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
+from embedtrain.losses.encoded import Part
 from embedtrain.models.build import build_encoder
 from embedtrain.models.directory_modules import ROUTER_CONFIG
 from embedtrain.models.encoder import Encoder
@@ -169,6 +171,10 @@ class SparseFiles(ModelFiles):
         words = source.settings
         is_usual = (words.pooling, words.activation) == (SparsePooling.max, SparseActivation.relu)
         return {"has_static_queries": words.queries is not None, "has_other_words": not is_usual}
+
+    def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
+        """Weights of words."""
+        return {"word_weights": {way: list(part.values.cpu().numpy())}}
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Weights of words."""

@@ -22,7 +22,7 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, GlobalBatch, Row, Tokens
-from embedtrain.distributed.sharding import shard_, warm_up
+from embedtrain.distributed.sharding import shard_encoder, warm_up
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import add_adapters
@@ -168,7 +168,7 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
     defaults["activation_checkpointing"] = bool(parallel.activation_checkpointing)
     choice = choose_layout(replace(parallel, **defaults), cluster, spec, workload, always_measure=True)
     assert choice.best is not None
-    shard_(encoder, blocks, choice.layout, parallel, world.device)
+    shard_encoder(encoder, blocks, choice.layout, parallel, world.device)
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.normal_(0.0, 0.02)

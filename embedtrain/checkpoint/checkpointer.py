@@ -26,8 +26,8 @@ from embedtrain.checkpoint.snapshot import (
     Snapshot,
     Staging,
     checkpointed_weights,
+    live_snapshot,
     optimizer_tensors,
-    take_snapshot,
 )
 from embedtrain.checkpoint.step_directory import (
     FORMAT,
@@ -108,7 +108,7 @@ class Checkpointer:
         """
         self.wait()
         self._saved_at = time.monotonic()
-        snapshot = self._take_snapshot(trained, optimizer)
+        snapshot = self._live_snapshot(trained, optimizer)
         state = dict(state)
         with self.world.fail_together(_phase(state)), _os_errors(_phase(state), self.root):
             if self.world.is_main:
@@ -131,7 +131,7 @@ class Checkpointer:
         self._background_world()
         if self.world.device.type != "cuda":
             return
-        snapshot = self._take_snapshot(trained, optimizer)
+        snapshot = self._live_snapshot(trained, optimizer)
         with self.world.fail_together("allocating host memory for checkpoints"):
             if snapshot.position.is_writer:
                 self._staging.reserve(snapshot)
@@ -177,9 +177,9 @@ class Checkpointer:
             self._cpu_world = self.world.new_cpu_group(self._timeout)
         return self._cpu_world
 
-    def _take_snapshot(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    def _live_snapshot(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
         complete = self.config.contents is CheckpointContents.all
-        return take_snapshot(trained, optimizer if complete else None, self.average)
+        return live_snapshot(trained, optimizer if complete else None, self.average)
 
     def _write(self, snapshot: Snapshot, state: Mapping[str, Any], world: World) -> None:
         """Write one complete checkpoint, or leave nothing of it; runs in the thread if saves are asynchronous."""

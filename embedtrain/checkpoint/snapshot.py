@@ -35,7 +35,7 @@ class Snapshot:
         return sum(shard.spec.num_bytes for shards in self.tensors.values() for shard in shards.values())
 
 
-def take_snapshot(
+def live_snapshot(
     trained: nn.Module, optimizer: torch.optim.Optimizer | None, average: Mapping[str, Tensor] | None = None
 ) -> Snapshot:
     """The current tensors themselves, not copies; without optimizer or average if they are None. No collective."""

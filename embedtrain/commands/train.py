@@ -33,5 +33,5 @@ def run(recipes: list[Recipe] | Pipeline, signals: StopSignals) -> None:
     for recipe in recipes:
         with training_world(recipe) as world:
             if world.watchdog is not None:
-                signals.report = world.watchdog.report_signal
+                signals.report = world.watchdog.end_after_signal
             train(recipe, world, signals)

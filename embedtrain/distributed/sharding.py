@@ -72,7 +72,7 @@ def resolve_precision(precision: Precision, world: World) -> Precision:
     return Precision.bf16 if all(world.gather(has_bf16(world.device))) else Precision.fp32
 
 
-def shard_(
+def shard_encoder(
     encoder: nn.Module, blocks: list[nn.Module], layout: ParallelLayout, parallel: ParallelConfig, device: torch.device
 ) -> None:
     """Shard `encoder` in place and allocate its parameters without initialising them. A collective.

@@ -14,7 +14,7 @@ from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.types import CompressedVectors, Corpus, LoadedSet, Row
+from embedtrain.evaluation.types import CompressedVectors, Corpus, LoadedSet, Variant
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.index import Ranking, ShardedIndex, first_added_order, trec_order
 from embedtrain.inference.pair_scorer import PairScorer, Selected
@@ -59,8 +59,7 @@ class EncoderContext(EvaluationContext):
     encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
-    # Of the vectors that are measured, the first of all; or the view of the score, or their form; None: all.
-    dimension: Row
+    variant: Variant
     compressed: CompressedVectors
     encoded: EncodedSet  # filled by the first measurement
     keep_ranking: int = 0  # documents per query of a search that `encoded.ranking` has afterwards
@@ -69,7 +68,7 @@ class EncoderContext(EvaluationContext):
     def score(self) -> Score:
         """How texts are compared in this measurement."""
         score = self.encoder.score
-        return score.views[self.dimension] if isinstance(self.dimension, str) else score
+        return score.views[self.variant] if isinstance(self.variant, str) else score
 
     def encode_queries(self, texts: Sequence[str]) -> Part:
         """Queries as an index compares them, on every rank. A collective."""
@@ -77,12 +76,12 @@ class EncoderContext(EvaluationContext):
 
     def search(self, queries: Sequence[str], documents: Corpus, depth: int) -> Ranking:
         """The best documents of each query among all. A collective."""
-        if not isinstance(self.dimension, VectorFormat):
+        if not isinstance(self.variant, VectorFormat):
             encoded = self.encode_queries(queries)
             return self.index_documents(documents.texts, documents.ids).search(encoded, depth)
         vectors = self._encode(queries, "queries").values
         whole = self.index_documents(documents.texts, documents.ids)
-        index = self.compressed.index(whole, self.dimension, vectors.shape[1], self.encoded.ranges)
+        index = self.compressed.index(whole, self.variant, vectors.shape[1], self.encoded.ranges)
         return index.search(vectors, depth)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
@@ -158,9 +157,9 @@ class EncoderContext(EvaluationContext):
         if label not in encoded:
             prompt, max_length = self._text_options(role)
             encoded[label] = encoder.encode(texts, prompt, role=role, max_length=max_length, label=f"encoding {label}")
-        if not isinstance(self.dimension, int):
+        if not isinstance(self.variant, int):
             return encoded[label]
-        return encoded[label].with_values(encoded[label].values[:, : self.dimension])
+        return encoded[label].with_values(encoded[label].values[:, : self.variant])
 
     def index_documents(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
         """An index of documents, with ties in the order of trec_eval. A collective."""
@@ -170,9 +169,9 @@ class EncoderContext(EvaluationContext):
             index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.score)
             self.encoded.documents = index
             index.add_texts(self.encoder, texts, prompt, max_length=max_length, vector_cache=self.vector_cache)
-        if isinstance(self.dimension, str):
-            return index.viewed(self.dimension)
-        return index.truncated(self.dimension) if isinstance(self.dimension, int) else index
+        if isinstance(self.variant, str):
+            return index.viewed(self.variant)
+        return index.truncated(self.variant) if isinstance(self.variant, int) else index
 
 
 @dataclass(frozen=True, kw_only=True)

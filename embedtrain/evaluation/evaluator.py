@@ -41,10 +41,10 @@ from embedtrain.evaluation.types import (
     LabelledPairs,
     LoadedSet,
     RetrievalSet,
-    Row,
     ScoredPairs,
+    Variant,
     dataset_info,
-    has_row,
+    has_variant,
     metric_names_of_set,
     name_at,
     shared_metrics,
@@ -152,7 +152,7 @@ class Evaluator:
         views = tuple(encoder.score.views) if isinstance(encoder, SentenceEncoder) else ()
         self.compressed = compressed or CompressedVectors()
         # Of each set, besides the set itself.
-        self.rows: tuple[Row, ...] = (*truncate_dims, *views, *self.compressed.besides(truncate_dims))
+        self.variants: tuple[Variant, ...] = (*truncate_dims, *views, *self.compressed.besides(truncate_dims))
         self.encoder = encoder
         self.datasets = self._datasets()  # by set, with `mean` if it is reported
         if function is not None:
@@ -199,21 +199,21 @@ class Evaluator:
             encoded = EncodedSet()
             measured: dict[str, dict[str, float]] = {}
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
-                for dimension in (row for row in (None, *self.rows) if has_row(loaded, row)):
-                    row = _named_at(loaded, dimension)
-                    measured[row.data.name] = self.measure(row, dimension, encoded, save_runs, on_queries)
+                for variant in (each for each in (None, *self.variants) if has_variant(loaded, each)):
+                    named = _named_at(loaded, variant)
+                    measured[named.data.name] = self.measure(named, variant, encoded, save_runs, on_queries)
             self.seconds[name] = time.monotonic() - started
             if encoded.ranking is not None:
                 self.rankings[name] = encoded.ranking
             results |= measured
-            for row_name, metrics in measured.items():
-                self._report_result(row_name, metrics, on_result)
-        for dimension in (None, *self.rows):
-            measured_sets, shared = self._means_at(dimension)
+            for measured_name, metrics in measured.items():
+                self._report_result(measured_name, metrics, on_result)
+        for variant in (None, *self.variants):
+            measured_sets, shared = self._means_at(variant)
             if not shared:
                 continue
-            of_sets = [results[name_at(loaded.data.name, dimension)] for loaded in measured_sets]
-            mean = name_at(self.mean, dimension)
+            of_sets = [results[name_at(loaded.data.name, variant)] for loaded in measured_sets]
+            mean = name_at(self.mean, variant)
             results[mean] = {}
             for metric in shared:
                 values = [metrics[metric] for metrics in of_sets if metric in metrics]
@@ -235,33 +235,35 @@ class Evaluator:
             unit, counts["pairs"] = "pairs", sum(map(len, (data.candidates or {}).values()))
         return f"{format_duration(seconds)} ({counts[unit] / max(seconds, 1e-9):,.0f} {unit}/s)"
 
-    def _means_at(self, row: Row) -> tuple[list[LoadedSet], tuple[str, ...]]:
+    def _means_at(self, variant: Variant) -> tuple[list[LoadedSet], tuple[str, ...]]:
         """The sets that are measured in this form, and the metrics whose means over them are reported."""
-        sets = [loaded for loaded in self.sets if has_row(loaded, row)]
+        sets = [loaded for loaded in self.sets if has_variant(loaded, variant)]
         return sets, shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in sets}, self.mean)
 
     def _datasets(self) -> dict[str, DatasetInfo]:
         infos: dict[str, DatasetInfo] = {}
         precision = None if self.encoder is None else self.encoder.precision
-        for row in (None, *self.rows):
-            sets, shared = self._means_at(row)
+        for variant in (None, *self.variants):
+            sets, shared = self._means_at(variant)
             by_set = {loaded.data.name: dataset_info(loaded) for loaded in sets}
             of_mean = [by_set[loaded.data.name] for loaded in sets if set(shared) & set(metric_names_of_set(loaded))]
             by_set |= {self.mean: DatasetInfo.of_mean(of_mean)} if of_mean else {}
-            size = self._vector_size(row)
-            dimension = row.dims if isinstance(row, VectorFormat) else row if isinstance(row, int) else None
+            size = self._vector_size(variant)
+            dimension = (
+                variant.dims if isinstance(variant, VectorFormat) else variant if isinstance(variant, int) else None
+            )
             infos |= {
-                name_at(name, row): replace(info, dimension=dimension, vectors=size, precision=precision)
+                name_at(name, variant): replace(info, dimension=dimension, vectors=size, precision=precision)
                 for name, info in by_set.items()
             }
         return infos
 
-    def _vector_size(self, row: Row) -> VectorSize | None:
+    def _vector_size(self, variant: Variant) -> VectorSize | None:
         """What a document takes, if several forms of vectors are compared."""
         if not self.compressed.formats or not isinstance(self.encoder, SentenceEncoder):
             return None
         dimension = int(self.encoder.encoder.dimension)  # type: ignore[arg-type]  # of every encoder of vectors
-        return vector_size(row, min(dimension, self.encoder.truncate_dim or dimension))
+        return vector_size(variant, min(dimension, self.encoder.truncate_dim or dimension))
 
     def _report_result(self, name: str, metrics: Mapping[str, float], on_result: ResultCallback | None) -> None:
         if on_result is not None:
@@ -276,12 +278,12 @@ class Evaluator:
     def measure(
         self,
         loaded: LoadedSet,
-        dimension: Row,
+        variant: Variant,
         encoded: EncodedSet,
         save_runs: Path | None,
         on_queries: QueryCallback | None,
     ) -> dict[str, float]:
-        """The metrics of one row of a set. A collective; `encoded` keeps vectors for further rows."""
+        """The metrics of one variant of a set. A collective; `encoded` keeps vectors for further ones."""
         common: dict[str, Any] = {
             "world": self.world,
             "loaded": loaded,
@@ -295,10 +297,10 @@ class Evaluator:
                 encoder=self.encoder,
                 index=self.index,
                 vector_cache=self.vector_cache,
-                dimension=dimension,
+                variant=variant,
                 compressed=self.compressed,
                 encoded=encoded,
-                keep_ranking=self.keep_rankings if dimension is None else 0,
+                keep_ranking=self.keep_rankings if variant is None else 0,
                 **common,
             )
             metrics = _measure_vectors(context)
@@ -339,6 +341,6 @@ def _measure_scores(context: EncoderContext | ScorerContext) -> dict[str, float]
             raise AssertionError(f"{data.name} has no pairs to score")
 
 
-def _named_at(loaded: LoadedSet, dimension: Row) -> LoadedSet:
+def _named_at(loaded: LoadedSet, variant: Variant) -> LoadedSet:
     """The set with the name that its row has, which is also that of its files."""
-    return replace(loaded, data=replace(loaded.data, name=name_at(loaded.data.name, dimension)))
+    return replace(loaded, data=replace(loaded.data, name=name_at(loaded.data.name, variant)))

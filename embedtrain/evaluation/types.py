@@ -139,8 +139,9 @@ class LoadedSet:
     notes: tuple[str, ...] = ()  # irregularities and how they are handled, one line each
 
 
-# A row of a set: its first dimensions, a view of its comparison, a form of its vectors, or None for all of it.
-Row = int | str | VectorFormat | None
+# What is measured of a set: the first dimensions of its vectors, a view of their score, or a form of the vectors; None:
+# the vectors as they are.
+Variant = int | str | VectorFormat | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +172,17 @@ class CompressedVectors:
         return CompressedIndex(whole, form, dimension, ranges_of)
 
 
-def has_row(loaded: LoadedSet, row: Row) -> bool:
+def has_variant(loaded: LoadedSet, variant: Variant) -> bool:
     """Whether a set is measured in this form; compressed vectors are for searches of all documents."""
     is_search = isinstance(loaded.data, RetrievalSet) and loaded.data.candidates is None
-    return is_search or not isinstance(row, VectorFormat)
+    return is_search or not isinstance(variant, VectorFormat)
 
 
-def vector_size(row: Row, dimension: int) -> VectorSize:
+def vector_size(variant: Variant, dimension: int) -> VectorSize:
     """Bytes of a document of vectors that have so many dimensions."""
-    if isinstance(row, VectorFormat):
-        return VectorSize(row.label, row.bytes_per_document(dimension), row.rescore_bytes(dimension))
-    dims = row if isinstance(row, int) else dimension
+    if isinstance(variant, VectorFormat):
+        return VectorSize(variant.label, variant.bytes_per_document(dimension), variant.rescore_bytes(dimension))
+    dims = variant if isinstance(variant, int) else dimension
     return VectorSize(str(dims), stored_bytes(dims, VectorPrecision.float), 0)
 
 
@@ -239,24 +240,24 @@ def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
     return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
 
 
-def metric_names(sets: Sequence[LoadedSet], rows: Sequence[Row] = ()) -> dict[str, tuple[str, ...]]:
+def metric_names(sets: Sequence[LoadedSet], variants: Sequence[Variant] = ()) -> dict[str, tuple[str, ...]]:
     """The metrics of an evaluation by the name of the set; `mean` has those that several sets have.
 
-    `rows` are also measured, such as `SET@256` with truncated vectors.
+    `variants` are also measured, such as `SET@256` with truncated vectors.
     """
     names: dict[str, tuple[str, ...]] = {}
-    for row in (None, *rows):
-        measured = [loaded for loaded in sets if has_row(loaded, row)]
+    for variant in (None, *variants):
+        measured = [loaded for loaded in sets if has_variant(loaded, variant)]
         by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in measured}
         shared = shared_metrics(by_set, MEAN)
         by_set |= {MEAN: shared} if shared else {}
-        names |= {name_at(name, row): of_set for name, of_set in by_set.items()}
+        names |= {name_at(name, variant): of_set for name, of_set in by_set.items()}
     return names
 
 
-def name_at(name: str, row: Row) -> str:
-    """The name of a row of a set."""
-    return name if row is None else f"{name}@{row.label if isinstance(row, VectorFormat) else row}"
+def name_at(name: str, variant: Variant) -> str:
+    """The name of a set under which a variant is reported."""
+    return name if variant is None else f"{name}@{variant.label if isinstance(variant, VectorFormat) else variant}"
 
 
 def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:

@@ -42,14 +42,14 @@ from embedtrain.utils.files import atomic_write, reading
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
 # their number; and parts of the digest.
 _VECTORS = "vectors"
-_DISTINCT_TEXTS = "kinds"
+_DISTINCT_TEXTS = "distinct_texts"
 _SIZES = "sizes"
 # Compressed rows: entries of row i are those from `_STARTS`[i] to `_STARTS`[i + 1].
 _STARTS, _COLUMNS, _ENTRIES, _WIDTH = "starts", "columns", "entries", "width"
 # An entry takes twice the bytes of a number of a dense row.
 _MAX_DENSITY = 1 / 4
-_CHUNK_TOKENS = "limit"
-_EXISTING_PROMPT = "prompt within"
+_CHUNK_TOKENS = "chunk_tokens"
+_EXISTING_PROMPT = "existing_prompt"
 
 
 @dataclass(frozen=True)

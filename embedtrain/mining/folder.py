@@ -115,7 +115,7 @@ class MiningFolder:
         self._names: Sequence[str] = ()
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         self._temporary = output_dir / temporary
-        self.inputs, self.vectors, self._blocks = (self._temporary / name for name in ("prepared", "vectors", "blocks"))
+        self.inputs, self.vectors, self._blocks = (self._temporary / name for name in ("inputs", "vectors", "blocks"))
 
     def begin(self, names: Sequence[str]) -> bool:
         """Prepare to write files with these names, without suffix; returns False if all is done. A collective.

@@ -108,14 +108,14 @@ class MiningInputs:
     @classmethod
     def open(cls, directory: Path) -> "MiningInputs":
         """Open what `prepare_inputs` wrote."""
-        metadata = read_metadata(directory / "facts.json")
+        metadata = read_metadata(directory / "metadata.json")
         has_ids = metadata["has_ids"]
         return cls(
             pool=DocumentPool(directory),
             answers=Multimap(directory, "answers"),
-            not_negatives=Multimap(directory, "no-negatives"),
-            formats=[DocumentFormat(*fields) for fields in metadata["wordings"]],
-            format_of=[map_array(directory / f"wording-{i}.bin", np.int64) for i in range(len(has_ids))],
+            not_negatives=Multimap(directory, "not_negatives"),
+            formats=[DocumentFormat(*fields) for fields in metadata["formats"]],
+            format_of=[map_array(directory / f"format_of-{i}.bin", np.int64) for i in range(len(has_ids))],
             ids=[SourceDocumentIds(directory / f"ids-{i}.arrow") if has else None for i, has in enumerate(has_ids)],
         )
 
@@ -166,7 +166,7 @@ def _write_inputs(
     formats: dict[DocumentFormat, int] = {}
     row_keys = [_read_row_keys(source, formats) for source in sources]
     for number, (_, _, format_of) in enumerate(row_keys):
-        write_array(unfinished / f"wording-{number}.bin", format_of)
+        write_array(unfinished / f"format_of-{number}.bin", format_of)
     ids = DocumentIdCollector()
     numbers, first = number_documents(ids.collect(documents()))
     write_pool(unfinished, documents(), first)
@@ -177,12 +177,12 @@ def _write_inputs(
     queries = _concatenate(keys for _, keys, _ in row_keys)
     same_id = _documents_with_same_id(queries[rows], occurrences, numbers, ids)
     excluded = np.concatenate([queries[rows], same_id[0]]), np.concatenate([positives, same_id[1]])
-    write_multimap(unfinished, "no-negatives", *_extend_by_text(*excluded, queries, DocumentPool(unfinished)))
+    write_multimap(unfinished, "not_negatives", *_extend_by_text(*excluded, queries, DocumentPool(unfinished)))
     metadata = {
-        "wordings": [[fmt.before, fmt.after, fmt.max_length] for fmt in formats],
+        "formats": [[fmt.before, fmt.after, fmt.max_length] for fmt in formats],
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
     }
-    write_metadata(unfinished / "facts.json", metadata)
+    write_metadata(unfinished / "metadata.json", metadata)
     write_checksums(unfinished)
     unfinished.rename(directory)
 

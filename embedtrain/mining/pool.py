@@ -229,7 +229,9 @@ class DocumentPool(Sequence[str]):
         table = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow"))).read_all()
         self._texts = MappedTexts(table["text"])
         self.keys = map_array(directory / "keys.bin", np.int64)  # [N], `text_keys` of the documents
-        self.stripped_keys = map_array(directory / "bare-keys.bin", np.int64)  # [N], `stripped_keys` of the documents
+        self.stripped_keys = map_array(
+            directory / "stripped_keys.bin", np.int64
+        )  # [N], `stripped_keys` of the documents
         self._order = map_array(directory / "order.bin", np.int64)
         self._sorted = map_array(directory / "sorted.bin", np.int64)
 
@@ -294,7 +296,7 @@ def write_pool(directory: Path, batches: Iterable[DocumentBatch], first: IntArra
     all_keys = np.concatenate(keys)
     order = np.argsort(all_keys, kind="stable")
     write_array(directory / "keys.bin", all_keys)
-    write_array(directory / "bare-keys.bin", np.concatenate(stripped))
+    write_array(directory / "stripped_keys.bin", np.concatenate(stripped))
     write_array(directory / "order.bin", order)
     write_array(directory / "sorted.bin", all_keys[order])
 

@@ -258,7 +258,7 @@ class _PipelineRun:
         """Write stopped.json if a signal ends the process during the block."""
         report = self.signals.report
         watchdog = self.world.watchdog
-        end: Callable[[signal.Signals], int] = report if watchdog is None else watchdog.report_signal
+        end: Callable[[signal.Signals], int] = report if watchdog is None else watchdog.end_after_signal
 
         def report_and_write(received: signal.Signals) -> int:
             code = end(received)

@@ -35,7 +35,7 @@ from embedtrain.evaluation.evaluator import (
 from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_of
 from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.sets import check_paths, load_sets, set_name
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Row, check_sets_of_kind, metric_names
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Variant, check_sets_of_kind, metric_names
 from embedtrain.formats.hub import require_export_support
 from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
 from embedtrain.models.build import build_encoder
@@ -359,11 +359,11 @@ def import_code(recipe: Recipe) -> EvaluationFunction | None:
 
 
 def parse_recipe_metric(
-    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, rows: Sequence[Row]
+    recipe: Recipe, sets: Sequence[LoadedSet], function: EvaluationFunction | None, variants: Sequence[Variant]
 ) -> tuple[str, str] | None:
     """Set and metric of `checkpoint.best_metric`. The metrics of a function are known when it has been called."""
     best, name = recipe.checkpoint.best_metric, None if function is None else function_name(function)
-    metrics = metric_names(sets, rows)
+    metrics = metric_names(sets, variants)
     if function is not None:
         check_function_name(function, metrics, "evaluation.function")
     if best is None:

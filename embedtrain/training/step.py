@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -78,83 +79,115 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     local = [*map(float, tokens), sum(context.flops.of(batch.lengths) for batch in batches)]
     with span(AGREE):
-        ranks = _gather_results(context, local, output, grad_norm, finite)
+        results = _RankResults.gather(context, local, output, grad_norm, finite)
         # The only values of a step that are read from a GPU, and read after the optimizer step is queued: if a rank
         # waited for them before, its GPU would be idle until the step is launched.
-        read = _start_reading(ranks)
+        read = _start_reading(results)
     lr = context.schedule.apply(context.state.step)
     context.wait_for_staging()
     with span(OPTIMIZER):
-        # Embeddings, gradient norm and local loss of all ranks: the same answer on every rank.
-        step_if(ranks[:, :3].isfinite().all() & ranks[:, 0].all(), context.optimizer)
+        step_if(results.all_finite, context.optimizer)
     context.optimizer.zero_grad(set_to_none=True)
     with span(AGREE):
-        totals, norm, notices = _require_finite(context, read())
+        results = read()
+        _require_finite(context, results)
     remove_guards(context.module.encoder)
     num_rows = sum(batch.num_rows for batch in batches)
     context.state.step += 1
     context.state.samples += num_rows
-    loss, *measures, real, computed, flops = totals
+    loss, *measures, real, computed, flops = results.totals
     return StepReport(
         loss=loss,
         measures=dict(zip(output.metrics, measures, strict=True)),
-        grad_norm=norm,
+        grad_norm=float(results.grad_norms[context.world.rank]),
         lr=lr,
         group_lrs=logged_rates(context.optimizer),
         num_rows=num_rows,
         real_tokens=int(real),
         computed_tokens=int(computed),
         flops=flops,
-        notices=notices,
+        notices=results.notices,
     )
 
 
-def _gather_results(
-    context: StepContext, local: list[float], output: LossOutput, grad_norm: Tensor, finite: Tensor
-) -> Tensor:
-    """Every rank's results in one matrix: whether embeddings are finite, norm, loss, metrics, `local`, and notices.
+@dataclass(frozen=True, slots=True)
+class _RankResults:
+    """What every rank contributes to a step: float64 [W, 4 + n], a row for each rank."""
 
-    Notices are exchanged in the same collective, so that all ranks act on them after the same step.
-    """
-    scalars = (finite, grad_norm, output.local_loss, *output.metrics.values())
-    values = torch.stack([scalar.double().to(context.world.device) for scalar in scalars])
-    return gather_vector(values, [*local, float(context.notices())])
+    rows: Tensor
+
+    @classmethod
+    def gather(
+        cls, context: StepContext, local: list[float], output: LossOutput, grad_norm: Tensor, finite: Tensor
+    ) -> Self:
+        """Exchange the results of the ranks. A collective.
+
+        Notices are exchanged with them, so that all ranks act on them after the same step.
+        """
+        scalars = (finite, grad_norm, output.local_loss, *output.metrics.values())
+        values = torch.stack([scalar.double().to(context.world.device) for scalar in scalars])
+        return cls(gather_vector(values, [*local, float(context.notices())]))
+
+    @property
+    def embeddings_are_finite(self) -> Tensor:
+        """[W], 1 or 0."""
+        return self.rows[:, 0]
+
+    @property
+    def grad_norms(self) -> Tensor:
+        """[W], the same on all ranks if nothing is wrong."""
+        return self.rows[:, 1]
+
+    @property
+    def local_losses(self) -> Tensor:
+        """[W]."""
+        return self.rows[:, 2]
+
+    @property
+    def all_finite(self) -> Tensor:
+        """Whether embeddings, gradient norm and local loss of all ranks are finite: the same answer on every rank."""
+        return self.rows[:, :3].isfinite().all() & self.embeddings_are_finite.all()
+
+    @property
+    def totals(self) -> list[float]:
+        """Sums over the ranks: of the loss, of its metrics, and of `local`."""
+        return self.rows[:, 2:-1].sum(dim=0).tolist()
+
+    @property
+    def notices(self) -> Notice:
+        """The union of the notices of all ranks."""
+        return reduce(or_, (Notice(int(value)) for value in self.rows[:, -1].tolist()))
 
 
-def _start_reading(values: Tensor) -> Callable[[], Tensor]:
+def _start_reading(results: _RankResults) -> Callable[[], _RankResults]:
     """Start a copy to the host; the returned function waits for it, but not for work that is queued later."""
-    copy = values.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event() if values.is_cuda else None
+    copy = results.rows.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if results.rows.is_cuda else None
     if copied is not None:
         copied.record()
 
-    def read() -> Tensor:
+    def read() -> _RankResults:
         if copied is not None:
             copied.synchronize()
-        return copy
+        return _RankResults(copy)
 
     return read
 
 
-def _require_finite(context: StepContext, ranks: Tensor) -> tuple[list[float], float, Notice]:
-    """Check that everything is finite. Return the sums of loss, metrics and `local` over ranks, the norm, and notices.
-
-    If something is not, the optimizer has left the weights unchanged.
-    """
-    norm = float(ranks[context.world.rank, 1])
+def _require_finite(context: StepContext, results: _RankResults) -> None:
+    """Raise TrainingError on all ranks if something is not finite; then the weights have not changed."""
     # An embedding that is not finite makes the loss of every rank non-finite, so embeddings are checked first.
-    broken = [rank for rank in range(context.world.size) if not ranks[rank, 0]]
+    broken = [rank for rank in range(context.world.size) if not results.embeddings_are_finite[rank]]
     what = "its embeddings are"
     if not broken:
-        broken = [rank for rank in range(context.world.size) if not ranks[rank, 2].isfinite()]
+        broken = [rank for rank in range(context.world.size) if not results.local_losses[rank].isfinite()]
         what = "its local loss is"
-    if not broken and not ranks[:, 1].isfinite().all():
+    if not broken and not results.grad_norms.isfinite().all():
         broken, what = list(range(context.world.size)), "the gradient is"
     if broken:
         raise TrainingError(
             f"step {context.state.step + 1}, {format_ranks(broken)}: {what} not finite, so training stops before the "
-            f"weights change; lower optim.lr, or check the rows of this step (loss {float(ranks[:, 2].sum())}, "
-            f"gradient norm {norm})"
+            "weights change; lower optim.lr, or check the rows of this step "
+            f"(loss {float(results.local_losses.sum())}, "
+            f"gradient norm {float(results.grad_norms[context.world.rank])})"
         )
-    notices = reduce(or_, (Notice(int(value)) for value in ranks[:, -1].tolist()))
-    return ranks[:, 2:-1].sum(dim=0).tolist(), norm, notices

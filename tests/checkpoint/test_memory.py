@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.snapshot import take_snapshot
+from embedtrain.checkpoint.snapshot import live_snapshot
 from embedtrain.config.recipe import CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from tests.checkpoint.live import Live, open_checkpoints, state_of, verified
@@ -20,7 +20,7 @@ def measure(world: World, root: Path) -> dict[str, float]:
     """Size of this rank's shard of a checkpoint, and memory growth of this rank by operation; MB."""
     live = Live(world, parallel(Strategy.fsdp), odd=False, **SIZES)
     live.step()
-    snapshot = take_snapshot(live.trained, live.optimizer)
+    snapshot = live_snapshot(live.trained, live.optimizer)
     shard = sum(shard.rows.nbytes for shards in snapshot.tensors.values() for shard in shards.values())
     measured = {"shard": shard / MB}
     del snapshot

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
-from embedtrain.checkpoint.snapshot import take_snapshot
+from embedtrain.checkpoint.snapshot import live_snapshot
 from embedtrain.checkpoint.step_directory import checkpoint_bytes, list_unfinished, step_path
 from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
@@ -110,7 +110,7 @@ def test_a_failed_save_raises_on_all_ranks_and_keeps_earlier_checkpoints(ranks, 
 def limit_for_two(root: Path, step: int, live: Live) -> float:
     """GB for two checkpoints but not three; in small ones headers and manifests count."""
     on_disk = sum(path.stat().st_size for path in step_path(root, step).iterdir())
-    return (1.5 * on_disk + take_snapshot(live.trained, live.optimizer).num_bytes) / 10**9
+    return (1.5 * on_disk + live_snapshot(live.trained, live.optimizer).num_bytes) / 10**9
 
 
 def keep_and_limit(world: World, root: Path) -> None:
@@ -121,8 +121,8 @@ def keep_and_limit(world: World, root: Path) -> None:
         checkpoints.wait()
     assert steps_in(root / "kept") == [10, 9, 8, 4, 3]
 
-    assert checkpoint_bytes(live.trained, CheckpointContents.model) == take_snapshot(live.trained, None).num_bytes
-    complete = take_snapshot(live.trained, live.optimizer).num_bytes  # includes AdamW's step of each tensor
+    assert checkpoint_bytes(live.trained, CheckpointContents.model) == live_snapshot(live.trained, None).num_bytes
+    complete = live_snapshot(live.trained, live.optimizer).num_bytes  # includes AdamW's step of each tensor
     assert checkpoint_bytes(live.trained, CheckpointContents.all) == pytest.approx(complete, rel=0.01)
     # Enough for a run that saves once, too little for one that keeps five.
     limit = limit_for_two(root / "kept", 10, live)

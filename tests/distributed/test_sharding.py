@@ -12,7 +12,7 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed import sharding
-from embedtrain.distributed.sharding import ParallelLayout, reshard, shard_, unsharded_weights
+from embedtrain.distributed.sharding import ParallelLayout, reshard, shard_encoder, unsharded_weights
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
@@ -142,7 +142,9 @@ def shapes(world: World) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicate", "shard"))
     model = Scaled()
     with pytest.raises(ModelError, match=r"temperature.* \(1,\)"):
-        shard_(model, list(model.layers), ParallelLayout(Strategy.fsdp, 1, world.size, ""), parallel(), world.device)
+        shard_encoder(
+            model, list(model.layers), ParallelLayout(Strategy.fsdp, 1, world.size, ""), parallel(), world.device
+        )
     assert not isinstance(model.layers[0].weight, DTensor)  # and nothing changed
     # A rank holds the rows that torch.chunk assigns to it, empty shards included.
     for rows in (1, 2, 5, 7, 8):
@@ -226,12 +228,12 @@ def two_dtypes(world: World) -> None:
         model.layers[0][1].requires_grad_(not frozen)
         layout = ParallelLayout(Strategy.fsdp, 1, world.size, "")
         if frozen:
-            shard_(model, list(model.layers), layout, parallel(), world.device)
+            shard_encoder(model, list(model.layers), layout, parallel(), world.device)
         else:
             with pytest.raises(
                 ModelError, match=r"layers.0.0.weight \(torch.float32\) and layers.0.1.weight \(torch.bf"
             ):
-                shard_(model, list(model.layers), layout, parallel(), world.device)
+                shard_encoder(model, list(model.layers), layout, parallel(), world.device)
 
 
 def test_block_with_two_dtypes(ranks):

@@ -10,7 +10,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.sharding import ParallelLayout, shard_
+from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.planning.memory import ClusterSpec, StepWorkload, step_memory
@@ -46,7 +46,7 @@ def count_collectives(
     encoder, blocks = built(small_model("xlm-roberta").config)
     model = model_spec(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
     layout = ParallelLayout(Strategy.fsdp, 1, world.size, "", reshard_after_forward=reshard)
-    shard_(encoder, blocks, layout, parallel(), world.device)
+    shard_encoder(encoder, blocks, layout, parallel(), world.device)
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(0.01)

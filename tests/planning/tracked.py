@@ -10,7 +10,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.sharding import ParallelLayout, shard_
+from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.planning.memory import ClusterSpec, StepWorkload, step_memory
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.training.optimizer import build_optimizer
@@ -39,7 +39,7 @@ def compare(name, config, layers, texts, *, reshard_after_forward=True, recomput
     work = StepWorkload(rows=texts * RANKS // 2, tokens_per_text=LENGTH, chunk_tokens=texts * LENGTH)
     planned = step_memory(found, layout, machines, work, reduce_per_step=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        shard_(encoder, blocks, layout, ParallelConfig(strategy=Strategy.fsdp, precision=precision), CPU)
+        shard_encoder(encoder, blocks, layout, ParallelConfig(strategy=Strategy.fsdp, precision=precision), CPU)
         optimizer = build_optimizer(encoder, OptimConfig())
 
         def step(texts, length):

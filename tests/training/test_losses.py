@@ -47,7 +47,7 @@ from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
-from embedtrain.distributed.sharding import ParallelLayout, shard_
+from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_loss
@@ -403,7 +403,7 @@ def adapters(world: World, model: ModelConfig, chunk_tokens: int, activation_tok
     inject_adapter_in_model(lora, encoder.backbone)
     options = parallel()
     layout = ParallelLayout(options.strategy, 1, world.size, "")
-    shard_(encoder, find_blocks(encoder, None), layout, options, world.device)
+    shard_encoder(encoder, find_blocks(encoder, None), layout, options, world.device)
     encoder.eval()
     config = LOSSES["matryoshka"]
     loss, tokenizer = loss_of(config), load_tokenizer()

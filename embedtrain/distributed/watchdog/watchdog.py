@@ -218,14 +218,14 @@ class Watchdog:
             self._await_exit()
             if self._exit_state:
                 raise
-            raise self._explain(error) from error.__cause__
+            raise self._end_after_lost_contact(error) from error.__cause__
         except Stopped:
             self._leave("done")  # as all ranks do
             raise
         except BaseException as error:
             self._await_exit()
             if not self._exit_state:
-                self._report(error)
+                self._end_after_error(error)
             raise
 
     def _await_exit(self) -> None:
@@ -233,7 +233,7 @@ class Watchdog:
         while self._is_exiting:
             time.sleep(OBSERVATION)
 
-    def report_signal(self, received: Signals) -> int:
+    def end_after_signal(self, received: Signals) -> int:
         """Report that a signal ends this process immediately; return its exit code.
 
         A launcher also sends a signal after another rank has ended; in that case the report is about that rank.
@@ -251,17 +251,23 @@ class Watchdog:
         self._print(failure)
         return failure.code
 
-    def _explain(self, error: LostContact) -> LostContact:
+    # How this rank ends is decided in one of three places: after an error of its own, after a collective that another
+    # rank has left, or in a thread, after a signal or by the watchdog itself (`_exit`).
+
+    def _end_after_lost_contact(self, error: LostContact) -> LostContact:
+        """The error to raise: the cause that the ranks agree on."""
         self._leave("lost")
         activity = describe_activity(error.what, current_activity().step) if error.what else str(current_activity())
-        failure = self._find_failure(activity) or self._heartbeats.claim_failure(self._isolated(activity, error))
+        failure = self._find_failure(activity) or self._heartbeats.claim_failure(
+            self._isolated_failure(activity, error)
+        )
         self._finish_work(failure)
         self._linger()
         explained = LostContact(error.reason, error.what, said=self._message(failure))
         explained.reporting_rank, explained.exit_code = failure.reporting_rank, failure.code
         return explained
 
-    def _report(self, error: BaseException) -> None:
+    def _end_after_error(self, error: BaseException) -> None:
         """Publish this rank's failure unless another rank reports it."""
         is_user_error = isinstance(error, EmbedtrainError)
         if isinstance(error, FailedElsewhere):
@@ -317,8 +323,8 @@ class Watchdog:
         earlier = {rank: beat.count for rank, beat in (before or {}).items()}
         silent = [rank for rank, beat in running.items() if beat.count == earlier.get(rank)]
         if silent:
-            return self._heartbeats.claim_failure(self._silent(silent, activity, OBSERVATION))
-        hanging = self._hanging(running) if late else None
+            return self._heartbeats.claim_failure(self._silent_failure(silent, activity, OBSERVATION))
+        hanging = self._hanging_failure(running) if late else None
         return None if hanging is None else self._heartbeats.claim_failure(hanging)
 
     def _find_ended(self, activity: str | None = None) -> Failure | None:
@@ -345,13 +351,13 @@ class Watchdog:
             return []
         return [rank for rank in ended if rank not in heartbeats or not heartbeats[rank].exit_state]
 
-    def _silent(self, ranks: list[int], activity: str, seconds: float) -> Failure:
+    def _silent_failure(self, ranks: list[int], activity: str, seconds: float) -> Failure:
         remote = bool(self._hosts) and all(self._hosts[rank] != self._hosts[self.rank] for rank in ranks)
         state = f"ended or {'hangs' if len(ranks) == 1 else 'hang'}{', or the network is down' if remote else ''}"
         signs = f"no heartbeat for {seconds:.0f} s{self._processes.describe(ranks)}"
         return self._failure(f"{self._format_ranks(ranks)} {state} ({signs}) while {activity}", ranks)
 
-    def _hanging(self, late: dict[int, Heartbeat]) -> Failure | None:
+    def _hanging_failure(self, late: dict[int, Heartbeat]) -> Failure | None:
         if not late:
             return None
         first = next(iter(late.values()))
@@ -360,7 +366,7 @@ class Watchdog:
         text = f'{self._format_ranks(list(late))} {state} in "{activity}" for {first.seconds:.0f} s'
         return self._failure(text, list(late))
 
-    def _isolated(self, activity: str, error: LostContact | None = None) -> Failure:
+    def _isolated_failure(self, activity: str, error: LostContact | None = None) -> Failure:
         """No rank is lost or late, so this rank or the network is the cause."""
         own_name = self._format_ranks([self.rank])
         if self._heartbeats.is_unresponsive:
@@ -422,7 +428,7 @@ class Watchdog:
                 self._leave("lost")
                 activity = str(current_activity())
                 failure = failure or self._find_failure(activity, late=not error)
-                self._exit(failure or self._isolated(activity, LostContact(error) if error else None))
+                self._exit(failure or self._isolated_failure(activity, LostContact(error) if error else None))
 
     def _find_late(self, now: float) -> Failure | None:
         """Find ranks that this rank has waited for longer than the time-out, or that have been silent for long.
@@ -434,7 +440,7 @@ class Watchdog:
         if self._heartbeats.is_unresponsive:
             self._unresponsive_since = self._unresponsive_since or now
             too_long = waited_long or now - self._unresponsive_since > self.max_silence
-            return self._isolated(str(activity)) if too_long else None
+            return self._isolated_failure(str(activity)) if too_long else None
         self._unresponsive_since = None
         # Rank 0 checks for all ranks: reads by every rank would overload the store.
         if not waited_long and (self.rank or now < self._next_check):
@@ -442,7 +448,7 @@ class Watchdog:
         self._next_check = now + OBSERVATION
         heartbeats = self._heartbeats.heartbeats()
         if heartbeats is None:
-            return self._isolated(str(activity)) if waited_long else None
+            return self._isolated_failure(str(activity)) if waited_long else None
         for rank, beat in heartbeats.items():
             if self._last_seen.get(rank, (-1, 0.0))[0] != beat.count:
                 self._last_seen[rank] = beat.count, now
@@ -451,13 +457,13 @@ class Watchdog:
         if max(silence.values(), default=0.0) > limit:
             # Ranks that were lost together did not all send their last heartbeat in the same second.
             ranks = [rank for rank, seconds in silence.items() if seconds > max(limit - OBSERVATION, limit / 2)]
-            return self._silent(ranks, str(activity), limit)
+            return self._silent_failure(ranks, str(activity), limit)
         late = {
             rank: beat
             for rank, beat in heartbeats.items()
             if beat.activity_number < activity.number and not beat.exit_state
         }
-        return self._hanging(late) if waited_long else None
+        return self._hanging_failure(late) if waited_long else None
 
     def _exit(self, failure: Failure) -> None:
         self._is_exiting = True

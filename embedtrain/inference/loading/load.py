@@ -14,7 +14,7 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, St
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
-from embedtrain.distributed.sharding import ParallelLayout, reshard, resolve_precision, shard_, warm_up
+from embedtrain.distributed.sharding import ParallelLayout, reshard, resolve_precision, shard_encoder, warm_up
 from embedtrain.distributed.weights import (
     UnshardedWeight,
     broadcast_weights,
@@ -123,7 +123,7 @@ def load_model(
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
     notes += describe_model(encoder, source, bound, costs, layout, blocks, adapted)
-    shard_(encoder, blocks, layout, parallel, world.device)
+    shard_encoder(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, locations, world, seed))
     if read_weights and adapted is not None:

@@ -27,6 +27,7 @@ from embedtrain.losses.encoded import Part
 from embedtrain.models.build import assemble_encoder, head_weights
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.heads import dense_locations
+from embedtrain.models.tokenizer import resolve_max_length
 from embedtrain.models.types import ModelSource
 
 # Outputs of graphs. The first two are those of transformers' classes, which optimum and sentence-transformers read; the
@@ -55,7 +56,8 @@ class StoredName(NamedTuple):
 class ModelFiles(ABC):
     """The model directories of one kind of model.
 
-    What is not abstract is right for a backbone that transformers opens, with modules of our own behind it.
+    What is not abstract is right for a backbone that transformers opens, with a head of our own behind it that no other
+    library computes, and without graphs.
 
     Attributes:
         plural: what cards and messages call such models.
@@ -70,10 +72,10 @@ class ModelFiles(ABC):
 
     plural: ClassVar[str]
     description: ClassVar[str]
-    tags: ClassVar[Sequence[str]]
+    tags: ClassVar[Sequence[str]] = ("feature-extraction",)
     task: ClassVar[str] = "feature-extraction"
-    graph: ClassVar[str]
-    agreement: ClassVar[str]
+    graph: ClassVar[str] = ""
+    agreement: ClassVar[str] = ""
     encodes_plain_texts: ClassVar[bool] = True
     has_pooler: ClassVar[bool] = True
 
@@ -81,12 +83,12 @@ class ModelFiles(ABC):
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
         """Write the tokenizer and the settings of all libraries into a directory that has config.json."""
 
-    @abstractmethod
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
         """Lines of the card: how libraries open the model `name` and compute its outputs.
 
         `architecture` has its settings and tokenizer.
         """
+        return python_block("from embedtrain import load_encoder", "", f'encoder = load_encoder("{name}")')
 
     def is_transformers(self, source: ModelSource) -> bool:
         """Whether transformers opens the directory without another library; else it cannot be a graph either."""
@@ -123,14 +125,18 @@ class ModelFiles(ABC):
 
     # Outputs that a directory has to reproduce
 
-    @abstractmethod
     def probe(
         self, encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str], device: torch.device
     ) -> Tensor:
-        """The outputs of an encoder for PROBES, a row of each, one text per forward pass.
+        """The outputs of an encoder for PROBES as rows of one size, one text per forward pass.
 
-        A collective if the encoder is sharded.
+        By default one row of all numbers, so that differences are relative to all of them. A collective if the encoder
+        is sharded.
         """
+        tokens = tokenizer.tokens(PROBES)
+        with torch.no_grad():
+            outputs = [encoder(tokenizer.chunk(tokens, [row]).to(device)) for row in range(len(tokens))]
+        return torch.cat([part.flatten().cpu() for parts in outputs for part in parts])[None]
 
     def compared(self, tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> Tensor | None:
         """Which columns of `probe` other libraries compute as we do, bool: None for all."""
@@ -152,23 +158,25 @@ class ModelFiles(ABC):
         """The fp32 backbone that transformers loads from a directory, with our pooling and heads."""
         return self.add_heads(open_checked(AutoModel, directory, source), source)
 
-    @abstractmethod
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """`probe` of an encoder whose backbone and tokenizer transformers has opened."""
+        layout = source.kind.layout(source, tokenizer)
+        own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
+        return self.probe(encoder.eval(), own, source.prompts, torch.device("cpu"))
 
     def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
         """`probe` by transformers, and what it does not compute by us."""
         encoder = self.open_encoder(directory, source)
         return self.probe_opened(encoder, source, open_tokenizer(directory, source))
 
-    @abstractmethod
     def of_sentence_transformers(
         self, directory: Path, source: ModelSource, prompts: Mapping[str, str], max_length: int
-    ) -> Tensor:
-        """`probe` by sentence-transformers, with as many columns as `num_computed` says.
+    ) -> Tensor | None:
+        """`probe` by sentence-transformers, with as many columns as `num_computed` says; None if it has no such models.
 
         Raises CheckpointError if it cannot open the directory, or with other settings, prompts or lengths.
         """
+        return None
 
     def num_computed(self, source: ModelSource) -> int | None:
         """How many columns of `probe`, the first ones, sentence-transformers computes; None: all."""
@@ -201,12 +209,12 @@ class ModelFiles(ABC):
 
     # Graphs
 
-    @abstractmethod
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """The outputs of a graph, with the name of the second axis of those where its size depends on the texts.
 
-        The first is that of transformers' class, for clients that pool themselves.
+        The first is that of transformers' class, for clients that pool themselves. Without any there is no graph.
         """
+        return {}
 
     def own_outputs(self, source: ModelSource) -> list[str]:
         """The outputs by which a smaller graph is compared: the model's own, with everything applied."""
@@ -217,19 +225,20 @@ class ModelFiles(ABC):
         encoder = self.open_encoder(directory, source)
         return encoder, encoder.backbone
 
-    @abstractmethod
     def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the graph, from that of the model of transformers and the mask [N, L]."""
+        assert encoder is not None
+        hidden = output.last_hidden_state
+        return hidden, *encoder.output.graph_outputs(hidden, mask)
 
-    @abstractmethod
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """The outputs of a graph that `from_graph` reads, with their shapes for padded texts of `length` tokens."""
+        raise NotImplementedError
 
     def open_rest(self, source: ModelSource) -> nn.Module | None:
         """What of the encoder is not in the graph."""
         return None
 
-    @abstractmethod
     def from_graph(
         self,
         source: ModelSource,
@@ -238,6 +247,7 @@ class ModelFiles(ABC):
         chunk: Chunk,
     ) -> Tensor:
         """What the encoder returns of a chunk, from the outputs in `graph_shapes`."""
+        raise NotImplementedError
 
     def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
         """Traits and other facts that `serving_engines.yaml` refers to, of this kind of model only."""

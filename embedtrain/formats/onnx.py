@@ -51,6 +51,8 @@ def require_graph(source: ModelSource) -> None:
         raise ConfigError(
             "export.formats: onnx is for transformers, and this is a table of static embeddings; leave it out"
         )
+    if not source.kind.files.graph_outputs(source):
+        raise ConfigError(f"export.formats: model.kind={source.kind.name} has no ONNX graph; leave onnx out")
 
 
 class TracedModel(nn.Module):

@@ -44,7 +44,6 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.late_interaction_files import PYLATE_DENSE
 from embedtrain.models.module_settings import MULTI_VECTOR, PYLATE, SETTINGS
-from embedtrain.models.tokenizer import resolve_max_length
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
@@ -115,12 +114,6 @@ class LateInteractionFiles(ModelFiles):
                 vectors += [encoder(chunk)[0].cpu() for chunk in chunks]
         return torch.cat(vectors)
 
-    def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """`probe` with the tokens of its own."""
-        layout = TokenVectorLayout(tokenizer, source.settings)
-        own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
-        return self.probe(encoder.eval(), own, source.prompts, torch.device("cpu"))
-
     def of_sentence_transformers(
         self,
         directory: Path,
@@ -148,12 +141,6 @@ class LateInteractionFiles(ModelFiles):
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Vectors of all tokens."""
         return {HIDDEN: "length", TOKEN_VECTORS: "length"}
-
-    def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
-        """Vectors of all tokens."""
-        assert encoder is not None
-        hidden = output.last_hidden_state
-        return hidden, *encoder.output.graph_outputs(hidden, mask)
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Vectors of all tokens."""

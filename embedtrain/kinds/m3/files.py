@@ -13,16 +13,22 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
-from embedtrain.formats.model_files import HIDDEN, VECTORS, ServingOutputs, StoredName, python_block, rows_by_text
+from embedtrain.formats.model_files import (
+    HIDDEN,
+    VECTORS,
+    ModelFiles,
+    ServingOutputs,
+    StoredName,
+    python_block,
+    rows_by_text,
+)
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.files import DenseFiles
-from embedtrain.kinds.m3.data import M3Layout
 from embedtrain.kinds.m3.model import M3Head, m3_rows
 from embedtrain.kinds.m3.score import split_rows
 from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3_files import LAYERS, write_m3_layer, write_m3_settings
-from embedtrain.models.tokenizer import resolve_max_length
 from embedtrain.models.types import ModelSource
 
 # FlagEmbedding's names of what it computes.
@@ -95,9 +101,8 @@ class M3Files(DenseFiles):
         return torch.stack(outputs)
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """`probe` with the tokens of its own."""
-        own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), M3Layout(tokenizer))
-        return self.probe(encoder.eval(), own, source.prompts, torch.device("cpu"))
+        """`probe` with the tokens of the kind's own."""
+        return ModelFiles.probe_opened(self, encoder, source, tokenizer)
 
     def num_computed(self, source: ModelSource) -> int | None:
         """The dense vector."""
@@ -129,9 +134,7 @@ class M3Files(DenseFiles):
 
     def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
         """The three representations."""
-        assert encoder is not None
-        hidden = output.last_hidden_state
-        return hidden, *encoder.output.graph_outputs(hidden, mask)
+        return ModelFiles.traced(self, source, encoder, output, mask)
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """FlagEmbedding's outputs."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer
 
 from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.data.tokens import TextTokenizer
@@ -128,10 +128,6 @@ class SparseFiles(ModelFiles):
             with torch.no_grad():
                 rows += [encoder(tokenizer.chunk(tokens, [row]).to(device))[0].cpu() for row in range(len(tokens))]
         return torch.cat(rows)
-
-    def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """Not of its own: transformers computes the logits of the whole model."""
-        raise NotImplementedError
 
     def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
         """Weights of words by the logits of transformers' class; those of looked-up queries from the files alone."""

@@ -109,7 +109,7 @@ class XTRConfig(LossConfig):
     learn_temperature: bool = False  # start from `temperature` and train it
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
-    implementation: Implementation = Implementation.auto
+    implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
 
 @dataclass(kw_only=True)
@@ -130,7 +130,7 @@ class M3LossConfig(LossConfig):
     kd_loss_type: KDLossType = KDLossType.none  # of a teacher's scores, which all documents of the rows then need
     teacher_temperature: float = option(1.0, above=0, hint="1 is usual")  # the teacher's scores are divided by it
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
-    implementation: Implementation = Implementation.auto
+    implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
 
 @dataclass(kw_only=True)
@@ -146,7 +146,7 @@ class SigLIPConfig(LossConfig):
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     similarity: Similarity | None = None  # default: the model's
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
-    implementation: Implementation = Implementation.auto
+    implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
 
 @dataclass(kw_only=True)

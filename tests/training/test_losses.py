@@ -96,6 +96,7 @@ LOSSES: dict[str, LossConfig] = {
         precision_weights=[1.0, 0.5],
     ),
     "siglip": SigLIPConfig(temperature=0.3, bias=-2.0),
+    "siglip, ring": SigLIPConfig(temperature=0.3, bias=-2.0, matryoshka_dims=[32, 8], implementation=WAYS.ring),
     "cosent": CoSENTConfig(temperature=0.2),
     "angle": AnglEConfig(temperature=0.2),
     "cosine_mse": CosineMSEConfig(matryoshka_dims=[32, 16]),

@@ -38,7 +38,6 @@ from embedtrain.config.recipe import (
     CheckpointConfig,
     CheckpointLayout,
     ExportConfig,
-    ModelConfig,
     ParallelConfig,
     Pooling,
     Precision,
@@ -48,6 +47,7 @@ from embedtrain.distributed.world import World
 from embedtrain.formats.export import live_weights, plan_export
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.step import StepContext, train_step
 
@@ -77,7 +77,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
     with world_of(RANKS, rank, folder / "store", min_gpus=RANKS) as world:
         bert = {"model_type": "bert", **SIZES}
         model = load_model(
-            ModelConfig(config=bert, tokenizer=MINILM, pooling=Pooling.mean, max_length=256),
+            DenseOptions(config=bert, tokenizer=MINILM, pooling=Pooling.mean, max_length=256),
             ParallelConfig(strategy=Strategy.fsdp, precision=Precision.fp32),
             world,
             seed=0,

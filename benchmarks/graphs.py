@@ -15,12 +15,13 @@ from benchmarks.encoding import CHUNK_TOKENS, Ours, Theirs
 from benchmarks.inputs import MINILM, precisions, retrieval_set
 from benchmarks.measure import Timed, interleave, markdown, ratio, require, speed, unit
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.recipe import ONNX, OPENVINO, ModelConfig, Precision
+from embedtrain.config.recipe import ONNX, OPENVINO, Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.types import RetrievalSet
 from embedtrain.formats.onnx import FILES, write_graph, write_variants
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 
@@ -45,7 +46,7 @@ def measure(num_documents: int = DOCUMENTS) -> str:
     formats = [*FILES] if find_spec(OPENVINO) is not None else [name for name in FILES if name != OPENVINO]
     with tempfile.TemporaryDirectory() as folder, joined_world() as world:
         directory = Path(shutil.copytree(MINILM, Path(folder) / "model"))
-        source = open_model_source(ModelConfig(path=str(directory)))
+        source = open_model_source(DenseOptions(path=str(directory)))
         write_graph(directory, source)
         write_variants(directory, source, formats, min_agreement=0.0)
         data = retrieval_set(min(100, num_documents), num_documents).data

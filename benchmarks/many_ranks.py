@@ -28,11 +28,12 @@ from embedtrain.checkpoint.tensor_files import (
 )
 from embedtrain.commands.plan.compute import plan
 from embedtrain.commands.plan.options import compose_plan
-from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, ModelConfig, Pooling, TrainSource
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Pooling, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
 from embedtrain.distributed.messages import decode, encode
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
@@ -146,7 +147,7 @@ class _Sharded:
 
 
 def _tensors() -> _Sharded:
-    encoder = build_encoder(open_model_source(ModelConfig(config=_MODEL, pooling=Pooling.mean)))
+    encoder = build_encoder(open_model_source(DenseOptions(config=_MODEL, pooling=Pooling.mean)))
     weights = {f"encoder.{name}": TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
     state = {
         f"state.{name}.{part}": TensorSpec(torch.float32, spec.shape if part != "step" else ())

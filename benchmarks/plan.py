@@ -19,11 +19,12 @@ from benchmarks.measure import markdown
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.config.recipe import LoraConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, GlobalBatch, Row, Tokens
 from embedtrain.distributed.sharding import shard_encoder, warm_up
 from embedtrain.distributed.world import World
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.blocks import find_blocks
@@ -155,7 +156,7 @@ def _on_rank(case: Case, rank: int, folder: Path) -> Compared:
 
 def _train(case: Case, world: World) -> tuple[float, str, str]:
     """Plan and train; return the planned bytes, layout and phase."""
-    encoder = build_encoder(open_model_source(ModelConfig(config=case.config, pooling=Pooling.mean)))
+    encoder = build_encoder(open_model_source(DenseOptions(config=case.config, pooling=Pooling.mean)))
     if case.lora.on:
         add_adapters(encoder, case.lora, None, torch.bfloat16)
     blocks, gpu, parallel = find_blocks(encoder), world.device.type == "cuda", case.parallel

@@ -32,11 +32,12 @@ from benchmarks.products import LIMIT_HEADER, Measured, limit_cells, measure_sha
 from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.losses import BCEConfig, ListNetConfig
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, TrainConfig
+from embedtrain.config.recipe import ParallelConfig, Precision, TrainConfig
 from embedtrain.data.types import GlobalBatch, Pair, Row
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.inference.pair_scorer import PairScorer
+from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions
 from embedtrain.losses.listwise import BCE, ListNet
 from embedtrain.losses.score import PairScore
 from embedtrain.losses.types import Loss
@@ -185,7 +186,7 @@ def saved_reranker() -> Iterator[str]:
 
 
 def load_reranker(folder: str, precision: Precision, world: World, max_length: int) -> LoadedModel:
-    config = ModelConfig(path=folder, kind="cross_encoder", max_length=max_length)
+    config = CrossEncoderOptions(path=folder, max_length=max_length)
     return load_model(config, ParallelConfig(precision=precision), world, seed=0)
 
 

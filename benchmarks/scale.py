@@ -25,13 +25,14 @@ from benchmarks.ranks import on_ranks, world_of
 from benchmarks.scale_mining import mining_table, once
 from benchmarks.workloads import descriptions
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
-from embedtrain.config.recipe import ModelConfig, Precision, Strategy
+from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.search_costs import LOCAL_BYTES, SearchWorkload, search_costs
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.losses.encoded import Part
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
@@ -163,7 +164,7 @@ class _Planned:
 
 def _planned(size: int, scan: ScanDtype | None, ranks: int, flops: float) -> _Planned:
     """The plan of a search on CPU ranks that reach so many operations per second."""
-    encoder = build_encoder(open_model_source(ModelConfig(path=MINILM)))
+    encoder = build_encoder(open_model_source(DenseOptions(path=MINILM)))
     model = model_spec(encoder, find_blocks(encoder), precision=Precision.fp32, tokens_per_text=8, gpu=False)
     work = SearchWorkload(
         documents=size,

@@ -16,8 +16,9 @@ from benchmarks.inputs import MINILM
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.workloads import Workload, short_pairs
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Strategy, TrainConfig
+from embedtrain.config.recipe import ParallelConfig, Precision, Strategy, TrainConfig
 from embedtrain.inference.loading.load import load_model
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch, pass_overhead
 from embedtrain.training.step import train_step
 
@@ -88,7 +89,7 @@ def _on_rank(
 ) -> Measured:
     with world_of(size, rank, folder / "store", min_gpus=max(sizes())) as world:
         parallel = ParallelConfig(strategy=strategy, precision=precision)
-        model = load_model(ModelConfig(path=MINILM), parallel, world, seed=0)
+        model = load_model(DenseOptions(path=MINILM), parallel, world, seed=0)
         run, data = make_step_context(model, world), workload.data(workload.steps + 1, model.tokenizer)
         overhead = pass_overhead(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
         options = ChunkOptions(TrainConfig().chunk_tokens, pass_overhead_tokens=overhead)

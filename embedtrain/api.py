@@ -32,8 +32,7 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sentence_transformers import TextEncoder
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.command_model import command_model_config
-from embedtrain.inference.loading.encoder_model import load_encoder_model
+from embedtrain.inference.loading.command_model import command_model_config, load_encoder_model
 from embedtrain.inference.loading.load import quiet_libraries
 from embedtrain.inference.options import EncoderOptions, check_encoder
 from embedtrain.losses.types import Loss

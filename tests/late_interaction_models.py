@@ -10,13 +10,12 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
-from tests.small import WORDS, save_small, small_model
+from tests.small import WORDS, model_options, save_small, small_model
 
 DIM = 16
 PUNCTUATION = [",", "."]
@@ -122,7 +121,7 @@ def save_stanford(directory: Path, **metadata: Any) -> Path:
 
 def token_vectors(directory: Path, role: TextRole, texts: list[str] = TEXTS, **options: Any) -> list[Tensor]:
     """The vectors of each text by our encoder: all texts padded in one batch."""
-    source = open_model_source(ModelConfig(path=str(directory), kind="late_interaction", **options))
+    source = open_model_source(model_options(path=str(directory), kind="late_interaction", **options))
     tokenizer = bound_tokenizer(source, load_tokenizer(source))
     encoder = assemble_encoder(source).eval()
     encoder.load_state_dict(full_state_dict(source, 0))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
@@ -84,6 +85,15 @@ def text_tokenizer() -> TextTokenizer:
     return TextTokenizer(small_tokenizer(), 48)
 
 
+def model_options(kind: str = "dense", **options: Any) -> ModelConfig:
+    """The options of a model of this kind; those that are None may be of another one."""
+    chosen = load_kind(kind)
+    known = {field.name for field in fields(chosen.options)}
+    values = {name: value for name, value in options.items() if name in known or value is not None}
+    model: ModelConfig = chosen.options(**values)
+    return model
+
+
 def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
     """A recipe's model options for a small random model of the named architecture."""
     config: dict[str, Any] = {"model_type": architecture, "vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0}
@@ -98,7 +108,9 @@ def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> M
     else:
         config["attention_dropout"] = dropout
     values: dict[str, Any] = {"config": config, "pooling": POOLINGS.get(architecture, Pooling.mean)} | changes
-    return ModelConfig(**values)
+    if changes.get("kind", "dense") != "dense" and isinstance(values["pooling"], Pooling):
+        values["pooling"] = None
+    return model_options(**values)
 
 
 def parallel(strategy: Strategy = Strategy.fsdp, **changes: Any) -> ParallelConfig:

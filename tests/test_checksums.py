@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling
+from embedtrain.config.recipe import ParallelConfig, Pooling
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError, ModelError
 from embedtrain.inference.loading.load import load_model
@@ -28,7 +28,7 @@ from embedtrain.report.sample import (
 )
 from embedtrain.utils.checksums import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
 from tests.ranks import RankFailed
-from tests.small import save_small, small_model, small_tokenizer
+from tests.small import model_options, save_small, small_model, small_tokenizer
 
 
 def flip(path: Path, draw: random.Random) -> bytes:
@@ -61,7 +61,7 @@ def test_flipped_bits_of_a_tokenizer_and_an_architecture(tmp_path):
 
 
 def load(world: World, path: str) -> None:
-    load_model(ModelConfig(path=path, pooling=Pooling.mean), ParallelConfig(), world, seed=0, work=None)
+    load_model(model_options(path=path, pooling=Pooling.mean), ParallelConfig(), world, seed=0, work=None)
 
 
 def test_flipped_bits_of_an_exported_model(tmp_path, ranks):
@@ -92,9 +92,9 @@ def test_flipped_bits_of_an_exported_model(tmp_path, ranks):
     assert all(f"{weights} is not what was exported" in text for text in str(failure.value).split("rank 1:"))
     flip(record, draw)
     with pytest.raises(ModelError, match=f"{record}.*damaged.*delete this file"):
-        open_model_source(ModelConfig(path=str(model), pooling=Pooling.mean))
+        open_model_source(model_options(path=str(model), pooling=Pooling.mean))
     record.unlink()
-    open_model_source(ModelConfig(path=str(model), pooling=Pooling.mean))
+    open_model_source(model_options(path=str(model), pooling=Pooling.mean))
 
 
 def test_flipped_bits_of_the_sample_of_a_report(tmp_path):

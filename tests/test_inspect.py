@@ -255,14 +255,15 @@ def test_late_interaction_shows_expanded_queries_and_tokens_without_vectors(tmp_
     write(tmp_path / "one.jsonl", *rows(20))
     save_small(small_model("xlm-roberta"), tmp_path / "model")
     arguments = ["recipe=colbert_xlmr", "data.train=[one.jsonl]", "model.path=model", "data.cache_dir=cache"]
-    options = (
-        "{query_expansion: min, expansion_length: 9, document_length: 6, skiplist_words: [alpha, beta, gamma, mu]}"
-    )
+    options = [
+        *("model.query_expansion=min", "model.expansion_length=9", "model.document_length=6"),
+        "model.skiplist_words=[alpha, beta, gamma, mu]",
+    ]
     printed = call(
         "inspect",
         *arguments,
         "train.global_batch_size=8",
-        f"model.late_interaction={options}",
+        *options,
         cwd=tmp_path,
     )
     query = re.search(r"^  query +(\d+) +(.*)$", printed, re.M)

@@ -142,7 +142,7 @@ def test_every_recipe_has_a_run():
 
 @pytest.mark.parametrize("name", LATE_INTERACTION)
 def test_skip_lists_have_all_punctuation(name):
-    settings = compose_named(name, "data.train=[my.jsonl]").model.late_interaction
+    settings = compose_named(name, "data.train=[my.jsonl]").model
     assert settings.skiplist_words is not None
     assert sorted(settings.skiplist_words) == sorted(string.punctuation)
 

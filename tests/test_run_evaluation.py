@@ -9,13 +9,12 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import load_model
 from tests.runs import evaluation_metrics, losses, metric_rows, options, run
-from tests.small import parallel, save_small, small_model, text, write_beir
+from tests.small import model_options, parallel, save_small, small_model, text, write_beir
 
 # Any model finds the document of each query among twenty, so recall@100 never exceeds 1.
 EARLY_STOPPING = (
@@ -156,7 +155,7 @@ def test_a_model_with_matryoshka_dims_is_evaluated_and_exported_at_them(ranks, r
 
 def evaluated_export(world, directory, dev, texts):
     """nDCG of a model directory, and its vectors, as commands load it."""
-    model = load_model(ModelConfig(path=str(directory)), parallel(), world, seed=0, work=None)
+    model = load_model(model_options(path=str(directory)), parallel(), world, seed=0, work=None)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=100)
     sets = load_sets([EvaluationSet(path=str(dev))], world)
     return Evaluator(sets, encoder, world).evaluate()["dev"]["ndcg@10"], encoder.encode_all(texts).tolist()

@@ -11,7 +11,10 @@ from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run_cross_encoder import BASE
 
-OPTIONS = "{dim: 8, query_expansion: min, expansion_length: 7, document_length: 12, skiplist_words: [alpha, beta]}"
+OPTIONS = [
+    *("model.dimension=8", "model.query_expansion=min", "model.expansion_length=7", "model.document_length=12"),
+    "model.skiplist_words=[alpha, beta]",
+]
 
 
 def run(world, *arguments):
@@ -30,7 +33,7 @@ def inputs(tmp_path_factory):
 
 def options(inputs, output_dir, *more, model="xlm-roberta"):
     return [
-        "model.kind=late_interaction", f"model.path={inputs / model}", f"model.late_interaction={OPTIONS}",
+        "model.kind=late_interaction", f"model.path={inputs / model}", *OPTIONS,
         f"data.train=[{inputs / 'train.jsonl'}]", f"evaluation.sets=[{inputs / 'dev'}]", f"output_dir={output_dir}",
         "checkpoint.every=2", *more,
     ]  # fmt: skip
@@ -47,8 +50,8 @@ def test_trained_and_resumed(ranks, inputs, tmp_path):
     assert losses(resumed) == losses(tmp_path / "run")
     undisturbed, again = (metric_rows(folder)[-1] for folder in (tmp_path / "run", resumed))
     assert undisturbed["ndcg@10"] == again["ndcg@10"]
-    with pytest.raises(AssertionError, match=r"model\.late_interaction\.document_length") as raised:
-        ranks(1, run, *options(inputs, resumed, "model.late_interaction.document_length=9", "train.steps=4"))
+    with pytest.raises(AssertionError, match=r"model\.document_length") as raised:
+        ranks(1, run, *options(inputs, resumed, "model.document_length=9", "train.steps=4"))
     assert CheckpointError.__name__ in str(raised.value)
 
 

@@ -8,7 +8,6 @@ import torch
 
 from embedtrain import evaluate, load_encoder
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
 from embedtrain.models.m3_files import LAYERS
 from embedtrain.models.source import open_model_source
@@ -16,7 +15,7 @@ from tests.commands import call
 from tests.models.test_m3 import save_m3
 from tests.ranks import RankFailed
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
-from tests.small import save_small, small_model, text, write_beir, write_rows
+from tests.small import model_options, save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
 
 BASE = [option for option in OPTIONS if not option.startswith(("model.pooling", "export.check"))]
@@ -38,7 +37,7 @@ def inputs(tmp_path_factory):
 
 def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
     return [
-        "model.kind=m3", "model.m3.dim=8", "loss=m3", f"model.path={inputs / 'model'}",
+        "model.kind=m3", "model.dimension=8", "loss=m3", f"model.path={inputs / 'model'}",
         f"data.train=[{inputs / 'train.jsonl'}]", f"evaluation.sets=[{inputs / 'dev'}]", f"output_dir={output_dir}",
         *more,
     ]  # fmt: skip
@@ -64,7 +63,7 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
     for name in LAYERS:
         state = torch.load(model / f"{name}.pt", weights_only=True)
         assert set(state) == {"weight", "bias"} and (model / f"{name}.safetensors").is_file()
-    source = open_model_source(ModelConfig(path=str(model), kind="m3"))
+    source = open_model_source(model_options(path=str(model), kind="m3"))
     assert source.kind.name == "m3" and not source.has_new_head and source.settings.token_dimension == 8
     reported = evaluate(model, [str(inputs / "dev")], precision="fp32", quiet=True)
     assert {name: reported[name]["ndcg@10"] for name in ROWS} == pytest.approx(measured, abs=1e-6)
@@ -127,7 +126,7 @@ def test_weights_of_scores_are_for_models_of_three(inputs, tmp_path):
         ("loss.matryoshka_dims=[4]", r"loss\.matryoshka_dims"),
         ("loss.loss_weights=[1,1]", r"loss\.loss_weights=\[1\.0, ?1\.0\]: must be 4"),
         ("loss.kd_loss_type=mse", r"loss\.kd_loss_type.*m3_kd_loss"),
-        ("model.m3.hybrid_weights=[1,2]", r"model\.m3\.hybrid_weights"),
+        ("model.hybrid_weights=[1,2]", r"model\.hybrid_weights"),
         ("export.formats=[adapter]", r"export\.formats=\[adapter\]: .*"),
         ("evaluation.index.dtype=bf16", r"evaluation\.index\.dtype=bf16: .*fp32"),
         ("model.kind=dense", r"model\.m3\.dim=8: is for model\.kind=m3"),

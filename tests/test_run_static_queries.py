@@ -30,7 +30,7 @@ def inputs(tmp_path_factory):
 def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
     return [
         "model.kind=sparse", f"model.path={inputs / 'bert'}", f"data.train=[{inputs / 'train.jsonl'}]",
-        f"output_dir={output_dir}", "sparsity.document_weight=0.01", "model.sparse.queries=static",
+        f"output_dir={output_dir}", "sparsity.document_weight=0.01", "model.queries=static",
         f"evaluation.sets=[{inputs / 'dev'}]", *more,
     ]  # fmt: skip
 
@@ -46,7 +46,7 @@ def idf() -> torch.Tensor:
 
 @pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen", "trained"])
 def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path, trained):
-    common = ["checkpoint.every=2", f"model.sparse.train_query_weights={trained}", "export.check=true"]
+    common = ["checkpoint.every=2", f"model.train_query_weights={trained}", "export.check=true"]
     runs = {size: tmp_path / str(size) for size in (1, 3)}
     for size, output_dir in runs.items():
         ranks(size, run, *options(inputs, output_dir, *common), timeout=280)

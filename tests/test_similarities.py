@@ -27,13 +27,12 @@ from embedtrain.config.losses import (
     MSEConfig,
     TripletConfig,
 )
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.source import open_model_source
 from embedtrain.training.inputs import with_similarity
 from tests.search_commands import assert_found, assert_mined
-from tests.small import WORDS, save_guide, small_model, text
+from tests.small import WORDS, model_options, save_guide, small_model, text
 
 CORPUS = {f"d{i}": text(i, 2 + i % 9) for i in range(40)}
 QUERIES = {f"q{i}": f"{WORDS[i]} {WORDS[i * 5 % 13]} a" for i in range(12)}
@@ -147,7 +146,7 @@ def test_verify_compares_the_similarity_of_sentence_transformers(directories):
 def test_unknown_similarities_of_files_are_refused(directories, tmp_path):
     directory = with_settings(directories["dot"], tmp_path / "hamming", similarity_fn_name="hamming")
     with pytest.raises(ModelError, match=r"similarity_fn_name='hamming'.*manhattan"):
-        open_model_source(ModelConfig(path=str(directory)))
+        open_model_source(model_options(path=str(directory)))
 
 
 def stored_similarity(directory: Path) -> str:
@@ -193,18 +192,18 @@ def test_a_loss_that_lacks_the_similarity_of_the_directory_is_refused(directorie
     ],
 )
 def test_the_trained_similarity(directories, stored, losses, trained):
-    model = ModelConfig(path=str(directories[stored]))
+    model = model_options(path=str(directories[stored]))
     source, resolved = with_similarity(model, open_model_source(model), losses)
     assert source.similarity.value == trained
     for loss in resolved:
         for part in getattr(loss, "losses", [loss]):
             assert getattr(part, "similarity", "") is not None and getattr(part, "distance", "") is not None
-    chosen = ModelConfig(path=str(directories[stored]), similarity=VectorSimilarity.cosine)
+    chosen = model_options(path=str(directories[stored]), similarity=VectorSimilarity.cosine)
     assert with_similarity(chosen, open_model_source(chosen), resolved)[0].similarity is VectorSimilarity.cosine
 
 
 def test_a_model_that_normalises_keeps_its_similarity(directories):
-    model = ModelConfig(path=str(directories["euclidean"]), normalize=True)
+    model = model_options(path=str(directories["euclidean"]), normalize=True)
     source = open_model_source(model)
     assert with_similarity(model, source, [InfoNCEConfig(similarity=Similarity.dot)])[0] == source
 

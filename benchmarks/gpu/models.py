@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from benchmarks.inputs import MINILM
-from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Precision
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.recipe import Attention, ParallelConfig, Pooling, Precision
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -209,7 +210,7 @@ def load(
     kind: str = "dense",
 ) -> LoadedModel:
     """Load the saved model as a bf16 run does: weights in fp32, computation in bf16."""
-    config = ModelConfig(path=str(folder), attention=attention, kind=kind)
+    config = load_kind(kind).options(path=str(folder), attention=attention)
     return load_model(config, ParallelConfig(precision=Precision.bf16, compile=compiled), world, seed=0)
 
 

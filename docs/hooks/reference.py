@@ -19,8 +19,9 @@ from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.conversions import Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.help import Option, docstring_line, meaning, options_of, type_of
+from embedtrain.config.kinds import Kind, kinds
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
-from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.pipeline.compose import PipelineConfig
 
@@ -125,6 +126,8 @@ def tree(kind: type, prefix: str, anchor: str = "") -> str:
             if _has_a_table(inner):
                 level = "##" if not prefix and kind is Recipe else "###"
                 parts.append(f"{level} {prefix}{option.name}\n\n{tree(inner, f'{prefix}{option.name}.', anchor)}")
+            if inner is ModelConfig:
+                parts += map(_kind, kinds())
     return "\n\n".join(part for part in parts if part)
 
 
@@ -151,6 +154,15 @@ def row(option: Option, prefix: str, anchor: str) -> str:
     name = f"{prefix}{option.name}"
     span = f'<span id="{anchor or "option."}{name}" class="option">`{name}`</span>'
     return f"| {span}<br>{_cell(_code(type_of(option)) + _default_of(option))} | {_cell(meaning(option))} |"
+
+
+def _kind(kind: Kind) -> str:
+    """The options that one kind of model adds to those of all."""
+    options = kind.options
+    nested = [f for f in options_of(options) if f.name in kind.own_options and any(map(_has_a_table, f.classes))]
+    trees = [f"### model.{f.name}\n\n{tree(inner, f'model.{f.name}.')}" for f in nested for inner in f.classes]
+    heading = f"### model.kind={kind.name}\n\n{docstring_line(options)}"
+    return "\n\n".join([heading, table(options, "model.", f"{kind.name}.", without=ModelConfig), *trees])
 
 
 def _default_of(option: Option) -> str:

@@ -11,8 +11,8 @@ from embedtrain.config.code import is_code_path
 from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.compressed import check_evaluated_vectors
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype, check_index
-from embedtrain.config.heads import check_heads
 from embedtrain.config.kind_losses import check_kind_loss
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
@@ -61,7 +61,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
-    check_heads(recipe.model.heads, kind=recipe.model.kind, exports_adapter=ADAPTER in recipe.export.formats)
+    load_kind(recipe.model.kind).check_other_options(recipe)
     if recipe.model.kind == "cross_encoder":
         _check_cross_encoder(recipe)
     check_kind_loss(recipe.loss, recipe.model.kind)
@@ -76,7 +76,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     OptionChecks(recipe.export, "export.").require(
         recipe.model.kind != "late_interaction" or recipe.export.truncate_dim is None,
         "truncate_dim",
-        "is for the vectors of model.kind=dense, not late_interaction; set model.late_interaction.dim",
+        "is for the vectors of model.kind=dense, not late_interaction; set model.dimension",
     )
     OptionChecks(recipe.export, "export.").require(
         recipe.model.kind != "late_interaction" or ADAPTER not in recipe.export.formats,

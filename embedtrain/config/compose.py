@@ -30,6 +30,7 @@ from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import require_named_code
 from embedtrain.config.command_line import parse_command_line
 from embedtrain.config.compressed import parse_evaluation
+from embedtrain.config.kinds import kinds, load_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.limits import (
     check_num_jobs,
@@ -50,8 +51,9 @@ from embedtrain.config.parsing import (
     parse_losses,
     parse_sources,
 )
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
+from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import mask_passwords
@@ -151,6 +153,11 @@ def load_recipe(path: Path) -> Recipe:
         loss = saved.get("loss")
         name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
         schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
+        model = saved.get("model")
+        if isinstance(model, dict):
+            kind = load_kind(str(model.get("kind", ModelConfig.kind)))
+            schema.model = kind.options()
+            saved["model"] = kind.stored_options(model)
         # The run has resolved its recipe: an interpolation could only be there to read the environment.
         values = escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
         return to_recipe(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
@@ -214,20 +221,38 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
 def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
     """A recipe. Another loss on the command line starts from its own defaults, without the options of the recipe's."""
     overrides, chosen = _choose_loss(overrides)
-    changes_loss = is_cross_encoder = False
+    changes_loss = scores_pairs = False
     if chosen is not None:
         register_recipes(changes_loss)
         others = [override for override in overrides if option_of(override).partition(".")[0] != "loss"]
         with contextlib.suppress(ConfigError):  # the recipe needs the loss of the command line
             config, choices_of_groups = _compose("config", others, Recipe, config_dir)
             changes_loss = chosen not in (choices_of_groups["loss"], config.loss.name)
-            is_cross_encoder = config.model.kind == "cross_encoder"
-    if is_cross_encoder:
+            scores_pairs = load_kind(config.model.kind).scores_pairs
+    if scores_pairs:
         assert chosen is not None
         check_reranker_loss(chosen)
     register_recipes(changes_loss)
     config = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
+    _choose_kind(config)
     return _with_length_and_name(config)
+
+
+def _choose_kind(config: DictConfig) -> None:
+    """Make `model` the options of its kind; null unsets what a recipe or `model=NAME` sets for another kind."""
+    values: Any = OmegaConf.to_container(config.model, enum_to_str=True)
+    kind = load_kind(str(values["kind"]))
+    known = {field.name for field in fields(kind.options)}
+    of_others = {name for other in kinds() for name in other.own_options} - known
+    for name in values.keys() - known:
+        value = values.pop(name)
+        if name not in of_others or value not in (None, []):
+            raise ConfigError(
+                explain_unknown(f"model.{name!s}", kind.options, None if value is None else written(value))
+            )
+    with open_dict(config):
+        config.model = kind.options()
+        config.model.merge_with(values)
 
 
 def _choose_loss(overrides: Sequence[str]) -> tuple[list[str], str | None]:

@@ -24,9 +24,10 @@ import yaml
 
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.names import suggest
-from embedtrain.config.recipe import TrainSource
+from embedtrain.config.recipe import ModelConfig, TrainSource
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import ConfigError
 
@@ -220,6 +221,9 @@ def _group(option: Option, value: Any) -> type | None:
     for kind in option.classes:
         if kind is LossConfig and isinstance(value, Mapping):
             return LOSSES.get(str(value.get("name")), LossConfig)
+        if kind is ModelConfig and isinstance(value, Mapping):
+            of_kind: type = load_kind(str(value.get("kind"))).options
+            return of_kind
         if is_dataclass(kind) and isinstance(value, Mapping):
             return kind
     return None

@@ -95,7 +95,7 @@ def _check(loss: LossConfig, kind: str, option: str, prefix: str) -> None:
     else:
         written_for = {
             "cross_encoder": "computes the score itself; leave it out",
-            "late_interaction": "has model.late_interaction.similarity; write that",
+            "late_interaction": "has model.similarity; write that",
             "m3": "has three scores of its own; leave it out",
             "sparse": "has the inner product; leave it out",
         }

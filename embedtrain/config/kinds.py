@@ -8,7 +8,9 @@ import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.errors import ConfigError
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from embedtrain.config.recipe import Recipe
+    from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.cache.token_store import TokenStore
     from embedtrain.data.tokens import Layout
     from embedtrain.distributed.world import World
@@ -44,11 +46,15 @@ class Kind(ABC):
     Attributes:
         name: the value of `model.kind`.
         summary: what the model computes, in a few words.
+        options: the dataclass of `model`, a subclass of ModelConfig with the options that only this kind has.
+        backbone_options: options of commands with which a directory of this kind is opened as a dense model instead.
+        command_options: options of `model` that commands have as well, for models of this kind.
+        scores_pairs: whether a query and a document are read together, and a text alone has no embedding.
+        reranks: whether it orders the documents that something else has found.
+        has_tables: whether a table of static embeddings can be such a model.
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
-        scores_pairs: whether a query and a document are read together, and a text alone has no embedding.
-        reranks: whether it orders the documents that something else has found.
         has_one_vector: whether a text has one vector and nothing else.
         measures_classes: whether classification and clustering, which need one vector per text, can be measured.
         views: names of the parts of the score that an evaluation also measures alone.
@@ -56,6 +62,10 @@ class Kind(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    options: ClassVar[type[Any]]
+    backbone_options: ClassVar[tuple[str, ...]] = ()
+    command_options: ClassVar[tuple[str, ...]] = ()
+    has_tables: ClassVar[bool] = False
     aliases: ClassVar[tuple[str, ...]] = ()
     own_losses: ClassVar[Mapping[str, str]] = {}
     scores_pairs: ClassVar[bool] = False
@@ -68,6 +78,57 @@ class Kind(ABC):
     def all_names(self) -> tuple[str, ...]:
         """The name and the aliases, in lower case and without underscores."""
         return (self.name.replace("_", ""), *self.aliases)
+
+    @property
+    def own_options(self) -> tuple[str, ...]:
+        """The names of the options of `model` that not all kinds have."""
+        *_, common_options, _ = self.options.__mro__  # of ModelConfig, before `object`
+        common = {field.name for field in fields(common_options)}
+        return tuple(field.name for field in fields(self.options) if field.name not in common)
+
+    def stored_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of `model` in a recipe.yaml.
+
+        Earlier versions wrote the options of all kinds into it, and those of some in sections of their own.
+        """
+        sections = (options.get(name) for name in ("late_interaction", "m3", "sparse") if name == self.name)
+        flat = dict(options)
+        for section in sections:
+            flat |= {{"dim": "dimension"}.get(name, name): value for name, value in (section or {}).items()}
+        return {name: value for name, value in flat.items() if name in {field.name for field in fields(self.options)}}
+
+    def check_options(self, model: Any) -> None:  # noqa: B027 - a kind may have none
+        """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
+
+    def with_any_pooling(self, model: Any) -> Any:
+        """The options with a pooling if they lack one, for what needs no vectors."""
+        return model
+
+    def check_other_options(self, recipe: "Recipe") -> None:  # noqa: B027 - a kind may have nothing to add
+        """Raise a ConfigError for options outside of `model` that cannot work with such a model."""
+
+    @abstractmethod
+    def recognise(self, directory: Path) -> str | None:
+        """What the model in a directory is, in words for a message, if it is of this kind; else None."""
+
+    def require_other(  # noqa: B027 - most kinds can
+        self, directory: Path, what: str, model: "ModelConfig"
+    ) -> None:
+        """Raise a ConfigError if a directory of this kind cannot be opened as one of another kind, that of `model`.
+
+        Any directory has a backbone, on which another kind can be trained. `what` is what `recognise` returns.
+        """
+
+    @abstractmethod
+    def read(self, directory: Path, model: Any) -> "ModelSource":
+        """The model in a directory, of this kind or of another one whose backbone it has, with the options of a recipe.
+
+        Raises ModelError for files that cannot be used, and ConfigError for options that do not fit them.
+        """
+
+    @abstractmethod
+    def new(self, source: "ModelSource", model: Any) -> "ModelSource":
+        """A model of random weights, whose configuration `source` has, with the options of a recipe."""
 
     @abstractmethod
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
@@ -173,6 +234,15 @@ def _instance(name: str) -> Kind:
 def kinds() -> tuple[Kind, ...]:
     """All kinds of the package."""
     return tuple(map(_instance, _KINDS))
+
+
+def kind_of_files(directory: Path) -> tuple[Kind, str]:
+    """The kind of the model in a directory, and what it is, in words for a message."""
+    dense, *others = kinds()  # a directory that no other kind recognises is that of a dense model
+    for kind in (*others, dense):
+        if (what := kind.recognise(directory)) is not None:
+            return kind, what
+    raise AssertionError(directory)
 
 
 def own_loss(name: str) -> Callable[..., Any] | None:

@@ -66,7 +66,7 @@ class InfoNCEConfig(LossConfig):
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.
     temperature_bounds: list[float] | None = None
-    # Of vectors; default: the model's. Late interaction: model.late_interaction.similarity.
+    # Of vectors; default: the model's. Late interaction: model.similarity.
     similarity: Similarity | None = None
     directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
     partition_mode: PartitionMode = PartitionMode.joint

@@ -1,4 +1,4 @@
-"""Options and settings of models in the manner of BGE-M3: dense, lexical and multi-vector representations of a text."""
+"""Settings of models in the manner of BGE-M3: dense, lexical and multi-vector representations of a text."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,6 @@ class HybridWeights(NamedTuple):
     dense: float = 1.0
     lexical: float = 0.3
     multi_vector: float = 1.0
-
-
-@dataclass(kw_only=True)
-class M3Config:
-    """The representations of model.kind=m3, and how their scores are added (Chen et al., 2024, "BGE M3-Embedding")."""
-
-    dim: int | None = None  # dimensions of a token's vector; default: that of the directory, else the hidden size
-    # Weights of the dense, lexical and multi-vector scores in the score of two texts, when training and searching;
-    # default: those of the directory, else [1, 0.3, 1].
-    hybrid_weights: list[float] | None = None
 
 
 def check_hybrid_weights(weights: list[float] | None, check: OptionChecks) -> None:

@@ -6,18 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
-from embedtrain.config.m3 import M3Config, check_hybrid_weights
-from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS
 from embedtrain.config.recipe import (
     ADAPTER,
     ALL_LINEAR,
     LoraConfig,
     ModelConfig,
-    Pooling,
-    ScoreHead,
 )
-from embedtrain.config.sparse import SparseConfig
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import install_command
@@ -31,7 +25,6 @@ _ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
 def check_model(model: ModelConfig) -> None:
     """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
     check = OptionChecks(model, "model.")
-    load_kind(model.kind)
     if model.path is None and model.config is None:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config for random weights")
     if model.path is not None and model.config is not None:
@@ -46,174 +39,11 @@ def check_model(model: ModelConfig) -> None:
         "tokenizer_revision",
         "has no effect without model.tokenizer: the model's own tokenizer has the model's revision",
     )
-    _check_kind(model, check)
-    if model.kind == "dense" and model.config is not None and model.pooling is None:
-        raise ConfigError("model.config does not define pooling: set model.pooling to cls, mean or last")
+    load_kind(model.kind).check_options(model)
     check.length("max_length")
-    if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
-        raise ConfigError(include_prompt_error(model.pooling))
     check.positive("rope_theta", "null keeps that of the configuration")
     if model.rope_scaling is not None:
         check_rope_scaling(model.rope_scaling)
-
-
-# The options that only models of one kind have.
-_OPTIONS_OF_KIND = {
-    "dense": ("pooling", "normalize", "similarity", "include_prompt", "append_eos"),
-    "cross_encoder": ("pair_template", "score_head", "score_tokens", "score_labels"),
-}
-
-
-def _check_kind(model: ModelConfig, check: OptionChecks) -> None:
-    defaults = ModelConfig()
-    for kind, names in _OPTIONS_OF_KIND.items():
-        foreign = [name for name in names if getattr(model, name) != getattr(defaults, name)]
-        if foreign and model.kind != kind:
-            unset = " ".join(f"model.{name}={written(getattr(defaults, name))}" for name in foreign)
-            check.require(
-                False,
-                foreign[0],
-                f"is for model.kind={kind}, not {model.kind}; leave it out, or write {unset} where a recipe sets it",
-            )
-    _check_late_interaction(model)
-    _check_m3(model)
-    for name, default in vars(SparseConfig()).items():
-        OptionChecks(model.sparse, "model.sparse.").require(
-            model.kind == "sparse" or getattr(model.sparse, name) == default,
-            name,
-            f"is for model.kind=sparse, not {model.kind}; leave it out",
-        )
-    if model.pair_template is not None:
-        _check_pair_template(model.pair_template, check)
-    _check_score_tokens(model, check)
-    if model.score_labels is not None:
-        check_score_labels(model.score_labels, check, "score_labels")
-        check.require(
-            model.score_tokens is None and model.score_head is not ScoreHead.tokens and model.config is None,
-            "score_labels",
-            "is for a model.path that is a classifier, whose score is not that of tokens; leave it out",
-        )
-
-
-def _check_late_interaction(model: ModelConfig) -> None:
-    """Options of vectors of tokens have an effect, and their lengths fit each other."""
-    options, defaults = model.late_interaction, LateInteractionConfig()
-    check = OptionChecks(options, "model.late_interaction.")
-    for name, default in vars(defaults).items():
-        check.require(
-            model.kind == "late_interaction" or getattr(options, name) == default,
-            name,
-            f"is for model.kind=late_interaction, not {model.kind}; leave it out",
-        )
-    check.at_least(1, "dim")
-    for name in ("query_length", "document_length", "expansion_length"):
-        check.length(name)
-    not_expanded = options.query_expansion is QueryExpansion.none or (
-        options.query_expansion is None and model.path is None
-    )
-    for name in ("expansion_length", "expansion_token", "attend_to_expansion_tokens"):
-        check.require(
-            getattr(options, name) is None or not not_expanded,
-            name,
-            "has no effect without expansion; set model.late_interaction.query_expansion to min or fixed",
-        )
-    if options.query_length is not None and options.expansion_length is not None:
-        check.require(
-            options.query_length >= options.expansion_length,
-            "query_length",
-            f"is below expansion_length={options.expansion_length}, the tokens of an expanded query; lower that as "
-            "well, or leave query_length out",
-        )
-
-
-def _check_m3(model: ModelConfig) -> None:
-    """Options of BGE-M3 have an effect."""
-    options, check = model.m3, OptionChecks(model.m3, "model.m3.")
-    for name, default in vars(M3Config()).items():
-        check.require(
-            model.kind == "m3" or getattr(options, name) == default,
-            name,
-            f"is for model.kind=m3, not {model.kind}; leave it out",
-        )
-    check.at_least(1, "dim")
-    check_hybrid_weights(options.hybrid_weights, check)
-
-
-def _check_score_tokens(model: ModelConfig, check: OptionChecks) -> None:
-    """Tokens are one or two different ones, and have an effect."""
-    tokens = model.score_tokens
-    check.require(
-        model.score_head is not ScoreHead.tokens or model.config is None,
-        "score_head",
-        "reads rows of the vocabulary head of a model, and model.config has no weights; set model.path",
-    )
-    check.require(
-        model.score_head is not ScoreHead.tokens
-        or model.pair_template is None
-        or isinstance(model.pair_template, str)
-        or tokens is not None,
-        "score_head",
-        "needs model.score_tokens, such as [yes, no], with a pair_template of your own",
-    )
-    if tokens is None:
-        return
-    check.require(
-        len(tokens) in (1, 2) and len(set(tokens)) == len(tokens) and all(tokens),
-        "score_tokens",
-        "must be two different tokens, such as [yes, no], or one for its logit alone",
-    )
-    check.require(
-        not {"True", "False"} & set(tokens),
-        "score_tokens",
-        'are what YAML makes of yes and no without quotes; write ["yes", "no"]',
-    )
-    check.require(
-        model.score_head is not ScoreHead.classification and model.config is None,
-        "score_tokens",
-        "has no effect on a classification head; leave it out, or set model.score_head=tokens and model.path",
-    )
-
-
-def check_score_labels(labels: Sequence[int], check: OptionChecks, name: str) -> None:
-    """Labels are one or two different ones."""
-    check.require(
-        len(labels) in (1, 2) and len(set(labels)) == len(labels) and min(labels) >= 0,
-        name,
-        "must be two different labels, such as [1,0] for the logit of label 1 minus that of label 0, or one for its "
-        "logit alone",
-    )
-
-
-def _check_pair_template(template: Any, check: OptionChecks) -> None:
-    """A name, or a mapping whose query and document contain their texts as `{query}` and `{document}`."""
-    if isinstance(template, str) and template in PAIR_TEMPLATES:
-        return
-    example = 'such as {query: "Query: {query}\\n", document: "Document: {document}", suffix: "\\nRelevant:"}'
-    is_mapping = isinstance(template, Mapping)
-    check.require(
-        is_mapping,
-        "pair_template",
-        f"must be {', '.join(SCORE_TOKENS)}, or a mapping of {', '.join(TEMPLATE_PARTS)}, {example}",
-    )
-    for name, text in template.items():
-        known = name in TEMPLATE_PARTS and isinstance(text, str)
-        check.require(
-            known, "pair_template", f"{name} must be one of {', '.join(TEMPLATE_PARTS)} and a text, {example}"
-        )
-    for name in ("query", "document"):
-        check.require(
-            str(template.get(name, "")).count(f"{{{name}}}") == 1,
-            "pair_template",
-            f"its {name} must contain {{{name}}} once, {example}",
-        )
-
-
-def include_prompt_error(pooling: Pooling) -> str:
-    """The message for `model.include_prompt=false` with a pooling other than mean."""
-    return (
-        f"model.include_prompt=false is for model.pooling=mean: with {pooling.value} the embedding is that of one "
-        "token; leave include_prompt out"
-    )
 
 
 def check_rope_scaling(scaling: Any) -> None:

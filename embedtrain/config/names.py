@@ -13,8 +13,9 @@ from typing import Any
 from embedtrain.config import migration
 from embedtrain.config.conversions import Answer, Flag, Row
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.validation import did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
@@ -36,6 +37,14 @@ _OF_COMMANDS = {"model.path": "model", "data.train": "data", "evaluation.sets": 
 
 def explain_unknown(option: str, kind: type, value: Any = None) -> str:
     """The message for an option, by its full name, that the dataclass `kind` does not have; `value` is the user's."""
+    name = option.rpartition(".")[2]
+    owners = [other.name for other in kinds() if name in other.own_options] if issubclass(kind, ModelConfig) else []
+    if owners:
+        shown = option if value is None else f"{option}={value}"
+        return (
+            f"unknown option {shown}: is for model.kind={' or '.join(owners)}, not {kind().kind}; leave it out, or "
+            f"write {option}=null where a recipe sets it"
+        )
     suggestion = suggest(option, kind, None if value is None else str(value))
     if suggestion is not None:
         return f"unknown option {option}{'' if value is None else f'={value}'}: {suggestion}"
@@ -136,6 +145,8 @@ def misplaced_option(option: str, kind: type, value: str) -> str | None:
     keys = option.split(".")
     for depth, key in enumerate(keys):
         parent = ".".join(keys[:depth])
+        if isinstance(node, ModelConfig) and any(key in kind.own_options for kind in kinds()):
+            return None  # the options of another kind are checked when the kind is known
         if isinstance(node, LossConfig) or node is None or isinstance(node, dict):
             return None  # another loss has other options, and OmegaConf checks values
         if isinstance(node, list):
@@ -210,7 +221,8 @@ def _simplified(name: str) -> str:
 
 
 def _is_of_recipe(kind: type) -> bool:
-    return kind in (Recipe, TrainSource, EvaluationSet) or issubclass(kind, LossConfig) or kind in _recipe_parts()
+    of_kinds = (LossConfig, ModelConfig)
+    return kind in (Recipe, TrainSource, EvaluationSet) or issubclass(kind, of_kinds) or kind in _recipe_parts()
 
 
 @cache
@@ -220,8 +232,12 @@ def _recipe_parts() -> frozenset[type]:
 
 @cache
 def _recipe_options() -> dict[str, Any]:
-    """The full names of all options of a recipe with their defaults, and those of the default loss."""
-    return {name: node for name, node in _walk(Recipe(), "") if not is_dataclass(node)}
+    """The full names of all options of a recipe with their defaults: of all kinds of models, and the default loss."""
+    options = {name: node for name, node in _walk(Recipe(), "") if not is_dataclass(node)}
+    for kind in kinds():
+        defaults = kind.options()
+        options |= {f"model.{name}": getattr(defaults, name) for name in kind.own_options}
+    return options
 
 
 def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

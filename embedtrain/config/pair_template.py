@@ -1,9 +1,26 @@
 """The text around the query and the document of a pair, as decoders that score pairs were trained to read it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
+
+from embedtrain.config.validation import OptionChecks
+
+
+class ScoreHead(str, Enum):
+    """How a cross-encoder's score is computed from the last layer.
+
+    `classification` is the head of transformers' class for sequence classification. `tokens` is the logit of a token
+    after the pair, or the difference of two; the same head starts from their rows of the vocabulary. `auto` is `tokens`
+    for a `LogitScore` directory of sentence-transformers, with `score_tokens`, and for a causal language model with a
+    named `pair_template`.
+    """
+
+    auto = "auto"
+    classification = "classification"
+    tokens = "tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +131,13 @@ def published_template(path: str) -> str | None:
             if re.match(pattern, part):
                 return name
     return None
+
+
+def check_score_labels(labels: Sequence[int], check: OptionChecks, name: str) -> None:
+    """Labels are one or two different ones."""
+    check.require(
+        len(labels) in (1, 2) and len(set(labels)) == len(labels) and min(labels) >= 0,
+        name,
+        "must be two different labels, such as [1,0] for the logit of label 1 minus that of label 0, or one for its "
+        "logit alone",
+    )

@@ -10,14 +10,11 @@ from typing import Any
 
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.heads import HeadConfig
-from embedtrain.config.late_interaction import LateInteractionConfig
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
-from embedtrain.config.m3 import M3Config
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.options import LENGTH, SEED, Effect, option
-from embedtrain.config.sparse import SparseConfig, SparsityConfig
+from embedtrain.config.sparse import SparsityConfig
 
 
 class WandbMode(str, Enum):
@@ -163,20 +160,6 @@ class Pooling(str, Enum):
     weighted_mean = "weighted_mean"
 
 
-class ScoreHead(str, Enum):
-    """How a cross-encoder's score is computed from the last layer.
-
-    `classification` is the head of transformers' class for sequence classification. `tokens` is the logit of a token
-    after the pair, or the difference of two; the same head starts from their rows of the vocabulary. `auto` is `tokens`
-    for a `LogitScore` directory of sentence-transformers, with `score_tokens`, and for a causal language model with a
-    named `pair_template`.
-    """
-
-    auto = "auto"
-    classification = "classification"
-    tokens = "tokens"
-
-
 class Attention(str, Enum):
     """How texts of different lengths share a forward pass.
 
@@ -279,9 +262,12 @@ class OnError(str, Enum):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """The model to train, and how it turns a text into an embedding, or a pair of texts into a score."""
+    """The model to train: the options that every kind of model has. Those of each kind are a subclass in `kinds/`."""
 
-    kind: str = "dense"  # dense, cross_encoder, late_interaction, m3 or sparse
+    # What the model computes: dense (a vector per text), cross_encoder (a score per pair of query and document, a
+    # reranker), late_interaction (a vector per token of a text, ColBERT), m3 (a vector, lexical weights and a vector
+    # per token, BGE-M3) or sparse (a weight per word of the vocabulary, SPLADE). Each has further options.
+    kind: str = "dense"
     path: str | None = option(None, is_input=True)  # Hub id, Hugging Face directory or sentence-transformers directory
     # instead, for random weights: a mapping with `model_type`, or the path of a config.json
     config: Any = option(None, is_input=True)
@@ -290,30 +276,8 @@ class ModelConfig:
     tokenizer_revision: str | None = None  # a commit, tag or branch of its Hub repository
     vocab_size: int = 16000  # size of a vocabulary trained on the data
     vocab_lowercase: bool = True  # lowercase texts for such a vocabulary
-    # `cls`, `mean`, `last`, `max` or `weighted_mean` (weights 1, 2, 3, ... in the order of the tokens); default: that
-    # of a sentence-transformers directory.
-    pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
-    # How vectors are compared in evaluation, mining and search, and in the exported model: cosine, dot, euclidean or
-    # manhattan. Default: as the loss compares them unless they are normalised, else that of the directory, else cosine.
-    similarity: VectorSimilarity | None = None
-    # New dense heads between pooling and normalisation, for a model whose directory has none.
-    heads: list[HeadConfig] = field(default_factory=list)
     max_length: int | None = None  # tokens, including special tokens; default: that of the directory
     bidirectional: bool | None = None  # tokens attend to later tokens as well; default: the configuration's
-    append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
-    include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
-    # The text around a pair's query and document, for a decoder: qwen3, gemma or mxbai, as Qwen3-Reranker,
-    # bge-reranker-v2-gemma and mxbai-rerank-v2 have it, or a mapping of prefix, query, document and suffix; default:
-    # that of the directory, else the tokenizer's pairs.
-    pair_template: Any = None
-    score_head: ScoreHead = ScoreHead.auto
-    score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
-    # Of a classifier of several labels: [1, 0] for the logit of label 1 minus that of label 0, or one for its logit.
-    score_labels: list[int] | None = None
-    late_interaction: LateInteractionConfig = field(default_factory=LateInteractionConfig)
-    m3: M3Config = field(default_factory=M3Config)
-    sparse: SparseConfig = field(default_factory=SparseConfig)
     attention: Attention = option(Attention.auto, resume=Effect.changes_rounding)
     rope_theta: float | None = None  # base of the rotary positions in training; default: the configuration's
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
@@ -483,7 +447,7 @@ class Recipe:
     seed: int = option(42, **SEED, resume=Effect.must_match)  # seed of the data order, dropout and new weights
     output_dir: str = option("runs/${name}", resume=Effect.no_effect, in_result=False)  # directory of the run
     resume: Resume = option(Resume.auto, resume=Effect.no_effect)
-    model: ModelConfig = option(factory=ModelConfig, resume=Effect.must_match)
+    model: ModelConfig = option(factory=lambda: load_kind("dense").options(), resume=Effect.must_match)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = option(factory=InfoNCEConfig, resume=Effect.must_match)
     sparsity: SparsityConfig = option(factory=SparsityConfig, resume=Effect.changes_training)

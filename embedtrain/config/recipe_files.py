@@ -6,7 +6,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from embedtrain.config.losses import LOSSES, LossConfig
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -65,4 +65,6 @@ def recipe_schema() -> DictConfig:
     schema = OmegaConf.structured(Recipe)
     assert isinstance(schema, DictConfig)
     schema.loss = LossConfig()  # into the default, InfoNCE, only InfoNCE could be merged
+    schema.model = ModelConfig()
+    OmegaConf.set_struct(schema.model, False)  # the options of its kind, which is known after the composition
     return schema

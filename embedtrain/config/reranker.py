@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.evaluation import Backend
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.model_checks import check_model
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import LoraConfig, ModelConfig
@@ -33,8 +34,7 @@ class RerankerConfig:
 
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
         """The options of the model, as a recipe has them."""
-        return ModelConfig(
-            kind="cross_encoder",
+        options: ModelConfig = load_kind("cross_encoder").options(
             path=self.path,
             lora=LoraConfig(path=self.adapter),
             revision=self.revision,
@@ -46,6 +46,7 @@ class RerankerConfig:
             score_labels=self.score_labels,
             trust_remote_code=trust_remote_code,
         )
+        return options
 
 
 def parse_reranker(value: Any, option: str) -> RerankerConfig | None:

@@ -1,8 +1,9 @@
-"""Options of learned sparse models: how a text's words get their weights, and what keeps most of them at zero."""
+"""Learned sparse models: how a text's words get their weights, and what keeps most of them at zero."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
 
+IDF = "idf"  # the value of model.query_weights for weights that are computed from the documents
 _QUERY_WEIGHT = 5e-5
 
 
@@ -44,21 +45,6 @@ class SparseQueries(str, Enum):
 
     encoded = "encoded"
     static = "static"
-
-
-@dataclass(kw_only=True)
-class SparseConfig:
-    """How a learned sparse model computes the weights of words (SPLADE)."""
-
-    pooling: SparsePooling | None = None  # default: that of the directory, else max
-    activation: SparseActivation | None = None  # default: that of the directory, else relu
-    queries: SparseQueries | None = None  # default: that of the directory, else encoded
-    # Weights of the tokens of static queries: a JSON file of tokens and weights, such as idf.json of OpenSearch's
-    # models, or `idf`, which computes them from the documents of data.train. Default: those of the directory, else idf.
-    query_weights: str | None = None
-    # Whether they are trained, with the learning rate 1e-3 unless optim.groups has one for `query_weights`; default: as
-    # the directory says, else false.
-    train_query_weights: bool | None = None
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,11 @@
 """Checks of the options of learned sparse models: regularizers, and queries without inference."""
 
 from dataclasses import fields
+from typing import Any
 
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, Recipe
-from embedtrain.config.sparse import SparseConfig, SparseQueries, SparseRegularizer, SparsityConfig
+from embedtrain.config.sparse import SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.config.validation import OptionChecks
-
-IDF = "idf"
 
 
 def check_sparsity(recipe: Recipe) -> None:
@@ -32,30 +31,14 @@ def check_sparsity(recipe: Recipe) -> None:
             f"has no effect on {name.replace('threshold', 'regularizer')}={kind.value}; leave it out",
         )
     check.at_least(0, "ramp", "0 applies the full weights from the first step on")
-    _check_static_queries(recipe.model.sparse)
-    check_query_regularizer(recipe.sparsity, recipe.model.sparse.queries or SparseQueries.encoded)
+    model: Any = recipe.model
+    check_query_regularizer(recipe.sparsity, model.queries or SparseQueries.encoded)
     for name in (ADAPTER, LOGIT_SCORE):
         OptionChecks(recipe.export, "export.").require(
             name not in recipe.export.formats, "formats", f"{name} is not for model.kind=sparse; leave it out"
         )
     OptionChecks(recipe.export, "export.").require(
         recipe.export.truncate_dim is None, "truncate_dim", "is not for model.kind=sparse, whose dimensions are words"
-    )
-
-
-def _check_static_queries(options: SparseConfig) -> None:
-    """Options of static queries have an effect, and possible values."""
-    defaults, check = SparseConfig(), OptionChecks(options, "model.sparse.")
-    for name in ("query_weights", "train_query_weights"):
-        check.require(
-            options.queries is not SparseQueries.encoded or getattr(options, name) == getattr(defaults, name),
-            name,
-            "is for model.sparse.queries=static; leave it out",
-        )
-    check.require(
-        options.query_weights in (None, IDF) or str(options.query_weights).endswith(".json"),
-        "query_weights",
-        f"must be {IDF}, or a JSON file of tokens and their weights, such as idf.json",
     )
 
 
@@ -66,5 +49,5 @@ def check_query_regularizer(sparsity: SparsityConfig, queries: SparseQueries) ->
         check.require(
             queries is SparseQueries.encoded or getattr(sparsity, name) in (getattr(defaults, name), 0),
             name,
-            "has no effect on static queries (model.sparse.queries), whose words are those of the text; leave it out",
+            "has no effect on static queries (model.queries), whose words are those of the text; leave it out",
         )

@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.tensor_files import TensorReader, TensorSpec
-from embedtrain.config.kinds import load_kind
+from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import (
     ADAPTER,
     LOGIT_SCORE,
     ONNX,
     ExportConfig,
     ExportDtype,
-    ModelConfig,
     Pooling,
 )
 from embedtrain.data.tokens import TextTokenizer
@@ -69,9 +68,8 @@ from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.export_record import write_record
-from embedtrain.models.hub import resolve_directory, split_revision
-from embedtrain.models.module_settings import stored_kind
-from embedtrain.models.source import open_model_source
+from embedtrain.models.hub import split_revision
+from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
@@ -165,7 +163,7 @@ class ModelExport:
         try:
             if not trust_remote_code:  # the architecture may be that of somebody else's run
                 remove_code(directory)
-            load_kind(stored_kind(directory)).files.finish_weights(directory)
+            kind_of_files(directory)[0].files.finish_weights(directory)
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
             files = source.kind.files
             if reference is not None:
@@ -306,10 +304,8 @@ def open_model(
     """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory."""
     name, own_revision = split_revision(path)
     revision = revision or own_revision
-    kind = kind or stored_kind(resolve_directory(name, revision, "model", "revision"))
-    return open_model_source(
-        ModelConfig(path=name, revision=revision, kind=kind, pooling=pooling, trust_remote_code=trust_remote_code)
-    )
+    model = CommandModel(path=name, revision=revision, pooling=pooling, trust_remote_code=trust_remote_code)
+    return open_model_source(with_kind_of_files(model, kind)[0])
 
 
 def num_parameters(source: ModelSource) -> int:

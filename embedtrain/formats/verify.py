@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embedtrain.config.recipe import ModelConfig
+from embedtrain.config.kinds import kind_of_files
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.transformers import compare_shapes
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 
@@ -152,9 +151,8 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
 
     Raises CheckpointError if a weight is missing, unexpected, or of another shape.
     """
-    source = open_model_source(
-        ModelConfig(path=str(directory), kind=stored_kind(directory), trust_remote_code=trust_remote_code)
-    )
+    kind = kind_of_files(directory)[0]
+    source = open_model_source(kind.options(path=str(directory), trust_remote_code=trust_remote_code))
     for folder, shapes in source.kind.files.stored_shapes(source).items():
         compare_shapes(folder, shapes)
     return source

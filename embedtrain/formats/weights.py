@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from embedtrain.checkpoint.tensor_files import FileLayout, RowWriter, TensorSpec, file_layout
-from embedtrain.config.kinds import load_kind
+from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import ExportDtype
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
@@ -30,7 +30,7 @@ from embedtrain.formats.transformers import write_code, write_config, write_dtyp
 from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from embedtrain.models.adapter_files import peft_key
 from embedtrain.models.encoder import prepare_backbone
-from embedtrain.models.module_settings import SETTINGS, stored_kind
+from embedtrain.models.module_settings import SETTINGS
 from embedtrain.models.stored_weights import stored_dtype, stored_tensors
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.checksums import CHECKSUMS
@@ -114,7 +114,7 @@ def plan_weights(
     Floating-point weights are converted to `dtype`, those of `adapter` are also written in float32 as a PEFT adapter. A
     backbone above `max_file_size`, such as `5GB`, is split into several files.
     """
-    files = load_kind(stored_kind(architecture)).files
+    files = kind_of_files(architecture)[0].files
     pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
     specs = pooler | dict(specs)
     names = files.stored_names(specs, architecture)

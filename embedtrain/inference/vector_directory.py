@@ -24,13 +24,13 @@ from safetensors.torch import save
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
+from embedtrain.config.recipe import LoraConfig, Pooling, Precision
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
-from embedtrain.inference.loading.encoder_model import load_encoder_model
+from embedtrain.inference.loading.command_model import load_encoder_model
 from embedtrain.inference.stored_vectors import (
     FORMAT,
     INDEX_FILE,
@@ -43,6 +43,7 @@ from embedtrain.inference.stored_vectors import (
     vector_keys,
 )
 from embedtrain.inference.vector_cache import model_identity
+from embedtrain.models.source import CommandModel
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.utils.checksums import file_checksum
@@ -114,21 +115,21 @@ def distinct_texts(stores: Sequence[RowStore], query_prompt: str, document_promp
     )
 
 
-def describe_model(model: ModelConfig) -> dict[str, Any]:
+def describe_model(model: CommandModel) -> dict[str, Any]:
     """What a directory says about the teacher's model, as plain values."""
     pooling, similarity = (None if choice is None else choice.value for choice in (model.pooling, model.similarity))
     own = {name: getattr(model, name) for name in _MODEL_OPTIONS}
     return {"path": model.path, "adapter": model.lora.path, "pooling": pooling, "similarity": similarity, **own}
 
 
-def model_of(stored: StoredVectors) -> ModelConfig:
+def model_of(stored: StoredVectors) -> CommandModel:
     """The model whose vectors a directory holds, whose code never runs, because only a file names it.
 
     Raises a DataError if an earlier version wrote the directory.
     """
     try:
         options = stored.index["options"]
-        return ModelConfig(
+        return CommandModel(
             path=options["path"],
             lora=LoraConfig(path=options["adapter"]),
             pooling=None if options["pooling"] is None else Pooling(options["pooling"]),
@@ -174,7 +175,7 @@ class VectorDirectory:
     """
 
     def __init__(
-        self, directory: Path, model: ModelConfig, identity: Mapping[str, Any], texts: DistinctTexts, world: World
+        self, directory: Path, model: CommandModel, identity: Mapping[str, Any], texts: DistinctTexts, world: World
     ) -> None:
         self.directory, self.model, self.identity, self.texts, self.world = directory, model, identity, texts, world
         self.unfinished = directory.with_name(f"{directory.name}.unfinished")

@@ -7,7 +7,7 @@ from embedtrain.config.checks import check_train_sources
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import IndexConfig, Unshard, check_index
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.model_checks import check_score_labels
+from embedtrain.config.pair_template import check_score_labels
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written

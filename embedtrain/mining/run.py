@@ -18,8 +18,9 @@ from embedtrain.inference.loading.command_model import (
     TEACHER_OPTION_NAMES,
     command_model_config,
     command_option_names,
+    load_encoder_model,
+    open_encoder_source,
 )
-from embedtrain.inference.loading.encoder_model import load_encoder_model, open_encoder_source
 from embedtrain.inference.loading.load import quiet_libraries
 from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.mining.folder import MiningFolder, mining_identity, require_same_files

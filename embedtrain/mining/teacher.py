@@ -4,17 +4,17 @@ Q queries, P pairs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
-from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
-from embedtrain.inference.loading.encoder_model import open_encoder_source
+from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, command_option_names, open_encoder_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.pair_scorer import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
@@ -56,20 +56,20 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
 
     Raises ConfigError if it does not exist, or is neither a bi-encoder nor a finished cross-encoder.
     """
-    model = ModelConfig(
-        path=options.teacher,
-        revision=options.teacher_revision,
-        max_length=options.teacher_max_length,
-        trust_remote_code=options.trust_remote_code,
-    )
+    common: dict[str, Any] = {
+        "path": options.teacher,
+        "revision": options.teacher_revision,
+        "max_length": options.teacher_max_length,
+        "trust_remote_code": options.trust_remote_code,
+    }
     path = str(options.teacher)
     template, labels = options.teacher_pair_template, options.teacher_score_labels
-    reranker = replace(model, kind="cross_encoder", pair_template=template, score_labels=labels)
+    reranker = load_kind("cross_encoder").options(**common, pair_template=template, score_labels=labels)
     try:
         with command_option_names(TEACHER_OPTION_NAMES):
             if template is None and labels is None:
                 try:
-                    encoder, source = open_encoder_source(model)
+                    encoder, source = open_encoder_source(ModelConfig(**common))
                     return TeacherSpec(source, False, encoder)
                 except ConfigError:  # its files do not define the pooling
                     pass

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import (
@@ -55,10 +55,10 @@ class DirectoryModules:
         """Whether a causal language model scores pairs by the logits of tokens."""
         return self.kinds == ["Transformer", LOGIT_SCORE]
 
-    def require_supported(self, directory: Path, model: ModelConfig) -> None:
+    def require_supported(self, directory: Path) -> None:
         """Raise ModelError for an order of modules that none of our models has."""
         if self.words is not None:
-            require_sparse_modules(directory, self.kinds, model)
+            require_sparse_modules(directory, self.kinds)
             return
         first = [STATIC_EMBEDDING] if self.is_static else ["Transformer", *["Pooling"] * (self.pooling is not None)]
         if not self.is_scorer and self.kinds != [*first, *["Dense"] * len(self.dense), *["Normalize"] * self.normalize]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub import is_offline_mode, list_repo_files, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.utils.files import expand_user
@@ -92,7 +93,7 @@ def download_configuration(model: ModelConfig) -> ModelConfig:
     if model.path is None or model.config is not None or expand_user(model.path).is_dir():
         return model
     patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
-    if model.kind == "cross_encoder":
+    if load_kind(model.kind).scores_pairs:
         patterns += _TOKENIZER
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", patterns)
     return replace(model, path=str(directory), revision=None)

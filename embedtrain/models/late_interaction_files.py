@@ -11,8 +11,13 @@ from typing import Any
 
 from safetensors import safe_open
 
-from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
-from embedtrain.config.token_vectors import DEFAULT_EXPANSION_LENGTH, Expansion, TokenVectors
+from embedtrain.config.late_interaction import (
+    DEFAULT_EXPANSION_LENGTH,
+    Expansion,
+    QueryExpansion,
+    TokenSimilarity,
+    TokenVectors,
+)
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import (
@@ -111,7 +116,7 @@ def read_late_interaction(directory: Path) -> LateInteractionFiles:
             skiplist_queries=skips_queries,
             similarity=_similarity(directory / SETTINGS, settings),
         ),
-        prompts=prompts_of(settings | {"prompts": prompts}, directory / SETTINGS, "late_interaction"),
+        prompts=prompts_of(settings | {"prompts": prompts}, directory / SETTINGS),
         prompt_tokens=tuple(prefix for prefix in prefixes.values() if prefix),
         lowercase=bool(stored.get("do_lower_case")),
     )

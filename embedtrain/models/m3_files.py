@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from embedtrain.config.m3 import HybridWeights, M3Config, M3Settings
-from embedtrain.config.recipe import Pooling
-from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.encoder import hidden_size
+from embedtrain.config.m3 import HybridWeights, M3Settings
+from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json, require_own_file
 from embedtrain.models.hub import one_line
 from embedtrain.utils.files import write_json
@@ -41,27 +38,13 @@ def has_m3_layers(directory: Path) -> bool:
     return bool(present)
 
 
-def m3_settings(directory: Path | None, config: PretrainedConfig, options: M3Config) -> M3Settings:
-    """The settings of a model in `directory`; without the files there, its layers are new.
-
-    A ConfigError if `model.m3.dim` is not that of the files; a ModelError if these cannot be used.
-    """
-    size, stored = hidden_size(config), _read_settings(directory)
-    chosen = stored.get("hybrid_weights", HybridWeights()) if options.hybrid_weights is None else options.hybrid_weights
-    weights = HybridWeights(*chosen)
-    if directory is None or not has_m3_layers(directory):
-        dim = options.dim or stored.get("dim", size)
-        return M3Settings(dimension=size, token_dimension=dim, weights=weights, is_new=True)
-    dim = len(_read(directory / f"{COLBERT}.pt", size)["weight"])
-    if options.dim not in (None, dim):
-        raise ConfigError(f"model.m3.dim={options.dim}: {directory / COLBERT}.pt has {dim} dimensions; leave it out")
-    sparse = _read(directory / f"{SPARSE}.pt", size)["weight"]
-    if len(sparse) != 1:
-        raise ModelError(f"{directory / SPARSE}.pt: weight has the shape {list(sparse.shape)}; expected [1, {size}]")
-    return M3Settings(dimension=size, token_dimension=dim, weights=weights)
+def is_m3(directory: Path) -> bool:
+    """Whether a directory is that of such a model: of FlagEmbedding, of an export or of a run."""
+    return any((directory / name).is_file() for name in (SETTINGS, *(f"{layer}.pt" for layer in LAYERS)))
 
 
-def _read_settings(directory: Path | None) -> dict[str, Any]:
+def read_m3_settings(directory: Path | None) -> dict[str, Any]:
+    """What the directory of a run or of an export says of the layers; empty without the file."""
     path = None if directory is None else directory / SETTINGS
     if path is None or not path.is_file():
         return {}
@@ -75,27 +58,12 @@ def _read_settings(directory: Path | None) -> dict[str, Any]:
     return settings
 
 
-def is_m3(directory: Path) -> bool:
-    """Whether a directory is that of such a model: of FlagEmbedding, of an export or of a run."""
-    return (directory / SETTINGS).is_file() or has_m3_layers(directory)
-
-
-def require_m3_directory(pooling: Pooling | None, num_heads: int, where: str) -> None:
-    """Reject a model whose dense vector is not that of the first token."""
-    if pooling not in (None, Pooling.cls) or num_heads:
-        raise ModelError(
-            f"{where}: model.kind=m3 has the vector of the first token (pooling cls, without Dense modules) as the "
-            f"dense vector of a text, and {COLBERT}.pt and {SPARSE}.pt are of such a model; remove both to train new "
-            "layers on its backbone"
-        )
-
-
 def read_m3_layers(directory: Path, size: int) -> dict[str, Tensor]:
     """The weights of both layers in float32, by the encoder's names; `size` is the hidden size."""
     return {
         f"{name}.{key}": tensor.float()
         for name in LAYERS
-        for key, tensor in _read(directory / f"{name}.pt", size).items()
+        for key, tensor in read_m3_layer(directory / f"{name}.pt", size).items()
     }
 
 
@@ -158,7 +126,7 @@ def _uncompressed(path: Path) -> io.BytesIO | Path:
     return copied
 
 
-def _read(path: Path, size: int) -> dict[str, Tensor]:
+def read_m3_layer(path: Path, size: int) -> dict[str, Tensor]:
     """The weight [n, size] and the bias [n] of a layer, finite floating-point tensors."""
     state = read_pickled_tensors(path)
     if set(state) != {"weight", "bias"}:

@@ -1,6 +1,6 @@
 """Reads the settings of a sentence-transformers directory: modules, pooling, Dense heads, prompts and dimensions."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
-from embedtrain.models.m3_files import is_m3
 from embedtrain.utils.files import expand_user
 
 SETTINGS = "config_sentence_transformers.json"
@@ -19,13 +18,6 @@ TASKS_FOLDER = "adapters"  # of a directory with the adapters of several tasks
 # Values of `model_type` in it; of PyLate the second of late interaction.
 CROSS_ENCODER, MULTI_VECTOR, PYLATE = "CrossEncoder", "MultiVectorEncoder", "ColBERT"
 SPARSE = "SparseEncoder"
-_KINDS = {
-    CROSS_ENCODER: "cross_encoder",
-    MULTI_VECTOR: "late_interaction",
-    PYLATE: "late_interaction",
-    SPARSE: "sparse",
-}
-
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -71,14 +63,6 @@ class Module(NamedTuple):
     type: str  # the full name of the class
 
 
-def stored_kind(directory: Path) -> str:
-    """The kind of a model directory that an export or a run has written."""
-    if is_m3(directory):
-        return "m3"
-    settings: dict[str, Any] = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
-    return _KINDS.get(str(settings.get("model_type")), "dense")
-
-
 def read_modules(directory: Path) -> list[Module]:
     """The modules in modules.json. A ModelError if one is outside the directory."""
     modules: list[Module] = []
@@ -119,24 +103,20 @@ def read_truncate_dim(path: Path) -> int | None:
     return value
 
 
-def read_similarity(path: Path, kind: str) -> VectorSimilarity:
-    """How sentence-transformers compares vectors according to these settings; a ModelError for an unknown name.
+def read_similarity(
+    settings: Mapping[str, Any], directory: Path, allowed: Sequence[VectorSimilarity]
+) -> VectorSimilarity:
+    """How sentence-transformers compares vectors according to its settings, by default as the first that is allowed.
 
-    Learned sparse models are compared by inner product here.
+    A ModelError for another one.
     """
-    default = VectorSimilarity.dot if kind == "sparse" else VectorSimilarity.cosine
-    value = read_json(path).get("similarity_fn_name") if path.is_file() else None
-    allowed = [default.value] if kind == "sparse" else [similarity.value for similarity in VectorSimilarity]
-    if value is not None and value not in allowed:
+    value, names = settings.get("similarity_fn_name"), [similarity.value for similarity in allowed]
+    if value is not None and value not in names:
         raise ModelError(
-            f"{path}: similarity_fn_name={value!r:.200} is not supported: allowed are {', '.join(allowed)}"
+            f"{directory / SETTINGS}: similarity_fn_name={value!r:.200} is not supported: allowed are "
+            f"{', '.join(names)}"
         )
-    return default if value is None else VectorSimilarity(value)
-
-
-def read_prompts(path: Path, kind: str) -> dict[str, str]:
-    """The prompts of the directory."""
-    return prompts_of(read_json(path) if path.is_file() else {}, path, kind)
+    return allowed[0] if value is None else VectorSimilarity(value)
 
 
 def task_prompts(adapter: str | None) -> dict[str, str]:
@@ -145,13 +125,13 @@ def task_prompts(adapter: str | None) -> dict[str, str]:
     path = folder.parent.parent / SETTINGS
     if adapter is None or folder.parent.name != TASKS_FOLDER or not path.is_file():
         return {}
-    saved = read_prompts(path, "dense")
+    saved = prompts_of(read_json(path), path)
     names = {role: f"{folder.name}_{role}" for role in ("query", "document")}
     return {role: saved[name] for role, name in names.items() if name in saved}
 
 
-def prompts_of(settings: Mapping[str, Any], path: Path, kind: str) -> dict[str, str]:
-    """The prompts in the settings of a directory, whose file is `path`."""
+def prompts_of(settings: Mapping[str, Any], path: Path, roles: Sequence[str] = ("query", "document")) -> dict[str, str]:
+    """The prompts in the settings of a directory, whose file is `path`; `roles` are those that have its default."""
     saved = settings.get("prompts") or {}
     if not isinstance(saved, dict):
         raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
@@ -166,8 +146,6 @@ def prompts_of(settings: Mapping[str, Any], path: Path, kind: str) -> dict[str, 
         if name in prompts:
             prompts.setdefault("document", prompts[name])
     if default and prompts[default]:
-        # A cross-encoder of sentence-transformers has it before the first text of a pair only.
-        roles = ("query",) if kind == "cross_encoder" else ("query", "document")
         prompts = dict.fromkeys(roles, prompts[default]) | prompts
     return prompts
 

@@ -1,48 +1,21 @@
 """The head of a cross-encoder as its directory describes it: of which kind, with which activation, trained or new."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig
 
-from embedtrain.config.pair_template import (
-    PAIR_TEMPLATES,
-    SCORE_TOKENS,
-    PairTemplate,
-    pair_template,
-    published_template,
-)
-from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
-from embedtrain.config.validation import written
-from embedtrain.errors import ConfigError, ModelError
+from embedtrain.config.pair_template import PairTemplate
+from embedtrain.config.recipe import Pooling
+from embedtrain.errors import ModelError
 from embedtrain.models.attention_direction import is_decoder
-from embedtrain.models.chat_template import read_chat_template
-from embedtrain.models.file_references import read_json
-from embedtrain.models.hub import resolve_directory
-from embedtrain.models.module_settings import CROSS_ENCODER
-from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 
 SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
 # A cross-encoder of sentence-transformers with a linear layer on a token vector.
 SCORE_MODULES = ["Transformer", "Pooling", "Dense"]
-_LATE = "late"  # of EuroBERT's class: its head receives every token, and no pooled one
+LATE = "late"  # of EuroBERT's class: its head receives every token, and no pooled one
 LOGIT_SCORE = "LogitScore"
-_CLASSIFIER, _CAUSAL = "ForSequenceClassification", "ForCausalLM"
-# Settings of decoders that change logits after the vocabulary head, with the values that do not.
-_LOGIT_SETTINGS = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
+_CLASSIFIER = "ForSequenceClassification"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,142 +46,13 @@ class HeadSource:
     template: PairTemplate | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RerankerFiles:
-    """What a model directory says of itself besides its configuration.
-
-    Attributes:
-        directory: of the transformer.
-        modules: the types in modules.json, if there is one.
-        pooling: of the module Pooling.
-        dense: the directories of the modules Dense.
-        logit_score: the content of LogitScore's config.json.
-        transformer: the content of sentence_bert_config.json.
-        settings: the content of config_sentence_transformers.json.
-    """
-
-    directory: Path
-    modules: Sequence[str] = ()
-    pooling: Pooling | None = None
-    dense: Sequence[Path] = ()
-    logit_score: Mapping[str, Any] = field(default_factory=dict)
-    transformer: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_score_head(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> HeadSource:
-    """The head of the model in a directory, whose configuration becomes that of a classifier of one label.
-
-    A ModelError if the directory holds a classifier of several labels without `score_labels`, its architecture has
-    none, or its pairs cannot be read as sentence-transformers does; a ConfigError if options have no effect.
-    """
-    directory, modules = files.directory, files.modules
-    is_classifier = is_reranker(config)
-    num_labels = int(config.num_labels) if is_classifier else 1
-    labels = _score_labels(directory, config, model, num_labels)
-    is_linear = list(modules) == SCORE_MODULES and files.settings.get("model_type") == CROSS_ENCODER
-    if (
-        not is_linear
-        and files.settings.get("model_type") == CROSS_ENCODER
-        and set(modules) - {"Transformer", LOGIT_SCORE}
-    ):
-        raise ModelError(
-            f"{directory / 'modules.json'} has the modules {', '.join(modules)}; supported in a cross-encoder are "
-            f"Transformer, Transformer and {LOGIT_SCORE}, or {', '.join(SCORE_MODULES)}"
-        )
-    if is_classifier and getattr(config, "classifier_pooling", None) == _LATE:
-        raise ModelError(
-            f"{directory / 'config.json'}: classifier_pooling={_LATE} scores every token and takes the mean; "
-            "supported are bos, cls and mean"
-        )
-    # That of several labels is a softmax, or none; the sigmoid of a difference of two is the softmax of the first.
-    activation = SIGMOID if labels else _activation(config, files.settings)
-    note = ""
-    if "Pooling" in modules and not is_linear:
-        note = f"{directory} is an embedding model: its backbone is used, its pooling is not"
-    if labels:
-        config.problem_type = None  # transformers rejects single_label_classification with a single label
-    new_score_head(config, str(directory))
-    name = model.pair_template if isinstance(model.pair_template, str) else published_template(str(model.path))
-    template = pair_template(model.pair_template) or _stored_template(files, config, model)
-    if template is None and name is not None:
-        template, note = PAIR_TEMPLATES[name], f"pairs are formatted for {name}, by the name of {model.path}"
-    tokens: tuple[int, ...] = ()
-    option = "score_tokens" if model.score_tokens is not None else "score_head"
-    if is_linear and (model.score_tokens is not None or model.score_head is ScoreHead.tokens):
-        raise ConfigError(f"model.{option}: {directory} has a head of its own, a Dense module; leave it out")
-    if not is_linear and _has_score_tokens(files, config, model, name):
-        tokens = _score_tokens(files, config, model, name)
-        if template is not None and template.special_tokens:
-            # The token is predicted after the template's end, and no end-of-text token may follow it.
-            template = replace(template, special_tokens=False, bos=True)
-    linear = _linear_head(files, config) if is_linear else None
-    is_new = not is_classifier and not tokens and linear is None
-    return HeadSource(
-        is_new=is_new,
-        activation=activation,
-        tokens=tokens,
-        labels=labels,
-        num_labels=num_labels,
-        linear=linear,
-        note=note,
-        template=template,
-    )
-
-
-def _score_labels(directory: Path, config: PretrainedConfig, model: ModelConfig, num_labels: int) -> tuple[int, ...]:
-    """The labels whose logits are the score; none of a classifier of one label, and of other models."""
-    labels, where = model.score_labels, directory / "config.json"
-    if labels is None and num_labels == 1:
-        return ()
-    if labels is None:
-        raise ModelError(
-            f"{where}: {_architecture(config)} has {num_labels} labels, and the score of a cross-encoder is a single "
-            f"one; to train, evaluate, search or mine with the logit of label 1 minus that of label 0, set "
-            "model.score_labels=[1,0]"
-        )
-    option = f"model.score_labels={written(labels)}"
-    if num_labels == 1:
-        raise ConfigError(f"{option}: {where} is of {_architecture(config)} without several labels; leave it out")
-    if max(labels) >= num_labels:
-        raise ConfigError(
-            f"{option}: {_architecture(config)} has the labels 0 to {num_labels - 1}, see id2label in {where}"
-        )
-    return tuple(labels)
-
-
-def _linear_head(files: RerankerFiles, config: PretrainedConfig) -> Path:
-    """The directory of a Dense module that is the head; a ModelError if the class's own head cannot represent it."""
-    (directory,) = files.dense
-    settings = read_json(directory / "config.json")
-    activation, num_outputs = (settings.get(name) for name in ("activation_function", "out_features"))
-    if not is_decoder(config) or files.pooling is not Pooling.last:
-        pooling = files.pooling.value if files.pooling is not None else "none"
-        raise ModelError(
-            f"{files.directory / 'modules.json'}: a head of {', '.join(SCORE_MODULES)} on the {pooling} token of "
-            f"{config.model_type}; supported is the last token of a decoder, because the classes of encoders have more "
-            "than a linear layer"
-        )
-    if activation != IDENTITY or num_outputs != 1:
-        raise ModelError(
-            f"{directory / 'config.json'}: activation_function={activation} and {num_outputs} outputs; a head has "
-            f"{IDENTITY} and 1 output"
-        )
-    weights = directory / "model.safetensors"
-    if settings.get("bias", True) and weights.is_file():
-        with safe_open(weights, framework="pt") as file:
-            if "linear.bias" in file.keys() and file.get_tensor("linear.bias").any():  # noqa: SIM118 - not a dict
-                raise ModelError(f"{weights}: linear.bias is not 0, and classes of decoders score without a bias")
-    return directory
-
-
 def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
     """A new head, for which `config` becomes that of a classifier of one label; a ModelError if there is no class."""
     own = dict(getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and f"AutoModel{_CLASSIFIER}" not in own:
         raise ModelError(f"{where}: {config.model_type} has no class for sequence classification, which scores pairs")
     config.num_labels = 1
-    if getattr(config, "classifier_pooling", None) == _LATE:
+    if getattr(config, "classifier_pooling", None) == LATE:
         config.classifier_pooling = "mean"
     return HeadSource(is_new=True)
 
@@ -216,102 +60,6 @@ def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
 def is_reranker(config: PretrainedConfig) -> bool:
     """Whether the model was saved as a sequence classifier."""
     return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
-
-
-def _has_score_tokens(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig, name: str | None) -> bool:
-    """Whether the head starts from rows of the vocabulary head."""
-    is_causal = any(architecture.endswith(_CAUSAL) for architecture in config.architectures or ())
-    is_requested = model.score_head is ScoreHead.tokens or model.score_tokens is not None
-    option = "model.score_head=tokens" if model.score_tokens is None else f"model.score_tokens={model.score_tokens}"
-    if is_requested and is_reranker(config):
-        raise ConfigError(
-            f"{option}: {files.directory} is a {_architecture(config)}, which has a head of its own and no vocabulary "
-            "head; leave it out"
-        )
-    if is_requested and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{option}: {config.model_type} is no causal language model; leave it out")
-    if model.score_head is ScoreHead.classification or is_reranker(config):
-        return False
-    return is_requested or bool(files.logit_score) or (is_causal and name is not None)
-
-
-def _score_tokens(
-    files: RerankerFiles, config: PretrainedConfig, model: ModelConfig, name: str | None
-) -> tuple[int, ...]:
-    """The ids of the tokens: those of a LogitScore directory, the option's, or the template's."""
-    for setting, neutral in _LOGIT_SETTINGS.items():
-        value = getattr(config.get_text_config(), setting, neutral)
-        if value is not None and value != neutral:
-            raise ModelError(
-                f"{files.directory / 'config.json'}: {setting}={value} changes logits, which a score of tokens does "
-                "not support; set model.score_head=classification to train a new head"
-            )
-    if files.logit_score:
-        if model.score_tokens is not None:
-            raise ConfigError(
-                f"model.score_tokens={model.score_tokens}: {files.directory} is a {LOGIT_SCORE} directory, which has "
-                "its own; leave it out"
-            )
-        return _stored_ids(files, int(config.get_text_config().vocab_size))
-    tokens = model.score_tokens or SCORE_TOKENS.get(name or "")
-    if tokens is None:
-        raise ConfigError(
-            f"model.score_head=tokens: {files.directory} does not name its tokens; set model.score_tokens, such as "
-            "[yes, no], or a named model.pair_template"
-        )
-    tokenizer = _tokenizer(files, model)
-    return tuple(_single_id(tokenizer, token, tokens) for token in tokens)
-
-
-def _stored_ids(files: RerankerFiles, vocab_size: int) -> tuple[int, ...]:
-    ids = [files.logit_score.get(key) for key in ("true_token_id", "false_token_id")]
-    ids = ids[:1] if ids[1] is None else ids
-    if not all(isinstance(number, int) and 0 <= number < vocab_size for number in ids):
-        raise ModelError(
-            f"{files.directory}: {LOGIT_SCORE} has the tokens {ids}, which are not ids from 0 to {vocab_size - 1}"
-        )
-    return tuple(map(int, ids))  # type: ignore[arg-type]
-
-
-def _single_id(tokenizer: PreTrainedTokenizerBase, token: str, tokens: Sequence[str]) -> int:
-    ids: list[int] = tokenizer(token, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-        parts = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids)))
-        raise ConfigError(
-            f"model.score_tokens={list(tokens)}: {token!r} is {len(ids)} tokens of the tokenizer ({parts}), and must "
-            "be exactly one it knows; capitals and spaces count"
-        )
-    return ids[0]
-
-
-def _tokenizer(files: RerankerFiles, model: ModelConfig) -> PreTrainedTokenizerBase:
-    directory = files.directory
-    if model.tokenizer is not None:
-        options = "model.tokenizer", "model.tokenizer_revision"
-        directory = resolve_directory(model.tokenizer, model.tokenizer_revision, *options, TOKENIZER_FILES)
-    return read_tokenizer(directory, trust_remote_code=model.trust_remote_code)
-
-
-def _stored_template(files: RerankerFiles, config: PretrainedConfig, model: ModelConfig) -> PairTemplate | None:
-    """What the directory's chat template renders, if sentence-transformers uses it for pairs."""
-    modalities = files.transformer.get("modality_config")
-    message = modalities.get("message") if isinstance(modalities, dict) else None
-    if not is_decoder(config) or not (message or (files.logit_score and modalities is None)):
-        return None
-    tokenizer = read_tokenizer(files.directory, trust_remote_code=model.trust_remote_code)
-    if tokenizer.chat_template is None:
-        return None
-    styles = {"flat": False, "structured": True}
-    prompts, default = files.settings.get("prompts") or {}, files.settings.get("default_prompt_name")
-    processing = files.transformer.get("processing_kwargs")
-    options = processing.get("chat_template") if isinstance(processing, dict) else None
-    return read_chat_template(
-        tokenizer,
-        str(files.directory),
-        structured=styles.get(str(message.get("format"))) if isinstance(message, dict) else None,
-        instruction=prompts.get(default) if isinstance(prompts, dict) and default else None,
-        options={k: v for k, v in options.items() if k != "restore_suffix"} if isinstance(options, dict) else None,
-    )
 
 
 def score_pooling(config: PretrainedConfig) -> Pooling:
@@ -322,21 +70,3 @@ def score_pooling(config: PretrainedConfig) -> Pooling:
     if is_decoder(config):
         return Pooling.last
     return Pooling.mean if getattr(config, "classifier_pooling", None) == "mean" else Pooling.cls
-
-
-def _architecture(config: PretrainedConfig) -> str:
-    return ", ".join(config.architectures or [config.model_type])
-
-
-def _activation(config: PretrainedConfig, settings: Mapping[str, Any]) -> str:
-    """In the order in which sentence-transformers (6.2) reads it, which ignores names of code outside of torch."""
-    stored = config.to_dict()
-    nested = stored.get("sentence_transformers")
-    for name in (
-        settings.get("activation_fn"),
-        nested.get("activation_fn") if isinstance(nested, dict) else None,
-        stored.get("sbert_ce_default_activation_function"),
-    ):
-        if isinstance(name, str) and name.startswith("torch.nn."):
-            return name
-    return SIGMOID

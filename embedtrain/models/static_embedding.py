@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import BaseModelOutput
 
-from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.config.validation import written
-from embedtrain.errors import ConfigError, ModelError
+from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.hub import one_line
 from embedtrain.models.security import require_safe_files
@@ -73,27 +71,6 @@ AutoModel.register(StaticConfig, StaticBackbone)
 def is_static(config: PretrainedConfig) -> bool:
     """Whether a configuration is that of a table."""
     return isinstance(config, StaticConfig)
-
-
-def require_static_options(model: ModelConfig) -> None:
-    """A ConfigError for an option of `model` that a table does not have."""
-    if model.kind != "dense":
-        raise ConfigError(
-            f"model.kind={model.kind}: the model is a table of static embeddings, which has one vector of a "
-            "text; write dense"
-        )
-    if model.pooling not in (None, Pooling.mean):
-        raise ConfigError(
-            f"model.pooling={model.pooling.value}: a static embedding model is the mean of its tokens' rows; leave it "
-            "out"
-        )
-    if model.lora.on:
-        raise ConfigError("model.lora: adapters are not for a table of static embeddings; leave it out")
-    for name in ("bidirectional", "append_eos", "include_prompt", "rope_scaling"):
-        if (value := getattr(model, name)) is not None and not (name == "include_prompt" and value):
-            raise ConfigError(
-                f"model.{name}={written(value)}: has no effect on a table of static embeddings; leave it out"
-            )
 
 
 def read_static_config(directory: Path) -> StaticConfig:

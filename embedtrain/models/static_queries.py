@@ -12,15 +12,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.sparse import SparseQueries
-from embedtrain.config.sparse_checks import IDF
+from embedtrain.config.sparse import IDF
 from embedtrain.data.types import QueryWords
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.security import require_safe_files
 from embedtrain.models.tokenizer_files import read_tokenizer
-from embedtrain.utils.files import expand_user, write_json
+from embedtrain.utils.files import write_json
 
 SPARSE_STATIC_EMBEDDING = "SparseStaticEmbedding"
 # Its folder in sentence-transformers' directories, and the weights in it.
@@ -77,33 +75,6 @@ def read_static_embedding(folder: Path) -> StaticQueries:
     return StaticQueries(path=path if path.is_file() else None, trained=not settings.get("frozen", False))
 
 
-def static_queries_of(stored: StaticQueries | None, directory: Path | None, model: ModelConfig) -> StaticQueries | None:
-    """The settings of a model whose files have `stored`, with the options in their stead; None for encoded queries."""
-    options = model.sparse
-    if stored is None and directory is not None and (directory / IDF_FILE).is_file():
-        stored = StaticQueries(path=directory / IDF_FILE)
-    default = SparseQueries.encoded if stored is None else SparseQueries.static
-    if (options.queries or default) is SparseQueries.encoded:
-        for name in ("query_weights", "train_query_weights"):
-            if getattr(options, name) is not None:
-                raise ConfigError(
-                    f"model.sparse.{name}={getattr(options, name)}: the model encodes queries; set "
-                    "model.sparse.queries=static, or leave it out"
-                )
-        return None
-    if model.lora.on:
-        raise ConfigError("model.lora: adapters are not for static queries; leave it out")
-    path = None if stored is None else stored.path
-    if options.query_weights is not None:
-        path = None if options.query_weights == IDF else expand_user(options.query_weights)
-        if path is not None and not path.is_file():
-            raise ConfigError(f"model.sparse.query_weights={options.query_weights}: there is no such file")
-    trained = stored is not None and stored.trained
-    return StaticQueries(
-        path=path, trained=trained if options.train_query_weights is None else options.train_query_weights
-    )
-
-
 def read_query_weights(queries: StaticQueries, directory: Path | None, num_words: int) -> Tensor:
     """The weight of each word, float32 [V], from its file; 0 if there is none, because it is computed later.
 
@@ -115,7 +86,7 @@ def read_query_weights(queries: StaticQueries, directory: Path | None, num_words
         return _read_safetensors(queries.path, num_words)
     if directory is None:
         raise ConfigError(
-            f"model.sparse.query_weights={queries.path}: needs the tokenizer of a model; set model.path, or write {IDF}"
+            f"model.query_weights={queries.path}: needs the tokenizer of a model; set model.path, or write {IDF}"
         )
     return weights_of_json(queries.path, read_tokenizer(directory, trust_remote_code=False), num_words)
 

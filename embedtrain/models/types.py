@@ -34,7 +34,7 @@ class ModelSource:
     settings: Any = None  # of the kind, an object of its own type, which has `is_new`; None for a dense model
     directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
     config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_*` applied
-    pooling: Pooling
+    pooling: Pooling = Pooling.cls  # of a kind that pools
     include_prompt: bool = True  # whether the pooling includes the prompt's tokens
     dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
     normalize: bool

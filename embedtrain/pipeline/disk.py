@@ -7,8 +7,11 @@ from typing import Any
 
 from embedtrain.checkpoint.step_directory import GB, checkpoint_bytes, max_checkpoints_on_disk
 from embedtrain.config.commands import MODEL
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ExportDtype, ModelConfig, Recipe
 from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.models.hub import download_configuration
+from embedtrain.models.source import CommandModel, with_kind_of_files
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.planning.model_costs import MetaEncoder, build_meta_encoder
 from embedtrain.utils.files import directory_size
@@ -50,7 +53,9 @@ def disk_of_stage(pipeline: Pipeline, stage: Stage) -> int | None:
             recipe: Recipe = stage.options
             recipe = replace(recipe, model=architecture(pipeline, recipe.model))
             return disk_of_training(recipe, build_meta_encoder(recipe))
-        model = architecture(pipeline, ModelConfig(path=stage.output(MODEL)))
+        model = architecture(pipeline, CommandModel(path=stage.output(MODEL)))
+        if isinstance(model, CommandModel):
+            model = with_kind_of_files(download_configuration(model))[0]
         dtype = getattr(stage.options, "dtype", None) or ExportDtype.source
         return _disk_of_model(build_meta_encoder(Recipe(model=model)), dtype)
     except (EmbedtrainError, OSError):
@@ -95,10 +100,11 @@ def architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
         return model
     if producer.is_training:
         base = architecture(pipeline, producer.options.model)
-        names = ("path", "config", "tokenizer", "vocab_size", "revision", "heads")
-        changes = {name: getattr(base, name) for name in names}
-        for name in ("pooling", "max_length"):
-            changes[name] = getattr(base, name) if getattr(model, name) is None else getattr(model, name)
+        if isinstance(model, CommandModel):
+            return base
+        changes = {name: getattr(base, name) for name in ("path", "config", "tokenizer", "vocab_size", "revision")}
+        own = load_kind(model.kind).own_options if type(base) is type(model) else ()
+        changes |= {name: getattr(base, name) for name in ("max_length", *own) if getattr(model, name) in (None, [])}
         return replace(model, **changes)
     for name in producer.depends:
         earlier = pipeline.stage(name)
@@ -107,7 +113,10 @@ def architecture(pipeline: Pipeline, model: ModelConfig) -> ModelConfig:
             return _pruned(whole, producer.options) if producer.command.name == "prune" else whole
     # A model from outside, such as one that is pruned.
     path, pooling = (getattr(producer.options, name, None) for name in (MODEL, "pooling"))
-    return replace(model, path=path or model.path, pooling=pooling if model.pooling is None else model.pooling)
+    chosen: dict[str, Any] = (
+        {"pooling": pooling} if "pooling" in vars(model) and getattr(model, "pooling", None) is None else {}
+    )
+    return replace(model, path=path or model.path, **chosen)
 
 
 def _pruned(model: ModelConfig, options: Any) -> ModelConfig:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
@@ -18,7 +19,7 @@ from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, ModelError
-from embedtrain.inference.loading.encoder_model import open_encoder_source
+from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.principal_components import Moments, principal_components
 from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
@@ -206,7 +207,7 @@ def load_guides(
             notes.append(f"the loss's guide or teacher {path}: {teacher.stored.describe()}")
             continue
         name, revision = split_revision(path)
-        options = ModelConfig(path=name, revision=revision)
+        options = load_kind(ModelConfig.kind).options(path=name, revision=revision)
         try:
             loaded = load_model(options, parallel, world, seed=0)
         except (ConfigError, ModelError) as error:

@@ -15,7 +15,7 @@ from embedtrain.config.loss_checks import check_loss, guide_paths, matryoshka_di
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import AnglEConfig, CombinedConfig, CoSENTConfig, CosineMSEConfig, LossConfig
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
-from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
+from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.config.validation import TEXT_ALONE, written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
@@ -261,7 +261,7 @@ def read_inputs(run: Run) -> RunInputs:
 
 
 def with_similarity(
-    model: ModelConfig, source: ModelSource, losses: Sequence[LossConfig]
+    model: Any, source: ModelSource, losses: Sequence[LossConfig]
 ) -> tuple[ModelSource, list[LossConfig]]:
     """The model with the similarity that it is trained for, and the losses of its sources, which all name theirs.
 

@@ -15,7 +15,7 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats import replacement
 from embedtrain.formats.export import checkpoint_weights, load_checkpoint_encoder
@@ -24,7 +24,7 @@ from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.runs import run
-from tests.small import save_small, small_model, write_rows
+from tests.small import model_options, save_small, small_model, write_rows
 
 CHECKED = "export.check=true"
 
@@ -62,13 +62,13 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
     built = SentenceTransformer(modules=modules, prompts={"query": "alpha "})
     built.save(str(tmp_path / "made"))
     expected = torch.as_tensor(built.encode(list(PROBES), prompt=""))
-    architecture = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "made")))
+    architecture = architecture_of(tmp_path / "architecture", model_options(path=str(tmp_path / "made")))
     assert torch.allclose(architecture.vectors, expected, atol=1e-5)
     exported = export_model(tmp_path / "out", architecture, dtype=dtype)
     assert exported.difference <= export_tolerance(dtype, exact_encoder=True)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-    again = open_model_source(ModelConfig(path=str(tmp_path / "out")))
+    again = open_model_source(model_options(path=str(tmp_path / "out")))
     assert (len(again.dense), again.normalize, again.prompts["query"]) == (1, False, "alpha ")
     reopened = SentenceTransformer(str(tmp_path / "out"), model_kwargs={"dtype": "float32"})
     assert np.allclose(reopened.encode(list(PROBES), prompt=""), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-4)
@@ -78,7 +78,7 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
 def small(tmp_path) -> Architecture:
     """The architecture of an XLM-R in `tmp_path/architecture`, and its weights."""
     model = save_small(small_model("xlm-roberta"), tmp_path / "model")
-    return architecture_of(tmp_path / "architecture", ModelConfig(path=str(model), pooling=Pooling.mean))
+    return architecture_of(tmp_path / "architecture", model_options(path=str(model), pooling=Pooling.mean))
 
 
 def test_an_export_with_other_embeddings_fails_and_replaces_nothing(tmp_path, small):
@@ -126,7 +126,7 @@ def test_large_models_are_split_into_files(tmp_path, small):
     assert len(files) > 1
     largest = max(tensor.nbytes for tensor in small.state.values())
     assert all(file.stat().st_size < max(20_000, largest) + 3_000 for file in files)
-    again = full_state_dict(open_model_source(ModelConfig(path=str(tmp_path / "out"))), seed=1)
+    again = full_state_dict(open_model_source(model_options(path=str(tmp_path / "out"))), seed=1)
     assert all(torch.equal(again[name], tensor) for name, tensor in small.state.items())
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_loaded_in_one_process(ranks, rows, tmp_path, layout):
     arguments = [f"model.path={model}", "model.pooling=last", f"data.train=[{rows}]", "train.steps=2"]
     ranks(3, run, *arguments, f"output_dir={tmp_path / 'run'}", f"checkpoint.layout={layout}")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    source = open_model_source(ModelConfig(path=str(tmp_path / "run" / "model")))
+    source = open_model_source(model_options(path=str(tmp_path / "run" / "model")))
     with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002").tensors(WEIGHTS) as reader:
         state = load_checkpoint_encoder(source, reader).state_dict()
     assert {name.removeprefix("backbone.") for name in state} == written.keys()

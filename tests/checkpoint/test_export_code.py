@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ModelError
 from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.custom_code import unload_remote_code
-from tests.small import save_small, small_model, small_tokenizer
+from tests.small import model_options, save_small, small_model, small_tokenizer
 
 _CONFIGURATION = """
 from transformers import PretrainedConfig
@@ -78,8 +78,8 @@ def modules(tmp_path, monkeypatch):
 def test_trusted_code_is_exported(tmp_path):
     model = custom_model(tmp_path / "model")
     with pytest.raises(ModelError, match="trust_remote_code"):
-        architecture_of(tmp_path / "refused", ModelConfig(path=str(model), pooling=Pooling.mean))
-    trusted = ModelConfig(path=str(model), pooling=Pooling.mean, trust_remote_code=True)
+        architecture_of(tmp_path / "refused", model_options(path=str(model), pooling=Pooling.mean))
+    trusted = model_options(path=str(model), pooling=Pooling.mean, trust_remote_code=True)
     small = architecture_of(tmp_path / "architecture", trusted)
     export_model(tmp_path / "out", small, formats=["onnx"])
     assert {path.name for path in (tmp_path / "out").glob("*.py")} == {path.name for path in model.glob("*.py")}
@@ -98,7 +98,7 @@ def test_untrusted_code_is_neither_copied_nor_referenced(tmp_path):
     own_tokenizer = {"auto_map": {"AutoTokenizer": ["author/model--tok.Tok", None]}}
     (model / "tokenizer_config.json").write_text(json.dumps(settings | own_tokenizer))
     (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    small = architecture_of(tmp_path / "arch", ModelConfig(path=str(model), pooling=Pooling.mean))
+    small = architecture_of(tmp_path / "arch", model_options(path=str(model), pooling=Pooling.mean))
     assert "auto_map" not in (tmp_path / "arch" / "tokenizer_config.json").read_text()
     # The architecture of somebody else's run may have code that training has not written.
     edited = json.loads((tmp_path / "arch" / "config.json").read_text()) | {"auto_map": {"AutoModel": "evil.Model"}}

@@ -10,8 +10,7 @@ import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder
 
-from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion, TokenSimilarity
-from embedtrain.config.recipe import ModelConfig
+from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError
 from embedtrain.models.source import open_model_source
@@ -24,13 +23,14 @@ from tests.late_interaction_models import (
     save_stanford,
     token_vectors,
 )
+from tests.small import model_options
 
-MIN = LateInteractionConfig(query_expansion=QueryExpansion.min, expansion_length=10, query_length=20)
-MEAN = LateInteractionConfig(similarity=TokenSimilarity.meanmaxsim, query_expansion=QueryExpansion.none)
+MIN = {"query_expansion": QueryExpansion.min, "expansion_length": 10, "query_length": 20}
+MEAN = {"similarity": TokenSimilarity.meanmaxsim, "query_expansion": QueryExpansion.none}
 
 
 def architecture(directory: Path, model: Path, **options: Any) -> Architecture:
-    return architecture_of(directory, ModelConfig(path=str(model), kind="late_interaction", **options))
+    return architecture_of(directory, model_options(path=str(model), kind="late_interaction", **options))
 
 
 def settings_of(directory: Path) -> dict[str, Any]:
@@ -40,15 +40,15 @@ def settings_of(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("save", "options", "kind"),
     [
-        (lambda path: save_pylate(path, "xlm-roberta"), LateInteractionConfig(), "ColBERT"),
+        (lambda path: save_pylate(path, "xlm-roberta"), {}, "ColBERT"),
         (lambda path: save_pylate(path, "bert"), MIN, "MultiVectorEncoder"),
         (save_stanford, MEAN, "ColBERT"),
-        (lambda path: save_backbone(path, "modernbert"), LateInteractionConfig(dim=8), "ColBERT"),
+        (lambda path: save_backbone(path, "modernbert"), {"dimension": 8}, "ColBERT"),
     ],
     ids=["pylate", "min", "stanford", "new"],
 )
 def test_an_export_gives_the_same_vectors_and_settings(save, options, kind, tmp_path):
-    built = architecture(tmp_path / "architecture", save(tmp_path / "model"), late_interaction=options)
+    built = architecture(tmp_path / "architecture", save(tmp_path / "model"), **options)
     result = export_model(tmp_path / "export", built, formats=["sentence_transformers", "onnx"])
     assert result.difference < 1e-5, "the export is compared with sentence-transformers"
     assert settings_of(result.directory)["model_type"] == kind
@@ -74,7 +74,7 @@ def test_prompts_are_prefixes_of_pylate_if_they_are_tokens(prompts, prefixes, na
     settings = settings_of(built.directory)
     assert (settings["query_prefix"], settings["document_prefix"]) == prefixes
     assert (settings["prompts"]["query"], settings["prompts"]["document"]) == names
-    reopened = open_model_source(ModelConfig(path=str(built.directory), kind="late_interaction"))
+    reopened = open_model_source(model_options(path=str(built.directory), kind="late_interaction"))
     assert {role: reopened.prompts[role] for role in prompts} == prompts
     # PyLate inserts the prefix after the first token of a text.
     tokenizer = load_tokenizer(reopened)

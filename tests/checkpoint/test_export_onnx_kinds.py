@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from embedtrain.config.late_interaction import LateInteractionConfig
-from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
-from embedtrain.config.sparse import SparseActivation, SparseConfig, SparsePooling
+from embedtrain.config.pair_template import ScoreHead
+from embedtrain.config.recipe import Pooling
+from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.formats.verify import PROBES
@@ -19,7 +19,7 @@ from embedtrain.kinds.cross_encoder.files import formatted_pairs
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.late_interaction_models import save_pylate
 from tests.models.test_m3 import save_m3
-from tests.small import save_language_model, save_small, small_model
+from tests.small import model_options, save_language_model, save_small, small_model
 from tests.token_rerankers import save_causal
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -55,7 +55,7 @@ def test_embedders_from_language_models(tmp_path, architecture, options):
     """Padded on the left, as their tokenizers do, and on the right."""
     model = save_small(small_model(architecture), tmp_path / "model")
     built = architecture_of(
-        tmp_path / "architecture", ModelConfig(path=str(model), **{"pooling": Pooling.last} | options)
+        tmp_path / "architecture", model_options(path=str(model), **{"pooling": Pooling.last} | options)
     )
     export_model(tmp_path / "out", built, formats=["onnx"])
     settings = tmp_path / "out" / "tokenizer_config.json"
@@ -68,7 +68,7 @@ def test_embedders_from_language_models(tmp_path, architecture, options):
 def test_rerankers_from_language_models(tmp_path):
     """From the tokens of a prompt with a template to the difference of two logits."""
     options: dict[str, Any] = {"pair_template": "qwen3", "score_head": ScoreHead.tokens}
-    model = ModelConfig(path=str(save_causal(tmp_path / "model")), kind="cross_encoder", **options)
+    model = model_options(path=str(save_causal(tmp_path / "model")), kind="cross_encoder", **options)
     built = architecture_of(tmp_path / "architecture", model)
     export_model(tmp_path / "out", built, formats=["onnx"], check=False)
     # The template cuts the document of a pair that is too long, and the tokenizer the longer text.
@@ -80,9 +80,7 @@ def test_rerankers_from_language_models(tmp_path):
 def sparse(folder: Path, architecture: str = "bert", **options: Any) -> Architecture:
     kind = "sparse"
     model = save_language_model(small_model(architecture, kind=kind, pooling=None), folder / "model")
-    return architecture_of(
-        folder / "architecture", ModelConfig(path=str(model), kind=kind, sparse=SparseConfig(**options))
-    )
+    return architecture_of(folder / "architecture", model_options(path=str(model), kind=kind, **options))
 
 
 @pytest.mark.slow
@@ -102,16 +100,16 @@ def saved_architecture(kind: str, folder: Path) -> Architecture:
         case "sparse":
             return sparse(folder)
         case "m3":
-            return architecture_of(folder / "architecture", ModelConfig(path=str(save_m3(model)[0]), kind=kind))
+            return architecture_of(folder / "architecture", model_options(path=str(save_m3(model)[0]), kind=kind))
         case "late_interaction":
-            options = {"late_interaction": LateInteractionConfig()}
+            options = {}
             return architecture_of(
-                folder / "architecture", ModelConfig(path=str(save_pylate(model, "bert")), kind=kind, **options)
+                folder / "architecture", model_options(path=str(save_pylate(model, "bert")), kind=kind, **options)
             )
         case _:
             pooling = Pooling.mean if kind == "dense" else None
             save_small(small_model("xlm-roberta", kind=kind), model)
-            return architecture_of(folder / "architecture", ModelConfig(path=str(model), kind=kind, pooling=pooling))
+            return architecture_of(folder / "architecture", model_options(path=str(model), kind=kind, pooling=pooling))
 
 
 @pytest.mark.parametrize(

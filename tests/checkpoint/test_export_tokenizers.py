@@ -9,7 +9,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ModelError
 from embedtrain.formats.verify import PROBES
 from embedtrain.formats.weights import write_architecture
@@ -18,7 +17,7 @@ from embedtrain.kinds.cross_encoder.files import formatted_pairs, probe_pairs
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
-from tests.small import save_small, small_model
+from tests.small import model_options, save_small, small_model
 
 TEMPLATE = {"query": "Query: {query}\n", "document": "Document: {document}\n", "suffix": "Relevant:"}
 
@@ -98,7 +97,7 @@ def write(directory: Path, architecture: str, family: Family, template: dict[str
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    options = ModelConfig(path=str(directory), kind="cross_encoder", pair_template=template, max_length=256)
+    options = model_options(path=str(directory), kind="cross_encoder", pair_template=template, max_length=256)
     return open_model_source(options)
 
 

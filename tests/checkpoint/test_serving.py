@@ -12,16 +12,16 @@ import torch
 
 from embedtrain.commands.verify.options import ENGINES as VERIFIED
 from embedtrain.config.heads import HeadActivation, HeadConfig
-from embedtrain.config.kinds import kinds
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.kinds import kind_of_files, kinds
+from embedtrain.config.recipe import Pooling
 from embedtrain.formats.serving import ENGINES, Effect, ServedModel, serving_section
 from embedtrain.formats.weights import WeightPlan, create_model_directory
-from embedtrain.models.module_settings import DenseSource, stored_kind
+from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.tei_rules import TeiError, TeiModel, open_as_tei
 from tests.conftest import ROOT
-from tests.small import POOLINGS, save_language_model, save_small, small_model
+from tests.small import POOLINGS, model_options, save_language_model, save_small, small_model
 
 TANH = "torch.nn.modules.activation.Tanh"
 REGULAR = ["full_attention", "sliding_attention"] * 2
@@ -90,13 +90,13 @@ def exported(folder: Path, case: Case, **requested: Any) -> ServedModel:
         options.setdefault("pooling", POOLINGS.get(case.architecture, Pooling.mean))
     save = save_language_model if kind == "sparse" else save_small
     save(small_model(case.architecture, config=config), folder / "model")
-    model = ModelConfig(path=str(folder / "model"), **options)
+    model = model_options(path=str(folder / "model"), **options)
     export_model(folder / "out", architecture_of(folder / "architecture", model), check=False, **requested)
     return opened(folder / "out")
 
 
 def opened(directory: Path) -> ServedModel:
-    source = open_model_source(ModelConfig(path=str(directory), kind=stored_kind(directory)))
+    source = open_model_source(model_options(path=str(directory), kind=kind_of_files(directory)[0].name))
     return ServedModel.open(directory, source)
 
 
@@ -209,7 +209,7 @@ def test_the_model_card_and_the_console_say_what_engines_change(tmp_path):
     save_small(small_model("bert"), tmp_path / "model")
     built = architecture_of(
         tmp_path / "architecture",
-        ModelConfig(
+        model_options(
             path=str(tmp_path / "model"), pooling=Pooling.mean, heads=[HeadConfig(out=24)], query_prompt="alpha "
         ),
     )
@@ -244,7 +244,9 @@ def test_commands_of_engines(architecture, changes, engine, parts):
 
 def test_vllm_accepts_requests_for_the_trained_dimensions(tmp_path):
     save_small(small_model("bert"), tmp_path / "model")
-    built = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
+    built = architecture_of(
+        tmp_path / "architecture", model_options(path=str(tmp_path / "model"), pooling=Pooling.mean)
+    )
     create_model_directory(
         tmp_path / "out", built.directory, WeightPlan({}, {}), torch.float32, matryoshka_dims={32, 8, 16}
     )

@@ -6,32 +6,32 @@ from dataclasses import replace
 
 import pytest
 
+import embedtrain.kinds.dense as dense_options
 from embedtrain.commands.evaluate.options import EvaluateOptions, check_evaluate
 from embedtrain.config import checks, model_checks, sparse_checks
-from embedtrain.config import heads as head_checks
 from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, ScanDtype, SetKind, VectorDtype, VectorPlacement
 from embedtrain.config.heads import HeadConfig
-from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
+from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.losses import BCEConfig, M3LossConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.optim import DecayShape, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
+from embedtrain.config.pair_template import ScoreHead
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
-    ModelConfig,
     Pooling,
     Recipe,
-    ScoreHead,
     Strategy,
     TrainSource,
     WandbMode,
 )
-from embedtrain.config.sparse import SparsePooling, SparseQueries, SparseRegularizer
+from embedtrain.config.sparse import SparseQueries, SparseRegularizer
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
+from tests.small import model_options
 
 Change = Callable[[Recipe], None]
 NAN, INFINITE = float("nan"), float("inf")
@@ -40,18 +40,12 @@ CROSS_ENCODER = {"model__kind": "cross_encoder"}
 LATE_INTERACTION = {"model__kind": "late_interaction"}
 SPARSE = {"model__kind": "sparse"}
 M3 = {"model__kind": "m3", "loss": M3LossConfig()}
-OF_CROSS_ENCODERS = {
-    "pair_template": {"query": "{query}", "document": "{document}"},
-    "score_head": ScoreHead.tokens,
-    "score_tokens": ["yes", "no"],
-    "score_labels": [1, 0],
-}
-OF_DENSE_MODELS = {"pooling": Pooling.cls, "normalize": False, "include_prompt": True, "append_eos": True}
+OWN_TEMPLATE = {"query": "{query}", "document": "{document}"}
 ROPE = {"rope_type": "yarn", "factor": 2}
 
 
 def valid_recipe() -> Recipe:
-    recipe = Recipe(name="a", model=ModelConfig(path="somewhere"))
+    recipe = Recipe(name="a", model=model_options(path="somewhere"))
     recipe.data.train = [TrainSource(path="rows.jsonl")]
     recipe.train.steps = 10
     return recipe
@@ -61,6 +55,8 @@ def setting(**options: object) -> Change:
     """Set options, `__` for the dots in their names."""
 
     def change(recipe: Recipe) -> None:
+        if "model__kind" in options:
+            recipe.model = model_options(str(options["model__kind"]), path="somewhere")
         for path, value in options.items():
             *sections, name = path.split("__")
             holder = recipe
@@ -102,12 +98,9 @@ CASES = [
     case(r"model\.path and model\.config .* keep one", model__config=SCRATCH),
     option("model.revision", "main", model__path=None, model__config=SCRATCH, model__pooling=Pooling.mean),
     option("model.tokenizer_revision", "main"),
-    case(r"model\.pooling", model=ModelConfig(config=SCRATCH)),
-    *[option(f"model.{name}", value) for name, value in OF_CROSS_ENCODERS.items()],
-    *[option(f"model.{name}", value, **CROSS_ENCODER) for name, value in OF_DENSE_MODELS.items()],
-    option("model.m3.dim", 8),
-    option("model.m3.dim", 0, **M3),
-    option("model.m3.hybrid_weights", [1.0, 0.0], **M3),
+    case(r"model\.pooling", model=model_options(config=SCRATCH)),
+    option("model.dimension", 0, **M3),
+    option("model.hybrid_weights", [1.0, 0.0], **M3),
     option("export.formats", ["adapter"], model__lora__rank=4, **M3),
     option("evaluation.index.dtype", VectorDtype.bf16, **M3),
     *[option("evaluation.index.scan_dtype", ScanDtype.int8, **kind) for kind in (M3, SPARSE, CROSS_ENCODER)],
@@ -120,32 +113,26 @@ CASES = [
     option("sparsity.ramp", -1.0, **SPARSE),
     option("export.formats", ["logit_score"], **SPARSE),
     option("export.truncate_dim", 8, **SPARSE),
-    option("model.sparse.pooling", SparsePooling.sum),
-    option("model.sparse.query_weights", "idf", model__sparse__queries=SparseQueries.encoded, **SPARSE),
-    option("model.sparse.query_weights", "weights.txt", **SPARSE),
-    option("sparsity.query_weight", 0.5, model__sparse__queries=SparseQueries.static, **SPARSE),
-    option("model.late_interaction.dim", 8),
-    option("model.late_interaction.skiplist_words", ["."], **CROSS_ENCODER),
-    *[option(f"model.{name}", value, **LATE_INTERACTION) for name, value in OF_DENSE_MODELS.items()],
-    option("model.late_interaction.dim", 0, **LATE_INTERACTION),
-    option("model.late_interaction.document_length", 2, **LATE_INTERACTION),
+    option("model.query_weights", "idf", model__queries=SparseQueries.encoded, **SPARSE),
+    option("model.query_weights", "weights.txt", **SPARSE),
+    option("sparsity.query_weight", 0.5, model__queries=SparseQueries.static, **SPARSE),
+    option("model.dimension", 0, **LATE_INTERACTION),
+    option("model.document_length", 2, **LATE_INTERACTION),
     option(
-        "model.late_interaction.expansion_length",
+        "model.expansion_length",
         32,
-        model__late_interaction__query_expansion=QueryExpansion.none,
+        model__query_expansion=QueryExpansion.none,
         **LATE_INTERACTION,
     ),
     case(
-        "model.late_interaction.expansion_token=a: .*query_expansion",
-        model=ModelConfig(
-            config=SCRATCH, kind="late_interaction", late_interaction=LateInteractionConfig(expansion_token="a")
-        ),
+        "model.expansion_token=a: .*query_expansion",
+        model=model_options(config=SCRATCH, kind="late_interaction", expansion_token="a"),
     ),
     option(
-        "model.late_interaction.query_length",
+        "model.query_length",
         16,
-        model__late_interaction__query_expansion=QueryExpansion.min,
-        model__late_interaction__expansion_length=32,
+        model__query_expansion=QueryExpansion.min,
+        model__expansion_length=32,
         **LATE_INTERACTION,
     ),
     option("model.pair_template", "qwen", **CROSS_ENCODER),
@@ -160,11 +147,9 @@ CASES = [
     option("model.score_tokens", ["1", "0"], model__score_head=ScoreHead.classification, **CROSS_ENCODER),
     case(
         "model.score_head=tokens: .*model.path",
-        model=ModelConfig(config=SCRATCH, kind="cross_encoder", score_head=ScoreHead.tokens),
+        model=model_options(config=SCRATCH, kind="cross_encoder", score_head=ScoreHead.tokens),
     ),
-    option(
-        "model.score_head", ScoreHead.tokens, model__pair_template=OF_CROSS_ENCODERS["pair_template"], **CROSS_ENCODER
-    ),
+    option("model.score_head", ScoreHead.tokens, model__pair_template=OWN_TEMPLATE, **CROSS_ENCODER),
     option("export.formats", ["adapter"], model__kind="late_interaction", model__lora__rank=4),
     option("export.truncate_dim", 8, model__kind="late_interaction"),
     option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
@@ -239,7 +224,6 @@ CASES = [
     option("optim.ema", 1.0),
     option("optim.head_lr", 0.0),
     in_head(0),
-    in_head(8, **LATE_INTERACTION, model__pooling=None),
     in_head(8, model__lora__rank=4, export__formats=["adapter"]),
     option("optim.layer_decay", 1.5),
     in_group("match", "(", lr=0.1),
@@ -271,7 +255,7 @@ CASES = [
     option("evaluation.rerank_depth", 0),
     option("evaluation.rerank_depth", 9),
     option("evaluation.document_windows", True),
-    option("evaluation.function", "a:b", **CROSS_ENCODER, model__pooling=None),
+    option("evaluation.function", "a:b", **CROSS_ENCODER),
     option("evaluation.patience", 3, evaluation__sets=DEV, evaluation__every=10),
     option("evaluation.patience", 3, evaluation__sets=DEV, checkpoint__best_metric="dev/ndcg@10"),
     option("checkpoint.every", -1),
@@ -353,7 +337,7 @@ def test_valid_recipes_pass():
     recipe.evaluation.sets = [EvaluationSet(path="a", kind=SetKind.reranking, candidates="b")]
     recipe.data.train = [TrainSource(path="a", name="x"), TrainSource(path="b/x")]
     check_recipe(recipe)
-    cross_encoder = ModelConfig(kind="cross_encoder", config=SCRATCH)
+    cross_encoder = model_options(kind="cross_encoder", config=SCRATCH)
     recipe.loss = BCEConfig()
     for template in (None, {"query": "{query}", "document": "{document}", "suffix": "?"}):
         recipe.model = replace(cross_encoder, pair_template=template)
@@ -384,7 +368,7 @@ def test_a_rejected_option_of_a_set_is_named_with_its_index(options):
 
 
 def test_every_check_has_a_case(monkeypatch):
-    modules = (checks, head_checks, model_checks, optim_checks, sparse_checks)
+    modules = (checks, dense_options, model_checks, optim_checks, sparse_checks)
     recipes = [*map(recipe_with_source, SOURCES), *map(recipe_with_set, SETS)]
     for parameters in CASES:
         recipe = valid_recipe()

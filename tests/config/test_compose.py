@@ -17,7 +17,7 @@ from omegaconf.base import Container
 from embedtrain.commands.evaluate.options import compose as compose_evaluate
 from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.commands.search.options import compose as compose_search
-from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
+from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.limits import limited_files, limited_interpolations
 from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
@@ -554,3 +554,27 @@ def test_settings_of_hydra_are_rejected(setting):
 def test_overrides_in_any_position():
     recipes = compose_recipes([*GOOD[:2], "-m", *GOOD[2:], "seed=1,2", "output_dir='runs/${seed}'"])
     assert [recipe.seed for recipe in recipes] == [1, 2]
+
+
+OF_KINDS = {
+    "dense": ["normalize=false", "include_prompt=true", "append_eos=true", "heads=[{out: 8}]"],
+    "cross_encoder": ["pair_template=qwen3", "score_head=tokens", "score_tokens=[a,b]", "score_labels=[1,0]"],
+    "late_interaction": ["query_length=8", "skiplist_words=[a]"],
+    "m3": ["hybrid_weights=[1,1,1]"],
+    "sparse": ["activation=relu", "queries=static"],
+}
+
+
+@pytest.mark.parametrize("kind", OF_KINDS)
+@pytest.mark.parametrize("owner", OF_KINDS)
+def test_a_kind_has_its_own_options(kind, owner):
+    """Those of another kind are unknown; null unsets what a recipe sets for that kind."""
+    loss = {"m3": "m3", "cross_encoder": "softmax"}.get(kind, "infonce")
+    for option in OF_KINDS[owner]:
+        name = option.partition("=")[0]
+        unset = [f"model.{name}=null"] if name not in ("heads", "score_head") else []
+        recipe = compose_recipe([*GOOD, f"model.kind={kind}", f"loss={loss}", *unset])
+        assert recipe.model.kind == kind and hasattr(recipe.model, name) == (kind == owner)
+        if kind != owner:
+            with pytest.raises(ConfigError, match=rf"model\.{name}=.*model\.kind={owner}.*not {kind}"):
+                compose_recipe([*GOOD, f"model.kind={kind}", f"loss={loss}", f"model.{option}"])

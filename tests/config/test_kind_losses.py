@@ -20,9 +20,10 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     XTRConfig,
 )
-from embedtrain.config.recipe import DataConfig, ModelConfig, Recipe, TrainConfig, TrainSource
+from embedtrain.config.recipe import DataConfig, Recipe, TrainConfig, TrainSource
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
+from tests.small import model_options
 
 BOTH = [LossDirection.query_document, LossDirection.document_query]
 LATE = "late_interaction"
@@ -119,7 +120,7 @@ def test_options_of_late_interaction():
 def test_the_losses_of_sources_are_checked():
     recipe = Recipe(
         name="t",
-        model=ModelConfig(path="dir"),
+        model=model_options(path="dir"),
         data=DataConfig(train=[TrainSource(path="a"), TrainSource(path="b", loss=XTRConfig())]),
         train=TrainConfig(steps=1),
     )

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
+from embedtrain.config.recipe import Pooling, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
-from tests.small import parallel, save_small, small_model
+from tests.small import model_options, parallel, save_small, small_model
 
 
 def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
@@ -23,7 +23,7 @@ def test_the_mesh_has_the_shape_of_the_layout(ranks):
 def load(world: World, path: str, strategies: list[Strategy]) -> list[float]:
     outputs = []
     for strategy in strategies:
-        model = load_model(ModelConfig(path=path, pooling=Pooling.mean), parallel(strategy), world, seed=0)
+        model = load_model(model_options(path=path, pooling=Pooling.mean), parallel(strategy), world, seed=0)
         ids = torch.tensor([[0, 5, 2]])
         with torch.no_grad():
             outputs.append(model.encoder.eval()(Chunk(ids, torch.ones_like(ids)))[0][0, 0].item())

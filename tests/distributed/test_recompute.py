@@ -16,7 +16,7 @@ from embedtrain.inference.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
-from tests.small import parallel, save_small, small_model
+from tests.small import model_options, parallel, save_small, small_model
 
 # The last one declares no layers, and its class does not support gradient checkpointing.
 NAMES = ("bert", "modernbert", "llama", "qwen3", "gemma3_text", "mpnet")
@@ -91,7 +91,7 @@ def same_gradients(world: World, models: dict[str, ModelConfig]) -> None:
 @pytest.mark.slow
 def test_gradients_equal_one_process(ranks, tmp_path):
     models = {
-        name: ModelConfig(path=str(save_small(small_model(name), tmp_path / name)), pooling=Pooling.mean)
+        name: model_options(path=str(save_small(small_model(name), tmp_path / name)), pooling=Pooling.mean)
         for name in NAMES
     }
     ranks(2, same_gradients, models)
@@ -105,4 +105,4 @@ def without_layers(world: World, model: ModelConfig) -> None:
 def test_model_without_layers(ranks, tmp_path):
     model = small_model("bert")
     flat = save_small(small_model("bert", config=model.config | {"num_hidden_layers": 0}), tmp_path / "flat")
-    ranks(1, without_layers, ModelConfig(path=str(flat), pooling=Pooling.mean))
+    ranks(1, without_layers, model_options(path=str(flat), pooling=Pooling.mean))

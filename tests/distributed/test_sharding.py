@@ -21,7 +21,7 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
-from tests.small import ARCHITECTURES, parallel, save_small, small_model
+from tests.small import ARCHITECTURES, model_options, parallel, save_small, small_model
 
 IDS = torch.tensor([[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]])
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
@@ -31,7 +31,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
-        name: ModelConfig(path=str(save_small(small_model(name), root / name)), pooling=Pooling.mean)
+        name: model_options(path=str(save_small(small_model(name), root / name)), pooling=Pooling.mean)
         for name in ARCHITECTURES
     }
 

@@ -3,15 +3,16 @@
 from pathlib import Path
 
 from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, run_tasks
-from embedtrain.config.recipe import ModelConfig, Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.encoder_model import load_encoder_model
+from embedtrain.inference.loading.command_model import load_encoder_model
 from embedtrain.inference.vector_cache import model_identity
 from embedtrain.tracking.console import Console
+from tests.small import model_options
 
 
 def load(world, directory):
-    model = load_encoder_model(ModelConfig(path=str(directory)), Precision.fp32, world)
+    model = load_encoder_model(model_options(path=str(directory)), Precision.fp32, world)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=2048)
     identity = model_identity(model.source, Precision.fp32, world)
     return EvaluatedModel(encoder, model.source, str(directory), identity), Console(enabled=False)

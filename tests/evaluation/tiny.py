@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
-from embedtrain.config.late_interaction import QueryExpansion
-from embedtrain.config.token_vectors import Expansion, TokenVectors
+from embedtrain.config.late_interaction import Expansion, QueryExpansion, TokenVectors
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World

@@ -13,10 +13,10 @@ from embedtrain import evaluate, mine
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
-from embedtrain.inference.loading.encoder_model import open_encoder_source
+from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.vector_cache import model_identity
 from embedtrain.models.source import open_model_source
-from tests.small import WORDS, save_adapter, save_guide, small_model, text
+from tests.small import WORDS, model_options, save_adapter, save_guide, small_model, text
 
 CORPUS = {f"d{i}": text(i, 2 + i % 9) for i in range(30)}
 QUERIES = {f"q{i}": f"{WORDS[i]} a" for i in range(10)}
@@ -61,20 +61,20 @@ def test_files_that_change_the_vectors(ranks, model, tmp_path):
     for name, change in changes.items():
         directories.append(shutil.copytree(model, tmp_path / name / "model"))
         change(directories[-1])
-    models = [ModelConfig(path=str(directory), trust_remote_code=True) for directory in (model, *directories)]
+    models = [model_options(path=str(directory), trust_remote_code=True) for directory in (model, *directories)]
     results = ranks(2, identities, models)
     assert results[0] == results[1], "the same on every rank"
     first, *others = results[0]
     unchanged = {name for name, identity in zip(changes, others, strict=True) if identity == first}
     assert unchanged == {"copy", "README.md", "trainer_state.json"}
     options = [
-        ModelConfig(path=str(model), **option) for option in ({}, {"normalize": False}, {"pooling": Pooling.cls})
+        model_options(path=str(model), **option) for option in ({}, {"normalize": False}, {"pooling": Pooling.cls})
     ]
     assert len({str(identity) for identity in ranks(1, identities, options)[0]}) == 3
 
 
 def adapted(world: World, model: Path, adapters: list[Path | None]) -> list[dict[str, Any]]:
-    configs = [ModelConfig(path=str(model), lora=LoraConfig(path=adapter and str(adapter))) for adapter in adapters]
+    configs = [model_options(path=str(model), lora=LoraConfig(path=adapter and str(adapter))) for adapter in adapters]
     return [model_identity(open_encoder_source(config)[1], Precision.fp32, world) for config in configs]
 
 

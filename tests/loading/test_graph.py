@@ -9,7 +9,7 @@ import torch
 from embedtrain import evaluate
 from embedtrain.commands.export.graph_metrics import GraphMetrics
 from embedtrain.config.evaluation import Backend, EvaluationSet
-from embedtrain.config.recipe import ModelConfig, Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import joined_world
@@ -18,13 +18,12 @@ from embedtrain.evaluation.sets import load_sets
 from embedtrain.formats import graph_session
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.encoder_model import load_encoder_model
+from embedtrain.inference.loading.command_model import load_encoder_model, load_reranker, open_reranker
 from embedtrain.inference.loading.graph import GraphEncoder
-from embedtrain.inference.loading.reranker import load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.source import open_model_source
 from embedtrain.tracking.console import Console
-from tests.small import text, write_beir
+from tests.small import model_options, text, write_beir
 from tests.verify.test_kinds import exported
 
 pytest.importorskip("onnxruntime")
@@ -35,7 +34,7 @@ TEXTS = [text(seed, 1 + seed * 7 % 30) for seed in range(9)] + ["alpha, beta. al
     "kind", ["m3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "late_interaction", "sparse"))]
 )
 def test_a_graph_encodes_as_the_weights_do(tmp_path, kind):
-    model = ModelConfig(path=str(exported(kind, tmp_path, "onnx")))
+    model = model_options(path=str(exported(kind, tmp_path, "onnx")))
     parts = []
     with joined_world() as world:
         for backend in (Backend.torch, Backend.onnx):
@@ -74,7 +73,7 @@ def test_evaluation_of_a_graph(tmp_path):
 
 def test_a_graph_with_a_worse_metric_is_rejected(tmp_path):
     dev, model = write_beir(tmp_path / "dev", 20), exported("dense", tmp_path, "onnx", "onnx_int8")
-    source = open_model_source(ModelConfig(path=str(model)))
+    source = open_model_source(model_options(path=str(model)))
     with joined_world() as world:
         metrics = GraphMetrics(load_sets([EvaluationSet(path=str(dev))], world), world, Console(), max_loss=0.02)
         (value,) = metrics(source, "onnx").values()
@@ -140,7 +139,7 @@ def test_graphs_of_something_else(tmp_path, monkeypatch, dense, change, part):
     monkeypatch.setattr(graph_session, "_RUN_SECONDS", 1.0)
     monkeypatch.setattr(graph_session, "_TOKEN_SECONDS", 0.0)
     directory = shutil.copytree(dense, tmp_path / "model")
-    source = open_model_source(ModelConfig(path=str(directory)))
+    source = open_model_source(model_options(path=str(directory)))
     change_graph(directory / GRAPH, change)
     with pytest.raises(CheckpointError, match=rf"model\.onnx.* {part}") as raised:
         GraphEncoder(directory / GRAPH, source)
@@ -150,7 +149,7 @@ def test_graphs_of_something_else(tmp_path, monkeypatch, dense, change, part):
 @pytest.mark.parametrize("of_folder", [False, True])
 def test_graphs_are_read_through_no_links(tmp_path, dense, of_folder):
     directory = shutil.copytree(dense, tmp_path / "model")
-    source = open_model_source(ModelConfig(path=str(directory)))
+    source = open_model_source(model_options(path=str(directory)))
     link = (directory / GRAPH).parent if of_folder else directory / GRAPH
     link.rename(tmp_path / "elsewhere")
     link.symlink_to(tmp_path / "elsewhere")

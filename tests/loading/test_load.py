@@ -23,7 +23,7 @@ from embedtrain.inference.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel,
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import prepare_backbone
 from embedtrain.models.source import open_model_source
-from tests.small import ARCHITECTURES, parallel, save_small, small_model, small_tokenizer
+from tests.small import ARCHITECTURES, model_options, parallel, save_small, small_model, small_tokenizer
 
 TEXT = {"input_ids": [[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]], "attention_mask": [[1, 1, 1, 1, 0, 0], [1] * 6]}
 
@@ -135,7 +135,7 @@ def without_safetensors(directory: Path, to: Path) -> Path:
 
 
 def at(directory: Path) -> ModelConfig:
-    return ModelConfig(path=str(directory), pooling=Pooling.mean)
+    return model_options(path=str(directory), pooling=Pooling.mean)
 
 
 def test_all_architectures_in_slices_and_broadcast(ranks, directories, tmp_path):

@@ -166,9 +166,9 @@ def run_of_kind(world, *arguments):
 def test_models_of_other_kinds(ranks, inputs, tmp_path, kind):
     """Checkpoints and exported directories; the command compares the outputs of the libraries that open the model."""
     model, own = inputs / "model", {
-        "late_interaction": ["model.late_interaction={dim: 8, query_expansion: min, expansion_length: 7}"],
+        "late_interaction": ["model.dimension=8", "model.query_expansion=min", "model.expansion_length=7"],
         "sparse": ["sparsity.query_weight=0.01", "sparsity.document_weight=0.01"],
-        "m3": ["loss=m3", "model.m3.dim=8"],
+        "m3": ["loss=m3", "model.dimension=8"],
     }  # fmt: skip
     if kind == "sparse":
         model = save_language_model(small_model("bert", kind="sparse", pooling=None), tmp_path / "model")

@@ -28,7 +28,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
-from tests.small import batch, parallel, save_small, small_model, small_tokenizer
+from tests.small import batch, model_options, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
 IDS = torch.tensor([[0, 4, 5, 6, 2], [0, 9, 8, 2, 1]])
@@ -281,4 +281,4 @@ def test_adapter_in_place_of_a_model(models, tmp_path):
     shutil.copytree(str(models["llama"].lora.path), tmp_path / "adapter")
     shutil.copy(Path(str(models["llama"].path)) / "config.json", tmp_path / "adapter")
     with pytest.raises(EmbedtrainError, match=r"model\.lora\.path="):
-        open_model_source(ModelConfig(path=str(tmp_path / "adapter"), pooling=models["llama"].pooling))
+        open_model_source(model_options(path=str(tmp_path / "adapter"), pooling=models["llama"].pooling))

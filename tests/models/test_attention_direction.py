@@ -13,7 +13,7 @@ from embedtrain.models.build import assemble_encoder
 from embedtrain.models.export_record import RECORD
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.small import save_small, small_model, small_tokenizer
+from tests.small import model_options, save_small, small_model, small_tokenizer
 
 CPU = torch.device("cpu")
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
@@ -74,10 +74,10 @@ def test_probe_works_with_any_pooling_and_detects_differences_with_padding():
     # Gemma's own option has no effect with padding.
     torch.manual_seed(0)
     gemma = model("llama").config | {"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": True}
-    ignored = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean))
+    ignored = open_model_source(model_options(config=gemma, pooling=Pooling.mean))
     assert attends_to_later_tokens(assemble_encoder(ignored).eval(), (5, 9, 14), CPU) is None
     del gemma["use_bidirectional_attention"]
-    respected = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean, bidirectional=True))
+    respected = open_model_source(model_options(config=gemma, pooling=Pooling.mean, bidirectional=True))
     assert attends_to_later_tokens(assemble_encoder(respected).eval(), (5, 9, 14), CPU) is True
 
 
@@ -95,11 +95,11 @@ def test_the_direction_does_not_depend_on_what_is_made_of_the_vectors(kind):
 def test_direction_of_a_directory_is_kept_or_overridden(tmp_path, architecture):
     directory = tmp_path / architecture
     save_small(model(architecture), directory)
-    source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True))
+    source = open_model_source(model_options(path=str(directory), pooling=Pooling.mean, bidirectional=True))
     window = getattr(source.config, "sliding_window", None)
     source.config.save_pretrained(directory)
     for bidirectional, expected in ((None, True), (True, True), (False, False)):
-        again = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=bidirectional))
+        again = open_model_source(model_options(path=str(directory), pooling=Pooling.mean, bidirectional=bidirectional))
         torch.manual_seed(0)
         assert attends_to_later_tokens(assemble_encoder(again).eval(), (5, 9, 14), CPU) is expected
         if expected:
@@ -110,13 +110,13 @@ def test_direction_of_a_directory_is_kept_or_overridden(tmp_path, architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_bidirectional_export(tmp_path, architecture):
     directory = save_small(model(architecture), tmp_path / architecture)
-    options = ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True)
+    options = model_options(path=str(directory), pooling=Pooling.mean, bidirectional=True)
     exported = architecture_of(tmp_path / f"{architecture}-made", options)
     export_model(tmp_path / f"{architecture}-out", exported)  # reopened by both libraries and compared
     encode = SentenceTransformer(str(tmp_path / f"{architecture}-out"), device="cpu").encode
     torch.testing.assert_close(torch.tensor(encode(["alpha beta"])), vectors(exported, options, "alpha beta"))
     causal = architecture_of(
-        tmp_path / f"{architecture}-causal", ModelConfig(path=str(directory), pooling=Pooling.mean)
+        tmp_path / f"{architecture}-causal", model_options(path=str(directory), pooling=Pooling.mean)
     )
     assert (causal.vectors - exported.vectors).norm(dim=1).max() > 0.01
 
@@ -132,8 +132,8 @@ def vectors(exported, options, text):
 def test_decoder_without_bidirectional_support():
     mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     with pytest.raises(ConfigError, match=r"model\.bidirectional=true: .* mamba"):
-        open_model_source(ModelConfig(config=mamba, pooling=Pooling.mean, bidirectional=True))
-    open_model_source(ModelConfig(config=mamba, pooling=Pooling.mean))
+        open_model_source(model_options(config=mamba, pooling=Pooling.mean, bidirectional=True))
+    open_model_source(model_options(config=mamba, pooling=Pooling.mean))
 
 
 def test_cls_pooling_needs_bidirectional_attention(tmp_path):
@@ -144,16 +144,16 @@ def test_cls_pooling_needs_bidirectional_attention(tmp_path):
     assert open_model_source(small_model("bert", pooling=Pooling.last)).pooling is Pooling.last
     # The pooling of a directory itself is accepted.
     directory = save_small(small_model("llama"), tmp_path / "llama")
-    exported = architecture_of(tmp_path / "st", ModelConfig(path=str(directory), pooling=Pooling.last))
+    exported = architecture_of(tmp_path / "st", model_options(path=str(directory), pooling=Pooling.last))
     export_model(tmp_path / "out", exported)
     settings = (tmp_path / "out" / "1_Pooling" / "config.json").read_text()
     settings = settings.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     settings = settings.replace('"pooling_mode_lasttoken": true', '"pooling_mode_lasttoken": false')
     (tmp_path / "out" / "1_Pooling" / "config.json").write_text(settings)
     (tmp_path / "out" / RECORD).unlink()  # the checksums
-    assert open_model_source(ModelConfig(path=str(tmp_path / "out"))).pooling is Pooling.cls
+    assert open_model_source(model_options(path=str(tmp_path / "out"))).pooling is Pooling.cls
     with pytest.raises(ConfigError, match=pattern):
-        open_model_source(ModelConfig(path=str(tmp_path / "out"), pooling=Pooling.cls))
+        open_model_source(model_options(path=str(tmp_path / "out"), pooling=Pooling.cls))
 
 
 @pytest.mark.parametrize("architecture", DECODERS)

@@ -38,7 +38,7 @@ from embedtrain.models.own_class import own_class_mismatch, own_name
 from embedtrain.models.packing import check_packing, enable_packing, packing_mismatch
 from embedtrain.models.score_head import SIGMOID
 from embedtrain.models.source import open_model_source
-from tests.small import parallel, save_small, small_model, small_tokenizer, text
+from tests.small import model_options, parallel, save_small, small_model, small_tokenizer, text
 
 # Every architecture with what differs from `small_model`.
 CASES = {
@@ -199,7 +199,7 @@ def test_peft_reads_adapters_with_the_head_and_ours_read_those_of_peft(case, mod
 
 def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora: int) -> tuple[list[float], list[str]]:
     """Scores of PAIRS by a model that is sharded over the ranks, and the notes about it."""
-    model = ModelConfig(path=str(directory), kind="cross_encoder", lora=LoraConfig(rank=lora or None))
+    model = model_options(path=str(directory), kind="cross_encoder", lora=LoraConfig(rank=lora or None))
     loaded = load_model(model, parallel(strategy), world, seed=1)
     (chunk,) = loaded.tokenizer.chunks(PAIRS, 10_000)
     encoder = loaded.encoder.eval()
@@ -228,7 +228,7 @@ def test_scores_of_directories_equal_sentence_transformers(ranks, case, strategy
         for scores, notes in ranks(2, scores_of_directory, directory, strategy, lora):
             torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
             assert any("score" in note for note in notes)
-    source = open_model_source(ModelConfig(path=str(tmp_path / "modules"), kind="cross_encoder"))
+    source = open_model_source(model_options(path=str(tmp_path / "modules"), kind="cross_encoder"))
     assert source.kind.name == "cross_encoder"
     assert (source.settings.activation, source.settings.is_new) == ("torch.nn.modules.linear.Identity", False)
 
@@ -254,13 +254,13 @@ def test_a_linear_layer_on_the_last_token_is_the_head_of_a_decoder(ranks, tmp_pa
         for scores, notes in ranks(2, scores_of_directory, directory, Strategy.fsdp, lora):
             torch.testing.assert_close(scores, expected.tolist(), rtol=1e-4, atol=1e-5)
             assert any("a score head on the last token" in note for note in notes)
-    source = open_model_source(ModelConfig(path=str(directory), kind="cross_encoder"))
+    source = open_model_source(model_options(path=str(directory), kind="cross_encoder"))
     assert torch.equal(
         full_state_dict(source, seed=0)["head.score.weight"],
         load_file(directory / "2_Dense/model.safetensors")["linear.weight"],
     )
     with pytest.raises(ConfigError, match=r"reranker .*Dense.* model.kind=cross_encoder"):
-        open_model_source(ModelConfig(path=str(directory)))
+        open_model_source(model_options(path=str(directory)))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_linear_layer_on_the_last_token_is_the_head_of_a_decoder(ranks, tmp_pa
 )
 def test_linear_layers_that_the_class_cannot_represent(tmp_path, case, changes, message):
     with pytest.raises(ModelError, match=message):
-        open_model_source(ModelConfig(path=str(save_linear(case, tmp_path, **changes)), kind="cross_encoder"))
+        open_model_source(model_options(path=str(save_linear(case, tmp_path, **changes)), kind="cross_encoder"))
 
 
 def test_the_padding_side_of_a_decoder_changes_no_score(tmp_path):
@@ -309,9 +309,9 @@ def test_other_classifiers_are_rejected(tmp_path):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"id2label": {0: "a", 1: "b"}}))
     with pytest.raises(ModelError, match=r"config.json.* 2 labels"):
-        open_model_source(ModelConfig(path=str(directory), kind="cross_encoder"))
+        open_model_source(model_options(path=str(directory), kind="cross_encoder"))
     with pytest.raises(ConfigError, match=r"model.kind=cross_encoder|model.pooling"):
-        open_model_source(ModelConfig(path=str(directory)))
+        open_model_source(model_options(path=str(directory)))
 
 
 def save_classifier(case: str, directory: Path, num_labels: int, **config: Any) -> Path:
@@ -333,7 +333,7 @@ def save_classifier(case: str, directory: Path, num_labels: int, **config: Any) 
 def test_the_logits_of_two_labels_are_one_score(case, num_labels, labels, tmp_path):
     """As sentence-transformers and transformers compute the logits; a new class of one label, with its sigmoid."""
     directory = save_classifier(case, tmp_path, num_labels, problem_type="single_label_classification")
-    model = ModelConfig(path=str(directory), kind="cross_encoder", score_labels=labels)
+    model = model_options(path=str(directory), kind="cross_encoder", score_labels=labels)
     source = open_model_source(model)
     encoder = assemble_encoder(source).eval()
     encoder.load_state_dict(full_state_dict(source, seed=0))
@@ -363,7 +363,7 @@ def test_labels_that_cannot_be_used_are_rejected(tmp_path):
         (directory, None, ModelError, r"2 labels.*set model\.score_labels=\[1,0\]"),
     ):
         with pytest.raises(error, match=message):
-            open_model_source(ModelConfig(path=str(path), kind="cross_encoder", score_labels=labels))
+            open_model_source(model_options(path=str(path), kind="cross_encoder", score_labels=labels))
 
 
 def test_a_class_whose_logits_are_not_linear_in_the_labels_is_rejected(tmp_path, monkeypatch):
@@ -377,7 +377,7 @@ def test_a_class_whose_logits_are_not_linear_in_the_labels_is_rejected(tmp_path,
         return output
 
     monkeypatch.setattr(BertForSequenceClassification, "forward", softmax)
-    model = ModelConfig(path=str(directory), kind="cross_encoder", score_labels=[1, 0])
+    model = model_options(path=str(directory), kind="cross_encoder", score_labels=[1, 0])
     with pytest.raises(ModelError, match=r"model\.score_labels=\[1,0\]: .* another way"):
         full_state_dict(open_model_source(model), seed=0)
 
@@ -387,7 +387,7 @@ def edited(directory: Path, target: Path, **config: Any) -> ModelConfig:
     shutil.copytree(directory, target)
     settings = json.loads((target / "config.json").read_text()) | config
     (target / "config.json").write_text(json.dumps(settings))
-    return ModelConfig(path=str(target), kind="cross_encoder")
+    return model_options(path=str(target), kind="cross_encoder")
 
 
 def test_activations_that_directories_name(tmp_path):
@@ -416,7 +416,7 @@ def test_activations_that_directories_name(tmp_path):
 
 def test_a_new_head_is_a_function_of_the_seed_and_the_backbone_is_read(tmp_path):
     backbone = save_small(small_model("xlm-roberta"), tmp_path)
-    source = open_model_source(ModelConfig(path=str(backbone), kind="cross_encoder"))
+    source = open_model_source(model_options(path=str(backbone), kind="cross_encoder"))
     assert source.kind.name == "cross_encoder"
     assert source.settings.is_new
     first, again, other = (full_state_dict(source, seed) for seed in (0, 0, 1))
@@ -428,7 +428,7 @@ def test_a_new_head_is_a_function_of_the_seed_and_the_backbone_is_read(tmp_path)
 
 def sharded_step(world: World, directory: Path, options: ParallelConfig, expected: dict[str, Tensor]) -> None:
     """The gradient on several ranks; in bf16 the head still computes in float32; adapters train the head as well."""
-    model = ModelConfig(path=str(directory), kind="cross_encoder")
+    model = model_options(path=str(directory), kind="cross_encoder")
     loaded = load_model(model, options, world, seed=0)
     assert loaded.layout.activation_checkpointing == bool(options.activation_checkpointing)
     encoder = loaded.encoder.eval()
@@ -464,7 +464,7 @@ HSDP = parallel(Strategy.hsdp, shard_size=2, activation_checkpointing=True)
 def test_a_sharded_reranker_has_the_gradient_of_one_process(ranks, case, size, options, tmp_path):
     directory = save_reranker(case, tmp_path)
     encoder = build(case)
-    source = open_model_source(ModelConfig(path=str(directory), kind="cross_encoder"))
+    source = open_model_source(model_options(path=str(directory), kind="cross_encoder"))
     encoder.load_state_dict(full_state_dict(source, seed=0))
     (chunk,) = tokenizer(case, packed=False).chunks(PAIRS, 10_000)
     ranks(size, sharded_step, directory, options, grads(encoder, encoder(chunk)[0]))

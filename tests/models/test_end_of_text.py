@@ -27,7 +27,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.small import save_small, small_model
+from tests.small import model_options, save_small, small_model
 
 BOS, EOS, PAD, SEP = "<|begin|>", "<|end|>", "<|pad|>", "<|sep|>"
 TEXTS = ["alpha beta", "alpha beta gamma delta alpha beta", "", "beta<|end|>", "a"]
@@ -103,7 +103,7 @@ def source_with(llama: Path, tokenizer: PreTrainedTokenizerBase, **options: obje
     for path in llama.glob("*token*"):
         path.unlink()
     tokenizer.save_pretrained(llama)
-    model = ModelConfig(**{"path": str(llama), "pooling": Pooling.last, "max_length": MAX_LENGTH, **options})
+    model = model_options(**{"path": str(llama), "pooling": Pooling.last, "max_length": MAX_LENGTH, **options})
     return model, open_model_source(model)
 
 
@@ -132,7 +132,7 @@ def test_token_is_appended_once_and_exported(name, llama, tmp_path):
         assert sentence_transformer.preprocess([text])["input_ids"].tolist() == [text_ids]
     # Nothing is appended twice when the export is opened again.
     for append_eos in (None, True):
-        again = open_model_source(ModelConfig(path=str(tmp_path / "out"), append_eos=append_eos))
+        again = open_model_source(model_options(path=str(tmp_path / "out"), append_eos=append_eos))
         assert ids(load_tokenizer(again)) == expected
 
 
@@ -165,7 +165,7 @@ def test_default_of_append_eos(llama, tmp_path):
     model, _ = source_with(llama, generic(), append_eos=False)
     export_model(tmp_path / "out", architecture_of(tmp_path / "made", model))
     for options, expected in (({}, False), ({"append_eos": True}, True)):
-        again = open_model_source(ModelConfig(path=str(tmp_path / "out"), **options))
+        again = open_model_source(model_options(path=str(tmp_path / "out"), **options))
         assert (load_tokenizer(again)("alpha")["input_ids"][-1] == 1) is expected
 
 

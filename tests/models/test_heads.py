@@ -19,7 +19,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.training.inputs import check_dimensions
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.small import save_small, small_model
+from tests.small import model_options, save_small, small_model
 
 IDS, MASK = torch.tensor([[0, 5, 6, 7, 2], [0, 9, 2, 1, 1]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def with_heads(model: Path, *heads: HeadConfig) -> ModelConfig:
-    return ModelConfig(path=str(model), pooling=Pooling.mean, heads=list(heads))
+    return model_options(path=str(model), pooling=Pooling.mean, heads=list(heads))
 
 
 def opened(model: Path, *heads: HeadConfig) -> Encoder:

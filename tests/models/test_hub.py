@@ -14,7 +14,6 @@ from embedtrain.commands.inspect.options import compose as compose_inspect
 from embedtrain.commands.mine.options import MineOptions
 from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.mining.teacher import open_teacher
@@ -25,7 +24,7 @@ from embedtrain.training.guides import load_guides
 from embedtrain.training.train import train
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import edit
-from tests.small import parallel, save_guide, small_model, write_rows
+from tests.small import model_options, parallel, save_guide, small_model, write_rows
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -75,21 +74,21 @@ def hub(published) -> Iterator[Path]:
     [(None, "new: ", NEW), (OLD, "old: ", OLD), ("v-a", "old: ", OLD), (NEW, "new: ", NEW)],
 )
 def test_model(hub, revision, prompt, commit):
-    source = open_model_source(ModelConfig(path="org/model", revision=revision))
+    source = open_model_source(model_options(path="org/model", revision=revision))
     assert source.prompts["query"] == prompt
     assert source.commit == commit
 
 
 def test_missing_revision(hub):
     with pytest.raises(ModelError) as caught:
-        open_model_source(ModelConfig(path="org/model", revision="c" * 40))
+        open_model_source(model_options(path="org/model", revision="c" * 40))
     assert str(caught.value).startswith(f"model.path=org/model at model.revision={'c' * 40} is neither a directory nor")
     assert "set model.path to a local directory" in str(caught.value)
     assert "local_files_only" not in str(caught.value)
 
 
 def test_tokenizer(hub):
-    source = open_model_source(ModelConfig(path="org/model"))
+    source = open_model_source(model_options(path="org/model"))
     assert load_tokenizer(source).model_max_length == 24
     assert load_tokenizer(source, "org/model").model_max_length == 24
     assert load_tokenizer(source, "org/model", OLD).model_max_length == 12
@@ -110,8 +109,8 @@ def test_teacher(hub):
 
 def test_a_directory_has_no_revision(hub):
     with pytest.raises(ConfigError, match=rf"model\.revision={OLD} .* model\.path={hub / 'guide'}"):
-        open_model_source(ModelConfig(path=str(hub / "guide"), revision=OLD))
-    assert open_model_source(ModelConfig(path=str(hub / "guide"))).commit is None
+        open_model_source(model_options(path=str(hub / "guide"), revision=OLD))
+    assert open_model_source(model_options(path=str(hub / "guide"))).commit is None
 
 
 def test_options_of_commands():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embedtrain.config.late_interaction import LateInteractionConfig, QueryExpansion
+from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, Chunk, TextRole, Tokens
@@ -45,7 +45,7 @@ def late_interaction(architecture: str, *, dropout: float = 0.0, **options: obje
         kind="late_interaction",
         pooling=None,
         config=model.config | ARCHITECTURES.get(architecture, {}),
-        late_interaction=LateInteractionConfig(**{"dim": 8} | options),
+        **{"dimension": 8} | options,
     )
 
 

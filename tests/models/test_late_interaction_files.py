@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.source import open_model_source
@@ -23,6 +22,7 @@ from tests.late_interaction_models import (
     save_stanford,
     token_vectors,
 )
+from tests.small import model_options
 
 ARCHITECTURES = ["bert", "xlm-roberta", "modernbert"]
 EXPANSIONS: list[dict[str, Any] | None] = [
@@ -43,7 +43,7 @@ def assert_equal_vectors(directory: Path, model: Any = None) -> None:
 
 
 def opened(directory: Path, kind: str = "late_interaction", **options: Any) -> Any:
-    return open_model_source(ModelConfig(path=str(directory), kind=kind, **options))
+    return open_model_source(model_options(path=str(directory), kind=kind, **options))
 
 
 def change(path: Path, **values: Any) -> None:
@@ -96,9 +96,9 @@ def test_directories_of_stanford(settings, tmp_path):
 def test_options_replace_settings_of_the_files(st_dir):
     options = {"document_length": 9, "query_expansion": QueryExpansion.min, "expansion_length": 5}
     options |= {"attend_to_expansion_tokens": True, "skiplist_words": ["a"], "similarity": TokenSimilarity.meanmaxsim}
-    model = ModelConfig(path=str(st_dir), kind="late_interaction")
+    model = model_options(path=str(st_dir), kind="late_interaction")
     for name, value in options.items():
-        setattr(model.late_interaction, name, value)
+        setattr(model, name, value)
     settings = open_model_source(model).settings
     assert (settings.document_length, settings.skiplist_words, settings.similarity.value) == (9, ("a",), "meanmaxsim")
     assert (settings.expansion.length, settings.expansion.attend, settings.expansion.strategy.value) == (5, True, "min")
@@ -106,14 +106,14 @@ def test_options_replace_settings_of_the_files(st_dir):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dim", 8), ("query_length", 20), ("query_length", 5), ("expansion_token", "a")],
+    [("dimension", 8), ("query_length", 20), ("query_length", 5), ("expansion_token", "a")],
 )
 def test_options_that_contradict_the_files(name, value, st_dir):
-    model = ModelConfig(path=str(st_dir), kind="late_interaction")
-    setattr(model.late_interaction, name, value)
+    model = model_options(path=str(st_dir), kind="late_interaction")
+    setattr(model, name, value)
     if name == "expansion_token":
-        model.late_interaction.query_expansion = QueryExpansion.none
-    with pytest.raises(ConfigError, match=f"model.late_interaction.{name}={value}"):
+        model.query_expansion = QueryExpansion.none
+    with pytest.raises(ConfigError, match=f"model.{name}={value}"):
         open_model_source(model)
 
 

@@ -1,6 +1,5 @@
 """BGE-M3: the three representations, its files, and which of them are rejected."""
 
-import dataclasses
 import pickle
 import shutil
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embedtrain.config.m3 import M3Config
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
@@ -21,14 +19,13 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.m3_files import LAYERS, write_m3_layer
 from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
-from tests.small import save_guide, save_small, small_model, small_tokenizer, text
+from tests.small import model_options, save_guide, save_small, small_model, small_tokenizer, text
 
 TEXTS = [text(seed, length) for seed, length in enumerate((30, 18, 9, 2))] + ["alpha beta alpha alpha"]
 
 
 def m3_model(**options: object) -> ModelConfig:
-    model = small_model("xlm-roberta", pooling=None)
-    return dataclasses.replace(model, kind="m3", m3=M3Config(**{"dim": 8} | options))
+    return small_model("xlm-roberta", kind="m3", **{"dimension": 8} | options)
 
 
 def save_m3(directory: Path) -> tuple[Path, Encoder]:
@@ -44,7 +41,7 @@ def save_m3(directory: Path) -> tuple[Path, Encoder]:
 
 
 def opened(directory: Path, **options: object) -> ModelConfig:
-    return ModelConfig(path=str(directory), kind="m3", m3=M3Config(**options))
+    return model_options(path=str(directory), kind="m3", **options)
 
 
 def flag_embedding(encoder: Encoder, ids: list[int]) -> tuple[torch.Tensor, dict[int, float], torch.Tensor]:

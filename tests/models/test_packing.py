@@ -15,7 +15,7 @@ from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch, window_mismatch
 from embedtrain.models.source import open_model_source
-from tests.small import ARCHITECTURES, small_model, small_tokenizer, text
+from tests.small import ARCHITECTURES, model_options, small_model, small_tokenizer, text
 
 DEVICE = torch.device("cpu")
 WINDOWED = {"sliding_window": 6}
@@ -136,7 +136,7 @@ def test_texts_that_are_longer_than_a_window_are_compared(architecture, window):
         config |= {"use_sliding_window": True, "max_window_layers": 1}
     if architecture == "phi3":
         config |= {"pad_token_id": 0}
-    config = open_model_source(ModelConfig(config=config, pooling=Pooling.mean)).config
+    config = open_model_source(model_options(config=config, pooling=Pooling.mean)).config
     state = torch.random.get_rng_state()
     reason = window_mismatch(config, Precision.fp32, DEVICE)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -204,7 +204,7 @@ def test_wrong_positions_are_detected(monkeypatch):
 
 def test_unsupported_attention_features_are_detected():
     config = small_model("gemma3_text").config | {"model_type": "gemma2"}
-    encoder = assemble_encoder(open_model_source(ModelConfig(config=config, pooling=Pooling.mean)))
+    encoder = assemble_encoder(open_model_source(model_options(config=config, pooling=Pooling.mean)))
     assert check_packing(encoder, precision=Precision.fp32, capability=CPU).padding_reason is not None
     enable_packing(encoder)
     assert "softcap" in check_packing(encoder, precision=Precision.fp32, capability=CPU).padding_reason

@@ -12,13 +12,13 @@ from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
 from tests.custom_code import model_with_remote_code
 from tests.models.test_packing import CASES, gradients, options
-from tests.small import small_model, small_tokenizer, text
+from tests.small import model_options, small_model, small_tokenizer, text
 from tests.training.test_waits import Reads
 
 # Attention outside of transformers' interface, and without an SDPA implementation.
 OWN_ATTENTION = {
     "mpnet": small_model("mpnet"),
-    "gemma2": ModelConfig(config=small_model("gemma3_text").config | {"model_type": "gemma2"}, pooling=Pooling.mean),
+    "gemma2": model_options(config=small_model("gemma3_text").config | {"model_type": "gemma2"}, pooling=Pooling.mean),
 }
 LENGTHS = {"padded": (39, 25, 11, 11, 1), "equal": (25, 25, 25), "short": (3, 3), "one": (39,)}
 
@@ -72,7 +72,7 @@ def test_models_with_their_own_attention(name):
 
 def test_custom_code_receives_a_mask(tmp_path):
     source = open_model_source(
-        ModelConfig(path=str(model_with_remote_code(tmp_path / "m")), trust_remote_code=True, pooling=Pooling.mean)
+        model_options(path=str(model_with_remote_code(tmp_path / "m")), trust_remote_code=True, pooling=Pooling.mean)
     )
     check(assemble_encoder(source).eval())
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.build import assemble_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.m3_files import write_m3_layer
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
-from tests.small import save_small, small_model, small_tokenizer
+from tests.small import model_options, save_small, small_model, small_tokenizer
 
 TEXTS = ["alpha beta", "gamma a b c d e"]
 OLD, TANH = "sentence_transformers.models.", "torch.nn.modules.activation.Tanh"
@@ -159,7 +159,7 @@ EMBEDDERS: dict[str, tuple[Callable[[Path], None], Pooling, int | None]] = {
 def test_vectors_are_those_of_sentence_transformers(tmp_path, name):
     save, pooling, max_length = EMBEDDERS[name]
     save(tmp_path)
-    source = open_model_source(ModelConfig(path=str(tmp_path)))
+    source = open_model_source(model_options(path=str(tmp_path)))
     assert (source.pooling, source.normalize, source.tokenization.max_length) == (pooling, True, max_length)
     assert not any(source.prompts.values())
     encoder = assemble_encoder(source)
@@ -173,7 +173,7 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path, name):
 
 def test_three_representations_of_bge_m3(tmp_path):
     bge_m3(tmp_path)
-    source = open_model_source(ModelConfig(path=str(tmp_path), kind="m3"))
+    source = open_model_source(model_options(path=str(tmp_path), kind="m3"))
     assert source.kind.name == "m3"
     assert (source.settings.token_dimension, source.has_new_head) == (8, False)
 
@@ -189,7 +189,7 @@ def test_scores_of_bge_and_bce_rerankers(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     older = {"torch_dtype": "float32", "transformers_version": "4.35.0", "position_embedding_type": "absolute"}
     write(tmp_path / "config.json", {name: value for name, value in content.items() if name != "dtype"} | older)
-    source = open_model_source(ModelConfig(path=str(tmp_path), kind="cross_encoder"))
+    source = open_model_source(model_options(path=str(tmp_path), kind="cross_encoder"))
     assert source.kind.name == "cross_encoder"
     assert not source.settings.is_new
     encoder = assemble_encoder(source)
@@ -206,7 +206,7 @@ def test_modules_that_are_not_supported_are_named(tmp_path, kind):
     bce_embedding(tmp_path)
     write_modules(tmp_path, "Transformer", kind, "Pooling")
     with pytest.raises(ModelError, match=f"unknown module type sentence_transformers.models.{kind}; supported are"):
-        open_model_source(ModelConfig(path=str(tmp_path)))
+        open_model_source(model_options(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -222,15 +222,15 @@ def test_poolings_that_are_not_supported_are_named(tmp_path, more, message):
     flags = {f"pooling_mode_{mode}": value for mode, value in more.items()}
     write_pooling(tmp_path, "none", **flags, include_prompt="x" not in more)
     with pytest.raises(ModelError, match=message):
-        open_model_source(ModelConfig(path=str(tmp_path)))
+        open_model_source(model_options(path=str(tmp_path)))
 
 
 def test_a_weighted_mean_counts_the_prompt(tmp_path):
     bce_embedding(tmp_path)
     write_pooling(tmp_path, "mean", include_prompt=False)
     with pytest.raises(ConfigError, match=r"model\.pooling=weighted_mean: .*include_prompt=true"):
-        open_model_source(ModelConfig(path=str(tmp_path), pooling=Pooling.weighted_mean))
-    options = ModelConfig(path=str(tmp_path), pooling=Pooling.weighted_mean, include_prompt=True)
+        open_model_source(model_options(path=str(tmp_path), pooling=Pooling.weighted_mean))
+    options = model_options(path=str(tmp_path), pooling=Pooling.weighted_mean, include_prompt=True)
     with pytest.raises(ConfigError, match="include_prompt"):
         open_model_source(replace(options, include_prompt=False))
     assert open_model_source(options).include_prompt is True
@@ -243,8 +243,8 @@ def test_a_folder_of_a_copied_directory_is_enough(tmp_path):
     (tmp_path / "part").mkdir()
     for name in needed:
         shutil.copy(tmp_path / "whole" / name, tmp_path / "part" / name)
-    source = open_model_source(ModelConfig(path=str(tmp_path / "part"), pooling=Pooling.cls))
-    whole = open_model_source(ModelConfig(path=str(tmp_path / "whole")))
+    source = open_model_source(model_options(path=str(tmp_path / "part"), pooling=Pooling.cls))
+    whole = open_model_source(model_options(path=str(tmp_path / "whole")))
     state, expected = (full_state_dict(each, seed=0) for each in (source, whole))
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
@@ -253,14 +253,14 @@ def test_a_folder_of_a_copied_directory_is_enough(tmp_path):
 def test_a_pickled_head_with_something_else_is_rejected(tmp_path, weights):
     labse(tmp_path)
     torch.save(weights, tmp_path / "2_Dense" / "pytorch_model.bin")
-    source = open_model_source(ModelConfig(path=str(tmp_path)))
+    source = open_model_source(model_options(path=str(tmp_path)))
     with pytest.raises(ModelError, match=r"2_Dense/pytorch_model\.bin (should|must) contain"):
         full_state_dict(source, seed=0)
 
 
 def test_a_pickled_head_beside_safetensors_is_read_in_slices(tmp_path):
     labse(tmp_path, pickled=False)
-    source = open_model_source(ModelConfig(path=str(tmp_path)))
+    source = open_model_source(model_options(path=str(tmp_path)))
     shapes = {name: tensor.shape for name, tensor in assemble_encoder(source).state_dict().items()}
     locations, heads = locate_weights(source, shapes), head_weights(source)
     assert locations is not None

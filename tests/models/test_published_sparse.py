@@ -12,12 +12,11 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, trec_order
 from embedtrain.inference.loading.load import load_model
-from tests.small import parallel
+from tests.small import model_options, parallel
 
 DOCUMENTS = [
     "compress a file", "GNU tar saves many files together into a single archive", "a lightweight web server",
@@ -38,7 +37,7 @@ def published_model() -> Path | None:
 
 
 def weights_and_ranking(world: World, directory: Path) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-    model = load_model(ModelConfig(path=str(directory), kind="sparse"), parallel(), world, seed=0)
+    model = load_model(model_options(path=str(directory), kind="sparse"), parallel(), world, seed=0)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=64)
     queries, documents = (encoder.encode_all(texts) for texts in (QUERIES, DOCUMENTS))
     index = ShardedIndex(trec_order([f"{n:02}" for n in range(len(DOCUMENTS))]), world, score=encoder.score)

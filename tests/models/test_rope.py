@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 from embedtrain.commands.export import run as export_main
 from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.config.model_checks import check_model, check_rope_scaling
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.models.build import assemble_encoder
@@ -21,7 +21,7 @@ from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.commands import call
 from tests.runs import evaluation_metrics, run
-from tests.small import save_small, small_model, text, write_beir, write_rows
+from tests.small import model_options, save_small, small_model, text, write_beir, write_rows
 
 YARN = {"rope_type": "yarn", "factor": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -34,8 +34,8 @@ def opened(architecture: str, scaling: object, **options: object):
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 4}], ids=lambda s: s["rope_type"])
 def test_text_beyond_the_models_positions(scaling, tmp_path):
     directory = save_small(small_model("llama"), tmp_path / "llama")
-    plain = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200)
-    options = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200, rope_scaling=scaling)
+    plain = model_options(path=str(directory), pooling=Pooling.mean, max_length=200)
+    options = model_options(path=str(directory), pooling=Pooling.mean, max_length=200, rope_scaling=scaling)
     built = architecture_of(tmp_path / "made", options)
     assert (built.max_length, built.source.config.max_position_embeddings) == (200, 256)
     export_model(tmp_path / "out", built)  # reopened by both libraries, and compared on a text of 200 tokens
@@ -53,10 +53,10 @@ def test_text_beyond_the_models_positions(scaling, tmp_path):
         before = unscaled.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     assert (before.last_hidden_state - actual.last_hidden_state).abs().max() > 1e-2
     # Opened again it is what it is, and nothing is scaled twice.
-    again = open_model_source(ModelConfig(path=str(tmp_path / "out")))
+    again = open_model_source(model_options(path=str(tmp_path / "out")))
     assert again.config.rope_parameters == built.source.config.rope_parameters
     assert resolve_max_length(again, tokenizer) == 200
-    twice = open_model_source(ModelConfig(path=str(tmp_path / "out"), rope_scaling=scaling | {"factor": 8}))
+    twice = open_model_source(model_options(path=str(tmp_path / "out"), rope_scaling=scaling | {"factor": 8}))
     expected = 256 * 8 if scaling["rope_type"] == "linear" else 64 * 8  # a linear one does not store what was before
     assert twice.config.max_position_embeddings == expected
 
@@ -113,12 +113,12 @@ def test_model_without_rotary_positions(architecture):
 def test_length_beyond_the_positions(tmp_path):
     for architecture, more in (("llama", True), ("bert", False)):
         directory = save_small(small_model(architecture), tmp_path / architecture)
-        source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=150))
+        source = open_model_source(model_options(path=str(directory), pooling=Pooling.mean, max_length=150))
         with pytest.raises(ConfigError, match=r"model\.max_length=150: .* model\.max_length=64") as caught:
             resolve_max_length(source, load_tokenizer(source))
         assert ("or model.rope_scaling={rope_type: yarn, factor: 3} for more" in str(caught.value)) is more
     source = open_model_source(
-        ModelConfig(
+        model_options(
             path=str(tmp_path / "llama"), pooling=Pooling.mean, max_length=150,
             rope_scaling={"rope_type": "yarn", "factor": 3},
         )
@@ -140,9 +140,9 @@ def test_texts_end_where_positions_would_follow_the_longest_of_a_batch(parameter
     parameters = parameters | {"rope_theta": 10000.0, "original_max_position_embeddings": 40}
     small.config |= {"rope_parameters": parameters, "max_position_embeddings": 80}
     directory = save_small(small, tmp_path / "llama")
-    source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean))
+    source = open_model_source(model_options(path=str(directory), pooling=Pooling.mean))
     assert resolve_max_length(source, load_tokenizer(source)) == 40
-    source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=41))
+    source = open_model_source(model_options(path=str(directory), pooling=Pooling.mean, max_length=41))
     with pytest.raises(ConfigError, match=r"model\.max_length=41: .* write model\.max_length=40"):
         resolve_max_length(source, load_tokenizer(source))
 
@@ -155,7 +155,7 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     layers = "full_attention" in own
     small.config |= {"layer_types": ["sliding_attention", "full_attention"]} if layers else {}
     directory = save_small(small, tmp_path / "model")
-    built = architecture_of(tmp_path / "made", ModelConfig(path=str(directory), pooling=Pooling.mean, rope_theta=500))
+    built = architecture_of(tmp_path / "made", model_options(path=str(directory), pooling=Pooling.mean, rope_theta=500))
     changed = built.source.config.rope_parameters
     if layers:
         assert changed["sliding_attention"] == own["sliding_attention"], "layers with a window keep theirs"
@@ -173,7 +173,7 @@ def test_another_base_of_the_frequencies(architecture, tmp_path):
     export_model(tmp_path / "out", built, rope_theta=9000.0, check=False)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stored["global_rope_theta" if architecture == "modernbert" else "rope_theta"] == 9000
-    again = assemble_encoder(open_model_source(ModelConfig(path=str(tmp_path / "out")))).eval()
+    again = assemble_encoder(open_model_source(model_options(path=str(tmp_path / "out")))).eval()
     again.load_state_dict(built.state)
     with torch.no_grad():
         torch.testing.assert_close(again(Chunk(tokens, torch.ones_like(tokens)))[0], vectors)

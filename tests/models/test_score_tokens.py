@@ -10,8 +10,8 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from embedtrain.config.pair_template import PAIR_TEMPLATES
-from embedtrain.config.recipe import ModelConfig, ScoreHead, Strategy
+from embedtrain.config.pair_template import PAIR_TEMPLATES, ScoreHead
+from embedtrain.config.recipe import ModelConfig, Strategy
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Pair
@@ -21,7 +21,7 @@ from embedtrain.inference.loading.load import load_model
 from embedtrain.kinds.cross_encoder.data import PairLayout, template_format
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source
-from tests.small import parallel
+from tests.small import model_options, parallel
 from tests.token_rerankers import GEMMA_CHAT, QWEN3_CHAT, add_logit_score, chat_tokenizer, save_causal
 
 TEXTS = ["Is it?", "Where?\n", "a\n\n", "", "如何训练？", "<|im_end|> yes", "alpha gamma? " * 90, " two  words "]
@@ -114,7 +114,7 @@ def logit_score_directory(case: str, folder: Path) -> tuple[Path, ModelConfig]:
         directory = save_causal(folder / name, tied=not untied, max_shard_size="40KB" if untied else "5GB")
         settings = {"prompts": {"web": "Find pages."}, "default_prompt_name": "web"} if untied else {}
         add_logit_score(directory, "yes", "no", QWEN3_CHAT, **settings)
-    model = ModelConfig(path=str(directory), kind="cross_encoder")
+    model = model_options(path=str(directory), kind="cross_encoder")
     if case == "by name":
         for file in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
             (directory / file).unlink()

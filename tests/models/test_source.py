@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers import models as st
 from transformers import T5Config
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
@@ -20,7 +20,7 @@ from embedtrain.models.module_settings import DENSE_KEYS, NORMALIZE_KEYS, POOLIN
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
-from tests.small import save_small, small_model
+from tests.small import model_options, save_small, small_model
 
 POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last, "max": Pooling.max}
 POOLINGS |= {"weightedmean": Pooling.weighted_mean}
@@ -55,7 +55,7 @@ def st_dir(plain, tmp_path) -> Path:
 
 
 def opened(directory: Path, **options: Any):
-    return open_model_source(ModelConfig(path=str(directory), **options))
+    return open_model_source(model_options(path=str(directory), **options))
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -380,24 +380,24 @@ def test_tokenizer_without_padding_token(hf_dir):
 def test_missing_model(path):
     """A Hub id without a network, and missing directories."""
     assert_raises(
-        ModelError, lambda: open_model_source(ModelConfig(path=path, pooling=Pooling.cls)), f"model.path={path}"
+        ModelError, lambda: open_model_source(model_options(path=path, pooling=Pooling.cls)), f"model.path={path}"
     )
 
 
 @pytest.mark.parametrize("path", [None, ""])
 def test_no_model(path):
-    assert_raises(ConfigError, lambda: open_model_source(ModelConfig(path=path)), "model.path")
+    assert_raises(ConfigError, lambda: open_model_source(model_options(path=path)), "model.path")
 
 
 def test_model_from_a_configuration(hf_dir):
     values = small_model("bert").config
     for given in (values, str(hf_dir / "config.json"), str(hf_dir)):
-        source = open_model_source(ModelConfig(config=given, pooling=Pooling.mean))
+        source = open_model_source(model_options(config=given, pooling=Pooling.mean))
         assert (source.directory, source.config.hidden_size, source.normalize) == (None, 32, True)
         assert locate_weights(source, {}) is None
     assert_raises(ConfigError, lambda: load_tokenizer(source), "model.tokenizer")
-    assert_raises(ConfigError, lambda: open_model_source(ModelConfig(config=values)), "model.pooling")
-    assert_raises(ConfigError, lambda: open_model_source(ModelConfig(config=values, path="x")), "keep one")
+    assert_raises(ConfigError, lambda: open_model_source(model_options(config=values)), "model.pooling")
+    assert_raises(ConfigError, lambda: open_model_source(model_options(config=values, path="x")), "keep one")
 
 
 @pytest.mark.parametrize(
@@ -412,11 +412,11 @@ def test_model_from_a_configuration(hf_dir):
     ],
 )
 def test_invalid_configurations(config, words):
-    assert_raises(ConfigError, lambda: open_model_source(ModelConfig(config=config, pooling=Pooling.cls)), words)
+    assert_raises(ConfigError, lambda: open_model_source(model_options(config=config, pooling=Pooling.cls)), words)
 
 
 def test_configuration_that_cannot_be_built():
-    source = open_model_source(ModelConfig(config={"model_type": "bert", "hidden_size": 33}, pooling=Pooling.cls))
+    source = open_model_source(model_options(config={"model_type": "bert", "hidden_size": 33}, pooling=Pooling.cls))
     assert_raises(ModelError, lambda: build_encoder(source), "33")
 
 
@@ -425,7 +425,7 @@ def test_encoder_decoders_are_rejected(tmp_path):
     assert_raises(ModelError, lambda: opened(tmp_path, pooling=Pooling.mean), "t5", "encoder-decoder")
     config = {"model_type": "t5"}
     assert_raises(
-        ModelError, lambda: open_model_source(ModelConfig(config=config, pooling=Pooling.mean)), "encoder-decoder"
+        ModelError, lambda: open_model_source(model_options(config=config, pooling=Pooling.mean)), "encoder-decoder"
     )
 
 

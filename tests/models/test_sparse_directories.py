@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
-from embedtrain.config.sparse import SparseConfig, SparseQueries
+from embedtrain.config.sparse import SparseQueries
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.encoder_model import load_encoder_model, open_encoder_source
+from embedtrain.inference.loading.command_model import load_encoder_model, open_encoder_source
 from embedtrain.models.source import open_model_source
-from tests.small import save_language_model, save_small, small_model, small_tokenizer, text
+from tests.small import model_options, save_language_model, save_small, small_model, small_tokenizer, text
 
 TEXTS = [text(seed, length) for seed, length in enumerate((30, 19, 3, 1))] + ["", "alpha alpha beta", "[SEP] </s> x"]
 WEIGHTS = torch.linspace(0.5, 6.0, len(small_tokenizer()))
@@ -125,7 +125,7 @@ def encode(world: World, model: ModelConfig) -> list[Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_those_of_sentence_transformers(ranks, tmp_path, layout):
     LAYOUTS[layout](tmp_path / "model")
-    model = ModelConfig(path=str(tmp_path / "model"), kind="sparse")
+    model = model_options(path=str(tmp_path / "model"), kind="sparse")
     source = open_model_source(model)
     assert source.kind.name == "sparse"
     assert (source.settings.queries is not None) == (layout in STATIC)
@@ -145,15 +145,15 @@ def test_idf_alone_makes_queries_static(ranks, tmp_path):
     """The older models of OpenSearch are a masked language model and idf.json."""
     language_model(tmp_path)
     write(tmp_path / "idf.json", IDF)
-    source = open_encoder_source(ModelConfig(path=str(tmp_path)))[1]
+    source = open_encoder_source(model_options(path=str(tmp_path)))[1]
     assert source.kind.name == "sparse"
     assert source.settings.query_mode is SparseQueries.static
-    _, queries = ranks(1, encode, ModelConfig(path=str(tmp_path), kind="sparse"))[0]
+    _, queries = ranks(1, encode, model_options(path=str(tmp_path), kind="sparse"))[0]
     for row, written in zip(queries, TEXTS, strict=True):
         words = sorted(set(small_tokenizer()(written, add_special_tokens=False)["input_ids"]))
         assert row.nonzero()[:, 0].tolist() == words
         torch.testing.assert_close(row[words], WEIGHTS[words])
-    encoded = ModelConfig(path=str(tmp_path), kind="sparse", sparse=SparseConfig(queries=SparseQueries.encoded))
+    encoded = model_options(path=str(tmp_path), kind="sparse", queries=SparseQueries.encoded)
     assert open_model_source(encoded).settings.queries is None
 
 
@@ -194,7 +194,7 @@ BROKEN = {
 def test_broken_directories_are_rejected(ranks, tmp_path, pattern):
     opensearch(tmp_path / "model")
     BROKEN[pattern](tmp_path / "model")
-    model = ModelConfig(path=str(tmp_path / "model"), kind="sparse")
+    model = model_options(path=str(tmp_path / "model"), kind="sparse")
     (message,) = ranks(1, rejection, model)
     with pytest.raises(ModelError, match=pattern):
         raise ModelError(message)
@@ -214,7 +214,7 @@ def rejection(world: World, model: ModelConfig) -> str:
 def test_broken_weights_of_tokens_are_rejected(ranks, tmp_path, content, pattern):
     language_model(tmp_path)
     write(tmp_path / "idf.json", content)
-    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind="sparse"))
+    (message,) = ranks(1, rejection, model_options(path=str(tmp_path), kind="sparse"))
     with pytest.raises(ModelError, match=pattern):
         raise ModelError(message)
 
@@ -233,15 +233,15 @@ def test_options_that_do_not_fit_the_files(tmp_path, options, pattern):
     options = dict(options)
     lora = options.pop("lora", LoraConfig())
     queries = SparseQueries.static if "query_weights" in options or lora.on else None
-    sparse = SparseConfig(queries=queries, **options)
+    sparse = {"queries": queries, **options}
     with pytest.raises(ConfigError, match=pattern):
-        open_model_source(ModelConfig(path=str(tmp_path), kind="sparse", sparse=sparse, lora=lora))
+        open_model_source(model_options(path=str(tmp_path), kind="sparse", **sparse, lora=lora))
 
 
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
 def test_an_embedding_model_has_no_head_that_weighs_words(ranks, tmp_path, architecture):
     save_small(small_model(architecture), tmp_path)
-    (message,) = ranks(1, rejection, ModelConfig(path=str(tmp_path), kind="sparse"))
+    (message,) = ranks(1, rejection, model_options(path=str(tmp_path), kind="sparse"))
     assert f"{tmp_path} lacks " in message
     assert "masked language model" in message
 
@@ -249,7 +249,7 @@ def test_an_embedding_model_has_no_head_that_weighs_words(ranks, tmp_path, archi
 def test_a_vocabulary_of_another_size_is_rejected(ranks, tmp_path):
     """Sentence-transformers gives queries as many words as the tokenizer has tokens."""
     save_language_model(small_model("bert"), tmp_path)
-    sparse = SparseConfig(queries=SparseQueries.static)
-    model = ModelConfig(path=str(tmp_path), kind="sparse", sparse=sparse)
+    sparse = {"queries": SparseQueries.static}
+    model = model_options(path=str(tmp_path), kind="sparse", **sparse)
     (message,) = ranks(1, rejection, model)
-    assert message.startswith("model.sparse.queries=static: the tokenizer has 53 tokens")
+    assert message.startswith("model.queries=static: the tokenizer has 53 tokens")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.sparse import SparseActivation, SparseConfig, SparsePooling
+from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.data.types import Packing
 from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.models.build import assemble_encoder
@@ -24,7 +24,7 @@ TEXTS = [text(seed, length) for seed, length in enumerate((30, 19, 19, 4, 1))]
 
 
 def sparse_model(architecture: str, *, tied: bool = True, **options: object) -> ModelConfig:
-    model = small_model(architecture, kind="sparse", pooling=None, sparse=SparseConfig(**options))
+    model = small_model(architecture, kind="sparse", pooling=None, **options)
     model.config["tie_word_embeddings"] = tied
     return model
 

@@ -4,12 +4,13 @@ from typing import Any
 
 from torch import nn
 
-from embedtrain.config.recipe import ModelConfig, Pooling, Precision
+from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.planning.model_costs import ModelSpec, model_spec
+from tests.small import model_options
 
 # FacebookAI/xlm-roberta-large and meta-llama/Meta-Llama-3-8B, config.json.
 XLMR_LARGE: dict[str, Any] = {
@@ -38,7 +39,7 @@ LLAMA_3_8B: dict[str, Any] = {
 
 def built(config: dict[str, Any], **changes: Any) -> tuple[Encoder, list[nn.Module]]:
     """The encoder on the meta device, and its blocks."""
-    encoder = build_encoder(open_model_source(ModelConfig(config=config | changes, pooling=Pooling.mean)))
+    encoder = build_encoder(open_model_source(model_options(config=config | changes, pooling=Pooling.mean)))
     return encoder, find_blocks(encoder)
 
 

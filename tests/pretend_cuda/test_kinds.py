@@ -57,24 +57,27 @@ class Kind:
     save: Callable[[Path], Path] = save_backbone
 
 
-EXPANSION = "{dim: 8, query_expansion: min, expansion_length: 7, document_length: 12, skiplist_words: [alpha, beta]}"
+EXPANSION = [
+    *("model.dimension=8", "model.query_expansion=min", "model.expansion_length=7", "model.document_length=12"),
+    "model.skiplist_words=[alpha, beta]",
+]
 KINDS = {
     "cross-encoder": Kind(
         ("model.kind=cross_encoder", "loss=softmax", "data.batch_negatives=2", "evaluation.rerank_depth=4")
     ),
-    "late interaction": Kind(("model.kind=late_interaction", f"model.late_interaction={EXPANSION}")),
+    "late interaction": Kind(("model.kind=late_interaction", *EXPANSION)),
     "late interaction, XTR": Kind(
-        ("model.kind=late_interaction", f"model.late_interaction={EXPANSION}", "loss=xtr", "loss.top_k=9",
+        ("model.kind=late_interaction", *EXPANSION, "loss=xtr", "loss.top_k=9",
          "loss.learn_temperature=true", "loss.matryoshka_dims=[8,4]")
     ),
     "sparse": Kind(
         ("model.kind=sparse", "sparsity.query_weight=0.01", "sparsity.document_weight=0.01"), save_words
     ),
     "sparse, static queries": Kind(
-        ("model.kind=sparse", "model.sparse.queries=static", "model.sparse.train_query_weights=true",
+        ("model.kind=sparse", "model.queries=static", "model.train_query_weights=true",
          "sparsity.document_weight=0.01"), save_words
     ),
-    "m3": Kind(("model.kind=m3", "model.m3.dim=8", "loss=m3", "loss.self_distillation_start_step=2")),
+    "m3": Kind(("model.kind=m3", "model.dimension=8", "loss=m3", "loss.self_distillation_start_step=2")),
     "static embeddings": Kind(
         ("model.pooling=mean", "model.config={model_type: static_embedding, vocab_size: 64, hidden_size: 32}",
          "model.tokenizer={model}")

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
+from embedtrain.config.recipe import LoraConfig, Pooling
 from embedtrain.data.tokens import FastTokenizer
 from embedtrain.errors import ModelError
 from embedtrain.models import adapters, chat_template
@@ -26,7 +26,7 @@ from embedtrain.models.stored_weights import stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
-from tests.small import save_guide, small_model, write_rows
+from tests.small import model_options, save_guide, small_model, write_rows
 from tests.token_rerankers import chat_tokenizer
 
 Attack = Callable[[Path, Path], None]  # changes a model directory so that its code would create the marker
@@ -296,10 +296,10 @@ def test_numbers_are_bounded(tmp_path, file, key, number):
     edit(tmp_path / "config.json", model_type="qwen3", hidden_size=32)
     edit(tmp_path / file, **{key: number})
     with pytest.raises(ModelError, match=f"{file}.*{key}"):
-        open_model_source(ModelConfig(path=str(tmp_path), pooling=Pooling.mean))
+        open_model_source(model_options(path=str(tmp_path), pooling=Pooling.mean))
     if file == "config.json":
         with pytest.raises(ModelError, match=f"{file}.*{key}"):
-            open_model_source(ModelConfig(config=str(tmp_path / file), pooling=Pooling.mean))
+            open_model_source(model_options(config=str(tmp_path / file), pooling=Pooling.mean))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "vocab.txt", "tokenizer.model"])
@@ -443,7 +443,7 @@ def test_regular_expressions_that_need_long_for_names_of_layers(tmp_path, monkey
     monkeypatch.setattr(adapters, "_PATTERN_SECONDS", 0.5)
     model = save_guide(small_model("bert"), tmp_path)
     with torch.device("meta"):
-        encoder = build_encoder(open_model_source(ModelConfig(path=str(model))))
+        encoder = build_encoder(open_model_source(model_options(path=str(model))))
     with pytest.raises(ModelError, match=rf"adapter_config.json: .*{key}.* needs more than 0.5 s"):
         adapters.add_adapters(encoder, LoraConfig(path=str(tmp_path)), read_settings(tmp_path), torch.float32)
 
@@ -485,6 +485,6 @@ def test_a_tensor_larger_than_the_model_is_not_read(tmp_path):
     with path.open("wb") as file:
         file.write(len(written).to_bytes(8, "little") + written + content[8 + length :])
         file.truncate(8 + len(written) + start + (4 << 30))
-    source = open_model_source(ModelConfig(path=str(model)))
+    source = open_model_source(model_options(path=str(model)))
     with pytest.raises(ModelError, match=rf"model.safetensors: {name} has 1,073,741,824 numbers"):
         full_state_dict(source, seed=0)

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from embedtrain.commands.static import run as main
 from embedtrain.commands.static.options import compose as compose_static
 from embedtrain.commands.static.table import occurring_tokens, sif_weights
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
+from embedtrain.config.recipe import LoraConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
@@ -29,7 +29,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from tests.runs import evaluation_metrics, losses, rewind_run, run
-from tests.small import save_guide, small_model, small_tokenizer, write_beir, write_rows
+from tests.small import model_options, save_guide, small_model, small_tokenizer, write_beir, write_rows
 
 TEXTS = [*PROBES, "", "alpha beta gamma", "<s> delta </s> zeta"]
 
@@ -43,7 +43,7 @@ def save_static(directory: Path, dims: int = 32) -> Path:
 
 
 def opened(directory: Path, *, packed: bool = False, **options: Any) -> tuple[Encoder, TextTokenizer]:
-    source = open_model_source(ModelConfig(path=str(directory), **options))
+    source = open_model_source(model_options(path=str(directory), **options))
     encoder = assemble_encoder(source).eval()
     encoder.load_state_dict(full_state_dict(source, seed=0))
     return encoder, bound_tokenizer(source, load_tokenizer(source)).with_packing(packed)

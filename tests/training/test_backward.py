@@ -25,7 +25,7 @@ from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.marks import slow_but
-from tests.small import batch, parallel, save_small, small_model, small_tokenizer
+from tests.small import batch, model_options, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
 HEADS = [HeadConfig(out=48, bias=True, activation=HeadActivation.silu, init=HeadInit.normal), HeadConfig(out=24)]
@@ -80,7 +80,7 @@ def models(tmp_path_factory):
 @lru_cache(maxsize=32)
 def reference(path: str, pooling: Pooling, num_rows: int, has_heads: bool) -> tuple[float, dict[str, torch.Tensor]]:
     heads = HEADS if has_heads else []
-    return plain_gradient(ModelConfig(path=path, pooling=pooling, heads=heads), batch(num_rows))
+    return plain_gradient(model_options(path=path, pooling=pooling, heads=heads), batch(num_rows))
 
 
 def sharded_gradient(

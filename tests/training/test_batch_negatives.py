@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 
 from embedtrain.config.losses import BCEConfig, LossConfig, RankNetConfig, SoftmaxConfig
-from embedtrain.config.recipe import ModelConfig, TrainSource
+from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import row_requirements, with_batch_negatives
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.text_format import text_keys
@@ -26,7 +26,7 @@ from embedtrain.models.own_class import own_name
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.models.test_cross_encoder import save_reranker
-from tests.small import parallel, text, text_tokenizer
+from tests.small import model_options, parallel, text, text_tokenizer
 
 COUNT = 3
 LOSSES: dict[str, LossConfig] = {
@@ -102,7 +102,7 @@ def plain(model: str, path: str, cache: str, name: str, batch_size: int) -> tupl
 
 
 def on_ranks(world: World, model: str, path: str, cache: str, name: str, batch_size: int) -> list[tuple]:
-    loaded = load_model(ModelConfig(path=model, kind="cross_encoder"), parallel(), world, seed=0)
+    loaded = load_model(model_options(path=model, kind="cross_encoder"), parallel(), world, seed=0)
     loaded.encoder.eval()
     data = load(path, cache, name, batch_size, loaded.tokenizer)
     loss = build_loss(LOSSES[name], dimension=1, seed=0, score=PairScore())

@@ -30,7 +30,7 @@ from embedtrain.training.backward import Backward
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import ChunkOptions, GuideTokenizer, make_rank_batch
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.small import WORDS, parallel, save_small, small_model, small_tokenizer
+from tests.small import WORDS, model_options, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
 ROWS = [
@@ -64,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
 
 def options(folder: Path, architecture: str, **more: object) -> ModelConfig:
     values = {"pooling": Pooling.mean, "include_prompt": False, "path": str(folder / architecture), **more}
-    return ModelConfig(**values)
+    return model_options(**values)
 
 
 def plain_gradient(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor]]:
@@ -120,7 +120,7 @@ def test_gradient_equals_the_plain_one(ranks, folder, architecture):
 
 
 def vectors(world: World, directory: str, texts: list[str], prompt: str, max_length: int | None):
-    model = load_model(ModelConfig(path=directory, max_length=max_length), parallel(), world, seed=0, work=None)
+    model = load_model(model_options(path=directory, max_length=max_length), parallel(), world, seed=0, work=None)
     encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=24, query_prompt=prompt)
     actual = encoder.encode_all(texts, prompt)
     each = encoder.encode_all([prompt + text for text in texts], existing_prompt=[prompt] * len(texts))
@@ -169,8 +169,8 @@ def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, arc
     theirs.set_pooling_include_prompt(False)
     assert (other - theirs.encode(texts, prompt="alpha beta ", convert_to_tensor=True)).norm(dim=1).min() > 0.01
     # Asked by hand the directory's word is taken back.
-    assert open_model_source(ModelConfig(path=str(tmp_path / "out"))).include_prompt is False
-    assert open_model_source(ModelConfig(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
+    assert open_model_source(model_options(path=str(tmp_path / "out"))).include_prompt is False
+    assert open_model_source(model_options(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
 
 
 @pytest.mark.parametrize("pooling", [Pooling.cls, Pooling.last])

@@ -15,7 +15,7 @@ from torch import Tensor
 from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
+from embedtrain.config.recipe import GradientReduction, ModelConfig, Pooling, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
@@ -30,7 +30,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from tests.models.test_late_interaction import late_interaction, own_class
-from tests.small import batch, parallel, save_small, small_tokenizer, tokenised
+from tests.small import batch, model_options, parallel, save_small, small_tokenizer, tokenised
 from tests.training.test_losses import cut_for, whole
 
 OPTIONS = {
@@ -104,7 +104,7 @@ def models(tmp_path_factory) -> dict[str, ModelConfig]:
     models = {}
     for architecture in ARCHITECTURES:
         model = late_interaction(architecture, dropout=0.2, **OPTIONS)
-        backbone = dataclasses.replace(model, kind=ModelConfig().kind)
+        backbone = model_options(config=model.config, pooling=Pooling.mean)
         path = str(save_small(backbone, tmp_path_factory.mktemp(architecture)))
         models[architecture] = dataclasses.replace(model, config=None, path=path)
     return models

@@ -61,7 +61,17 @@ from embedtrain.training.guides import load_guides
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from tests.marks import slow_but
-from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text, tokenised
+from tests.small import (
+    batch,
+    model_options,
+    parallel,
+    save_guide,
+    save_small,
+    small_model,
+    small_tokenizer,
+    text,
+    tokenised,
+)
 
 TOLERANCE = 1e-5
 # A large eps: with a small one the first step is the gradient's sign, and that of rounding errors where it is 0.
@@ -443,7 +453,7 @@ def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
 def test_a_guide_sees_the_texts_without_the_models_prompt(ranks, tmp_path, world_size):
     rows = batch(3).rows
     guide = save_guide(small_model("bert"), tmp_path)
-    encoder = plain_encoder(ModelConfig(path=str(guide)))
+    encoder = plain_encoder(model_options(path=str(guide)))
     answers = ranks(world_size, guided, str(guide), 3)
     for rank, (queries, documents) in enumerate(answers):
         local_loss = rows[rank::world_size]

@@ -14,7 +14,7 @@ from embedtrain.losses.combine import LossPerSource
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
-from tests.small import batch, parallel, save_small, small_model, text_tokenizer, tokenised
+from tests.small import batch, model_options, parallel, save_small, small_model, text_tokenizer, tokenised
 
 LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)
 OWN = InfoNCEConfig(temperature=0.1, learn_temperature=True, in_batch_negatives=False)
@@ -72,7 +72,7 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = save_small(small_model("xlm-roberta"), tmp_path_factory.mktemp("model"))
-    return ModelConfig(path=str(path), pooling=Pooling.mean)
+    return model_options(path=str(path), pooling=Pooling.mean)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

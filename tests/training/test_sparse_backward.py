@@ -22,7 +22,15 @@ from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
-from tests.small import assert_same_gradient, batch, parallel, save_language_model, small_model, small_tokenizer
+from tests.small import (
+    assert_same_gradient,
+    batch,
+    model_options,
+    parallel,
+    save_language_model,
+    small_model,
+    small_tokenizer,
+)
 
 TEMPERATURE = 5.0
 SPARSITY = SparsityConfig(
@@ -96,7 +104,7 @@ def models(tmp_path_factory):
             small = small_model(architecture, kind="sparse", pooling=None)
             small.config["tie_word_embeddings"] = tied
             directory = save_language_model(small, tmp_path_factory.mktemp(architecture))
-            model = ModelConfig(path=str(directory), kind="sparse")
+            model = model_options(path=str(directory), kind="sparse")
             built[architecture, tied] = model, {rows: plain_gradient(model, batch(rows)) for rows in (10, 2)}
         return built[architecture, tied]
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
-from embedtrain.config.sparse import SparseConfig, SparseQueries, SparsityConfig
+from embedtrain.config.sparse import SparseQueries, SparsityConfig
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from embedtrain.kinds.sparse.model import WordHead
@@ -23,7 +23,7 @@ from embedtrain.models.static_queries import QUERY_WEIGHTS
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.models.test_sparse_directories import WEIGHTS, opensearch
-from tests.small import assert_same_gradient, batch, parallel, small_tokenizer, tokenised
+from tests.small import assert_same_gradient, batch, model_options, parallel, small_tokenizer, tokenised
 
 TEMPERATURE = 5.0
 SPARSITY = SparsityConfig(document_weight=0.2, ramp=0).resolved(SparseQueries.static)
@@ -103,8 +103,8 @@ def sharded_gradient(
 )
 def test_gradient_equals_one_process(ranks, directory, world_size, strategy, num_rows, trained):
     """In one chunk, and in several that are encoded twice; on 3 ranks with 2 rows, one rank has none."""
-    sparse = SparseConfig(train_query_weights=trained)
-    model = ModelConfig(path=str(directory), kind="sparse", sparse=sparse)
+    sparse = {"train_query_weights": trained}
+    model = model_options(path=str(directory), kind="sparse", **sparse)
     loss, expected = plain_gradient(model, num_rows)
     assert (QUERY_WEIGHTS in expected) is trained
     encoded = sum(len(small_tokenizer()(text)["input_ids"]) for row in batch(num_rows).rows for text in row.documents)

@@ -17,7 +17,6 @@ from sentence_transformers import SentenceTransformer
 from embedtrain.commands.vectors import run as main
 from embedtrain.commands.vectors.options import compose as compose_vectors
 from embedtrain.config.losses import DistillEmbeddingsConfig, TeacherMap
-from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
@@ -28,7 +27,7 @@ from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides
 from tests.runs import losses, run_without_base
 from tests.safety.payloads import MARKER, edit, plant_module
-from tests.small import batch, save_adapter, save_guide, save_small, small_model, text
+from tests.small import batch, model_options, save_adapter, save_guide, save_small, small_model, text
 
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
@@ -127,7 +126,7 @@ def write_partly(_world: Any, arguments: Sequence[str], parts: int) -> None:
 def replace_parts(world: World, directory: Path) -> int:
     """Parts of other inputs are removed by rank 0, as slowly as on a network file system."""
     texts = vector_directory.DistinctTexts([], np.zeros(40, dtype="S16"), *(np.zeros(40, dtype=int) for _ in "123"))
-    own = vector_directory.VectorDirectory(directory, ModelConfig(), {"rows_per_part": 2}, texts, world)
+    own = vector_directory.VectorDirectory(directory, model_options(), {"rows_per_part": 2}, texts, world)
     read_text, remove_tree = Path.read_text, vector_directory.remove_tree
 
     def read_late(path: Path, *args: Any, **options: Any) -> str:

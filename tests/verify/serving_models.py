@@ -7,11 +7,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.formats.verify import PROBES
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.test_export_tokenizers import Family, gemma, llama3, qwen
-from tests.small import POOLINGS, save_small, small_model
+from tests.small import POOLINGS, model_options, save_small, small_model
 from tests.verify.test_verify import CHANGES
 
 _TEXTS = [*PROBES, *(f"alpha beta gamma {number} naïve café compress files quickly" for number in range(50))]
@@ -95,6 +95,6 @@ def exported_with_tokenizer(folder: Path, architecture: str, *formats: str, **op
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     is_dense = options.get("kind", "dense") == "dense"
     values = {"pooling": POOLINGS.get(architecture, Pooling.mean)} if is_dense else {}
-    built = architecture_of(folder / "architecture", ModelConfig(path=str(model), max_length=100, **values | options))
+    built = architecture_of(folder / "architecture", model_options(path=str(model), max_length=100, **values | options))
     export_model(folder / "out", built, formats=list(formats), check=False, onnx_min_agreement=0.5)
     return folder / "out"

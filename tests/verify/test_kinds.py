@@ -9,12 +9,12 @@ import pytest
 from embedtrain.commands.verify import run as main
 from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.commands.verify.probes import Probe, compare
-from embedtrain.config.late_interaction import LateInteractionConfig
-from embedtrain.config.recipe import ModelConfig, Pooling, ScoreHead
+from embedtrain.config.pair_template import ScoreHead
+from embedtrain.config.recipe import ModelConfig, Pooling
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.late_interaction_models import save_pylate
 from tests.models.test_m3 import save_m3
-from tests.small import save_language_model, save_small, small_model
+from tests.small import model_options, save_language_model, save_small, small_model
 from tests.token_rerankers import save_causal
 
 pytest.importorskip("onnxruntime")
@@ -30,18 +30,18 @@ def save(kind: str, folder: Path) -> ModelConfig:
     elif kind == "language_model":
         # A reranker that starts from the logits of two tokens, exported as a classifier with a chat template.
         options: dict[str, Any] = {"pair_template": "qwen3", "score_head": ScoreHead.tokens}
-        return ModelConfig(path=str(save_causal(model)), kind="cross_encoder", **options)
+        return model_options(path=str(save_causal(model)), kind="cross_encoder", **options)
     elif kind == "late_interaction":
         save_pylate(model, "bert")
-        return ModelConfig(path=str(model), kind=kind, late_interaction=LateInteractionConfig())
+        return model_options(path=str(model), kind=kind)
     elif kind == "dense":
         save_small(small_model("bert"), model)
-        return ModelConfig(path=str(model), pooling=Pooling.mean, **PROMPTS)
+        return model_options(path=str(model), pooling=Pooling.mean, **PROMPTS)
     elif kind == "sparse":
         save_language_model(small_model("bert", kind="sparse", pooling=None), model)
     else:
         save_m3(model)
-    return ModelConfig(path=str(model), kind=kind, **PROMPTS)
+    return model_options(path=str(model), kind=kind, **PROMPTS)
 
 
 def exported(kind: str, folder: Path, *formats: str) -> Path:

@@ -10,10 +10,10 @@ from embedtrain.commands.verify import run as main
 from embedtrain.commands.verify.engines import interpreters
 from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.config.heads import HeadConfig
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from tests.checkpoint.exporting import architecture_of, export_model
-from tests.small import POOLINGS, save_small, small_model
+from tests.small import POOLINGS, model_options, save_small, small_model
 
 pytest.importorskip("onnxruntime")
 # Rotary positions that are not the defaults of any version, and layers that differ.
@@ -35,7 +35,7 @@ def exported(folder: Path, architecture: str, truncate_dim: int | None = None, *
     model = small_model(architecture)
     save_small(small_model(architecture, config=model.config | CHANGES[architecture]), folder / "model")
     values = {"pooling": POOLINGS.get(architecture, Pooling.mean), "query_prompt": "alpha "} | options
-    built = architecture_of(folder / "architecture", ModelConfig(path=str(folder / "model"), **values))
+    built = architecture_of(folder / "architecture", model_options(path=str(folder / "model"), **values))
     export_model(folder / "out", built, formats=["onnx"], truncate_dim=truncate_dim, check=False)
     return folder / "out"
 

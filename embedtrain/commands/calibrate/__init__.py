@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
 
     from torch import Tensor
 
-    from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import World
     from embedtrain.inference.loading.load import LoadedModel
+    from embedtrain.models.source import CommandModel
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
 
@@ -36,12 +36,12 @@ def require_paths(options: CalibrateOptions) -> None:
 def run(options: CalibrateOptions) -> Path:
     """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
     from embedtrain.commands.calibrate.head import fit_head, ranges_of, require_copyable, write_directory
-    from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.replacement import export_lock, replace_export, require_replaceable
-    from embedtrain.inference.loading.encoder_model import load_encoder_model
+    from embedtrain.inference.loading.command_model import load_encoder_model
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.models.hub import resolve_directory
+    from embedtrain.models.source import CommandModel
     from embedtrain.models.stored_weights import weights_digest
     from embedtrain.tracking.console import Console
 
@@ -54,7 +54,7 @@ def run(options: CalibrateOptions) -> Path:
                 output_dir = require_replaceable(output_dir, expand_user(options.model))
                 _require_outside(output_dir, options.model)
         texts = _sampled_texts(options, world)
-        config = ModelConfig(
+        config = CommandModel(
             path=options.model,
             normalize=False,  # the head comes before the normalisation
             revision=options.revision,
@@ -108,10 +108,10 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
     return num_out
 
 
-def _prepared(config: "ModelConfig", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":
+def _prepared(config: "CommandModel", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":
     """What compares so many first dimensions of the vectors of the new directory, which may normalise all of them."""
     from embedtrain.inference.exact import unit_vectors
-    from embedtrain.inference.loading.encoder_model import open_encoder_source
+    from embedtrain.inference.loading.command_model import open_encoder_source
 
     prepare = source.kind.score(source).search_rows
     if source.similarity is VectorSimilarity.dot and open_encoder_source(replace(config, normalize=None))[1].normalize:

@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.commands.calibrate.options import CalibrationHead
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.quantisation_file import QUANTISATION_FILE, write_ranges
@@ -119,7 +120,7 @@ def write_directory(
         _add_head(directory, head)
     write_ranges(directory / QUANTISATION_FILE, ranges, origin)
     write_record(directory)
-    open_model_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
+    open_model_source(load_kind(ModelConfig.kind).options(path=str(directory), trust_remote_code=trust_remote_code))
 
 
 def _add_head(directory: Path, head: AffineHead) -> None:

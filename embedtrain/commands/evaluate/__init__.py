@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.commands.evaluate.options import EvaluateOptions, compose
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.m3 import M3Config
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.prompts import prompt_warnings
 from embedtrain.inference.loading.command_model import command_model_config
@@ -49,7 +48,7 @@ def run(options: EvaluateOptions) -> Metrics:
     from embedtrain.commands.evaluate.stages import Models, stages
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
-    from embedtrain.inference.loading.reranker import open_reranker
+    from embedtrain.inference.loading.command_model import open_reranker
     from embedtrain.tracking.console import Console
 
     output_dir = Path(options.output_dir)
@@ -146,10 +145,10 @@ def _open_metrics(output_dir: Path) -> "MetricsFile":
 
 def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
     from embedtrain.config.compressed import check_kind_of_vectors, dims_of
-    from embedtrain.inference.loading.encoder_model import load_encoder_model
+    from embedtrain.inference.loading.command_model import load_encoder_model
 
     with console.phase("loading the model"):
-        config = replace(command_model_config(options), m3=M3Config(hybrid_weights=options.hybrid_weights))
+        config = command_model_config(options, options.hybrid_weights)
         model = load_encoder_model(config, options.precision, world, backend=options.backend)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     if options.vectors:
@@ -189,7 +188,7 @@ def _load_scorer(
     options: EvaluateOptions, source: "ModelSource | None", world: "World", console: "Console"
 ) -> "PairScorer | SentenceEncoder | None":
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.loading.reranker import load_reranker
+    from embedtrain.inference.loading.command_model import load_reranker
     from embedtrain.inference.pair_scorer import PairScorer
 
     if source is None:

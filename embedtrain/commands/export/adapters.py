@@ -7,7 +7,8 @@ from pathlib import Path
 
 from embedtrain.checkpoint.snapshot import ENCODER
 from embedtrain.commands.export.runs import ExportedRun
-from embedtrain.config.recipe import ExportConfig, ModelConfig
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.recipe import ExportConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.export import ExportResult, export_dtype, plan_export
@@ -142,7 +143,7 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_r
     if recipe.model.kind != "dense":
         raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind}; export it alone")
     source = open_model_source(
-        ModelConfig(
+        load_kind(recipe.model.kind).options(
             path=str(run.run_dir.architecture),
             rope_theta=rope_theta,
             trust_remote_code=trust_remote_code,

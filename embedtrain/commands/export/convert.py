@@ -7,9 +7,10 @@ from embedtrain.checkpoint.snapshot import AVERAGE
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.commands.export.runs import ExportedRun
 from embedtrain.config.compose import to_plain
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import matryoshka_dims_of
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, ModelConfig
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
@@ -101,9 +102,8 @@ def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_c
     """The model of a run; a ConfigError if it cannot be exported with these options."""
     kind = run.recipe.model.kind
     source = open_model_source(
-        ModelConfig(
+        load_kind(kind).options(
             path=str(run.run_dir.architecture),
-            kind=kind,
             rope_theta=config.rope_theta,
             trust_remote_code=trust_remote_code,
         )

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from embedtrain.commands.inspect.options import InspectOptions, compose
-from embedtrain.config.recipe import Attention, Pooling, Precision, Recipe
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.recipe import Attention, Precision, Recipe
 
 if TYPE_CHECKING:
     from embedtrain.commands.inspect.costs import Cost
@@ -72,8 +73,6 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
 
 def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[str, str], str]:
     """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
-    from dataclasses import replace
-
     from embedtrain.commands.inspect.texts import UntruncatedTokenizer
     from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
     from embedtrain.models.source import open_model_source
@@ -84,7 +83,7 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
         prompts = {"query": model.query_prompt or "", "document": model.document_prompt or ""}
         return None, prompts, "lengths are in characters: set model=DIR for lengths in tokens"
     # The pooling is not needed here, so it may be missing.
-    source = open_model_source(replace(model, pooling=model.pooling or Pooling.mean))
+    source = open_model_source(load_kind(model.kind).with_any_pooling(model))
     if model.config is not None and model.tokenizer is None:
         note = "lengths are in characters: the vocabulary is trained when the run starts"
         return None, source.prompts, note
@@ -224,8 +223,6 @@ def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer")
 
 def _packing(recipe: Recipe) -> set[bool]:
     """On which machines, with a GPU or without, the model's texts are packed."""
-    from dataclasses import replace
-
     from embedtrain.models.attention_kernels import CPU, KERNEL_CAPABILITY
     from embedtrain.models.build import build_encoder
     from embedtrain.models.packing import check_packing
@@ -236,7 +233,7 @@ def _packing(recipe: Recipe) -> set[bool]:
     precision = recipe.parallel.precision
     if precision is Precision.auto:  # of GPUs, and of most CPUs with instructions for it
         precision = Precision.bf16
-    source = open_model_source(replace(recipe.model, pooling=recipe.model.pooling or Pooling.mean))
+    source = open_model_source(load_kind(recipe.model.kind).with_any_pooling(recipe.model))
     encoder = build_encoder(source)
     return {
         gpu

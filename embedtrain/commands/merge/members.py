@@ -23,6 +23,7 @@ from embedtrain.checkpoint.tensor_files import TensorSpec, require_fit
 from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_steps
 from embedtrain.commands.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.config.compose import load_recipe
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe, WeightsOf
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
@@ -32,14 +33,10 @@ from embedtrain.formats.weights import WeightStream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.configuration import read_config
 from embedtrain.models.export_record import verify_weights
-from embedtrain.models.hub import resolve_directory, split_revision
-from embedtrain.models.late_interaction_files import late_interaction_format
-from embedtrain.models.module_settings import stored_kind
-from embedtrain.models.score_head import is_reranker
+from embedtrain.models.hub import split_revision
 from embedtrain.models.security import require_no_links
-from embedtrain.models.source import open_model_source
+from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.metrics import metrics_at
@@ -151,9 +148,8 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
     _require_trust(run_dir, recipe, options)
     require_no_links(run_dir.architecture)
     run_dir.require_intact()
-    model = ModelConfig(
+    model = load_kind(recipe.model.kind).options(
         path=str(run_dir.architecture),
-        kind=recipe.model.kind,
         rope_theta=recipe.export.rope_theta,
         trust_remote_code=options.trust_remote_code,
     )
@@ -205,25 +201,9 @@ def _open_adapter(path: str, options: MergeOptions) -> Member:
 
 def _model_config(path: str, options: MergeOptions) -> ModelConfig:
     name, revision = split_revision(path)
-    directory = resolve_directory(name, revision, "model.path", "model.revision")
-    return ModelConfig(
-        path=name,
-        revision=revision,
-        kind=options.kind or _kind_of(directory, options),
-        pooling=options.pooling,
-        trust_remote_code=options.trust_remote_code,
-    )
-
-
-def _kind_of(directory: Path, options: MergeOptions) -> str:
-    if late_interaction_format(directory):
-        return "late_interaction"
-    kind = stored_kind(directory)
-    has_modules = (directory / "modules.json").is_file()
-    if kind == "dense" and not has_modules and options.pooling is None:
-        config = read_config(directory, trust_remote_code=options.trust_remote_code)
-        return "cross_encoder" if is_reranker(config) else kind
-    return kind
+    trust = options.trust_remote_code
+    model = CommandModel(path=name, revision=revision, pooling=options.pooling, trust_remote_code=trust)
+    return with_kind_of_files(model, options.kind)[0]
 
 
 def encoder_specs(source: ModelSource) -> dict[str, TensorSpec]:

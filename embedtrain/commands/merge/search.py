@@ -17,7 +17,7 @@ from embedtrain.commands.merge.combine import combined_tensors, merged_rows
 from embedtrain.commands.merge.merger import Combine, Merger
 from embedtrain.commands.merge.options import FindOptions, SearchMethod
 from embedtrain.commands.merge.stored_weights import Piece, split_pieces
-from embedtrain.config.recipe import ModelConfig, ParallelConfig
+from embedtrain.config.recipe import ParallelConfig
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
@@ -99,7 +99,7 @@ class _Candidate:
         self.chosen_on = [loaded.data.name for loaded in sets[: len(find.sets)]]
         # The weights of heads are not read from the files of this member either.
         source = replace(source, dense=tuple(replace(dense, directory=None) for dense in source.dense))
-        self._config = ModelConfig(path=str(source.directory), kind=source.kind.name)
+        self._config = source.kind.options(path=str(source.directory))
         self._parallel = ParallelConfig(precision=find.precision)
         self._loaded: LoadedModel = load_model(
             self._config, self._parallel, world, seed=0, source=source, read_weights=False, work=None

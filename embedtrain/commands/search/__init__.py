@@ -34,15 +34,13 @@ def require_paths(options: SearchOptions) -> None:
 
 def run(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
-    from embedtrain.config.m3 import M3Config
-    from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.retrieval import read_any_corpus
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import ShardedIndex, trec_order
-    from embedtrain.inference.loading.encoder_model import load_encoder_model
-    from embedtrain.inference.loading.reranker import open_reranker
+    from embedtrain.inference.loading.command_model import load_encoder_model, open_reranker
     from embedtrain.inference.pair_scorer import best_first
+    from embedtrain.models.source import CommandModel
     from embedtrain.tracking.console import Console
 
     corpus = read_any_corpus(expand_user(options.corpus))
@@ -50,11 +48,11 @@ def run(options: SearchOptions) -> None:
     console = Console()
     with joined_world() as world:
         reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
-        config = ModelConfig(
+        config = CommandModel(
             path=options.model,
             revision=options.revision,
             similarity=options.similarity,
-            m3=M3Config(hybrid_weights=options.hybrid_weights),
+            hybrid_weights=options.hybrid_weights,
             trust_remote_code=options.trust_remote_code,
         )
         with console.phase("loading the model"):
@@ -136,7 +134,7 @@ def _load_scorer(
     options: SearchOptions, source: "ModelSource | None", world: "World", console: "Console"
 ) -> "PairScorer | SentenceEncoder | None":
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.loading.reranker import load_reranker
+    from embedtrain.inference.loading.command_model import load_reranker
     from embedtrain.inference.pair_scorer import PairScorer
 
     if source is None:

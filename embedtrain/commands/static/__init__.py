@@ -18,11 +18,11 @@ def run(options: StaticOptions) -> Path:
     """Encode the vocabulary on all ranks, and write the directory on rank 0; returns it."""
     from embedtrain.commands.static.table import make_table, require_distillable, write_table
     from embedtrain.config.compressed import check_kind_of_vectors
-    from embedtrain.config.recipe import ModelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.replacement import require_replaceable
-    from embedtrain.inference.loading.encoder_model import load_encoder_model
+    from embedtrain.inference.loading.command_model import load_encoder_model
     from embedtrain.inference.loading.load import quiet_libraries
+    from embedtrain.models.source import CommandModel
     from embedtrain.tracking.console import Console
 
     quiet_libraries()
@@ -31,7 +31,7 @@ def run(options: StaticOptions) -> Path:
         with world.fail_together("checking output_dir"):
             if world.is_main:
                 output_dir = require_replaceable(output_dir, expand_user(options.model))
-        config = ModelConfig(
+        config = CommandModel(
             path=options.model,
             pooling=options.pooling,
             revision=options.revision,

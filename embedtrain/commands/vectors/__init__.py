@@ -30,8 +30,7 @@ def run(options: VectorsOptions) -> Path:
     """Read the rows, encode each text once, and write the vectors. Returns the directory."""
     from embedtrain.distributed.sharding import resolve_precision
     from embedtrain.distributed.world import joined_world
-    from embedtrain.inference.loading.command_model import MODEL_OPTION_NAMES, command_option_names
-    from embedtrain.inference.loading.encoder_model import open_encoder_source
+    from embedtrain.inference.loading.command_model import MODEL_OPTION_NAMES, command_option_names, open_encoder_source
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, teacher_identity
     from embedtrain.tracking.console import Console

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.data.types import TextRole
@@ -16,12 +17,10 @@ from embedtrain.errors import ModelError
 from embedtrain.formats.model_files import ServingOutputs
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.encoder_model import load_encoder_model
-from embedtrain.inference.loading.reranker import load_reranker, open_reranker
+from embedtrain.inference.loading.command_model import load_encoder_model, load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.losses.encoded import Part
 from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import stored_kind
 from embedtrain.models.types import ModelSource
 
 _CHUNK_TOKENS = 16384
@@ -68,7 +67,7 @@ def _is_cross_encoder(directory: Path) -> bool:
     config = directory / "config.json"
     names = read_json(config).get("architectures") if config.is_file() else None
     is_classifier = any(str(name).endswith("ForSequenceClassification") for name in names or ())
-    return is_classifier or stored_kind(directory) == "cross_encoder"
+    return is_classifier or kind_of_files(directory)[0].name == "cross_encoder"
 
 
 def _scored(directory: Path, world: World) -> Probe:

@@ -159,7 +159,7 @@ FLAGEMBEDDING = (
     Row("", "`optim.groups=[{match: backbone, lr: 0}]`, which trains the new layers only", also="fix_encoder"),
     Row("use_self_distill", "`loss.self_distillation`", same),
     Row("self_distill_start_step", "`loss.self_distillation_start_step`", same),
-    Row("colbert_dim", "`model.m3.dim`", same),
+    Row("colbert_dim", "`model.dimension`", same),
     Row("fix_position_embedding", "not available"),
 )
 

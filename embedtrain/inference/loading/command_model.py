@@ -1,13 +1,24 @@
-"""The model of a command: from its options to those of a recipe, and back in errors."""
+"""The model of a command: from its options to those of a recipe, whose kind its files decide, and back in errors."""
 
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
+from embedtrain.config.evaluation import Backend
+from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision
+from embedtrain.config.reranker import RerankerConfig
+from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.inference.loading.graph import load_graph
+from embedtrain.inference.loading.load import LoadedModel, load_model
+from embedtrain.models.adapter_files import open_adapter
+from embedtrain.models.hub import resolve_directory
+from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
+from embedtrain.models.types import ModelSource
 
 
 class ModelOptions(Protocol):
@@ -25,14 +36,15 @@ class ModelOptions(Protocol):
     trust_remote_code: bool
 
 
-def command_model_config(options: ModelOptions) -> ModelConfig:
+def command_model_config(options: ModelOptions, hybrid_weights: list[float] | None = None) -> CommandModel:
     """The options of the model, as a recipe has them."""
-    return ModelConfig(
+    return CommandModel(
         path=options.model,
         lora=LoraConfig(path=options.adapter),
         pooling=options.pooling,
         normalize=options.normalize,
         similarity=options.similarity,
+        hybrid_weights=hybrid_weights,
         max_length=options.max_length,
         query_prompt=options.query_prompt,
         document_prompt=options.document_prompt,
@@ -41,11 +53,103 @@ def command_model_config(options: ModelOptions) -> ModelConfig:
     )
 
 
+def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
+    """`open_model_source` of a model that encodes texts, and the options with its kind.
+
+    With an option of dense models, such as `model.pooling`, some other kinds are opened as a dense model.
+
+    A ConfigError for an option that this kind of model does not have.
+    """
+    if model.path:
+        model, what = with_kind_of_files(model)
+        if load_kind(model.kind).scores_pairs:
+            raise ConfigError(
+                f"model.path={model.path}: it is {what}, which scores pairs: write it as reranker (evaluate, search) "
+                "or teacher (mine)"
+            )
+    source = open_model_source(model)
+    adapter = open_adapter(model.lora)
+    return model, source if adapter is None else replace(source, adapter=adapter.directory)
+
+
+def load_encoder_model(
+    model: ModelConfig,
+    precision: Precision,
+    world: World,
+    names: Mapping[str, str] | None = None,
+    *,
+    backend: Backend = Backend.torch,
+) -> LoadedModel:
+    """Open and load the model of a command that encodes texts. A collective.
+
+    `names` are those of `command_option_names`, for errors.
+    """
+    with command_option_names(MODEL_OPTION_NAMES if names is None else names):
+        with world.fail_together("opening the model"):
+            model, source = open_encoder_source(model)
+        if backend is not Backend.torch:
+            return load_graph(source, backend, world)
+        return load_model(model, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)
+
+
+def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote_code: bool) -> ModelSource | None:
+    """Open the finished model of `reranker`, which scores pairs or compares vectors of tokens, without its weights.
+
+    Errors name the option; no reranker stays None. A collective.
+    """
+    if reranker is None:
+        return None
+    with world.fail_together("opening the reranker"), command_option_names(RERANKER_OPTION_NAMES):
+        source, adapter = (
+            open_model_source(_reranker_model(reranker, trust_remote_code)),
+            open_adapter(LoraConfig(path=reranker.adapter)),
+        )
+        has_no_weights = source.has_new_head and (adapter is None or not adapter.has_head)
+        if has_no_weights:
+            raise ConfigError(
+                f"reranker={reranker.path}: it has no weights of a head that scores pairs; write a finished "
+                "cross-encoder, such as a ...ForSequenceClassification with num_labels 1, or a late-interaction model; "
+                "or set reranker.pair_template to qwen3, gemma or mxbai for a language model that answers yes or no"
+            )
+        if reranker.document_windows and not source.kind.scores_pairs:
+            raise ConfigError(
+                f"reranker.document_windows=true: {reranker.path} is opened as a model of the kind "
+                f"{source.kind.name}, which does not read pairs; leave it out"
+            )
+        return source
+
+
+def load_reranker(source: ModelSource, reranker: RerankerConfig, precision: Precision, world: World) -> LoadedModel:
+    """Load the weights of an open reranker; errors name the option `reranker`. A collective."""
+    if reranker.backend is not Backend.torch:
+        return load_graph(source, reranker.backend, world)
+    with command_option_names(RERANKER_OPTION_NAMES):
+        model = _reranker_model(reranker, source.trust_remote_code)
+        return load_model(model, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)
+
+
+def _reranker_model(reranker: RerankerConfig, trust_remote_code: bool) -> ModelConfig:
+    """The options of the model; one whose files are of no kind that ranks is a cross-encoder's backbone."""
+    config = reranker.model_config(trust_remote_code=trust_remote_code)
+    directory = resolve_directory(str(config.path), config.revision, "model.path", "model.revision")
+    return with_kind_of_files(config)[0] if kind_of_files(directory)[0].reranks else config
+
+
 MODEL_OPTION_NAMES = {
     "path": "model",
     "lora.path": "adapter",
-    "m3.hybrid_weights": "hybrid_weights",
-    **{name: name for name in ("pooling", "normalize", "similarity", "max_length", "revision", "trust_remote_code")},
+    **{
+        name: name
+        for name in (
+            "pooling",
+            "normalize",
+            "similarity",
+            "hybrid_weights",
+            "max_length",
+            "revision",
+            "trust_remote_code",
+        )
+    },
 }
 RERANKER_OPTION_NAMES = {
     "path": "reranker",
@@ -71,9 +175,5 @@ def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        # The advice of training: commands have no `model.kind`.
-        message = re.sub(
-            r"set model\.kind=cross_encoder,.*", "write it as reranker (evaluate, search) or teacher (mine)", str(error)
-        )
-        message = re.sub(r"\bmodel\.((?:lora\.|m3\.)?\w+)", lambda match: options.get(match[1], match[0]), message)
+        message = re.sub(r"\bmodel\.((?:lora\.)?\w+)", lambda match: options.get(match[1], match[0]), str(error))
         raise type(error)(message) from error.__cause__

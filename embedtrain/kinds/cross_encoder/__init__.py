@@ -1,14 +1,19 @@
 """model.kind=cross_encoder: a score per pair of query and document (a reranker)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
+from embedtrain.errors import ConfigError
+from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions, check_cross_encoder
+from embedtrain.kinds.dense.options import DenseOptions
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from embedtrain.config.recipe import ModelConfig
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -24,13 +29,46 @@ class CrossEncoder(Kind):
     summary = "a score per pair of query and document (a reranker)"
     aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
     scores_pairs = True
+    options = CrossEncoderOptions
+    command_options = ("pair_template", "score_tokens", "score_labels")
     reranks = True
+    backbone_options = ("pooling",)
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Pairs of a query and a document."""
         from embedtrain.kinds.cross_encoder.data import PairLayout, read_pair_format
 
         return PairLayout(tokenizer, read_pair_format(source, tokenizer))
+
+    def check_options(self, model: CrossEncoderOptions) -> None:
+        """Values and combinations."""
+        check_cross_encoder(model)
+
+    def recognise(self, directory: Path) -> str | None:
+        """A classifier of transformers, or a cross-encoder of sentence-transformers."""
+        from embedtrain.kinds.cross_encoder.source import recognise
+
+        return recognise(directory)
+
+    def require_other(self, directory: Path, what: str, model: "ModelConfig") -> None:
+        """A dense model on the backbone has a pooling that the user chooses."""
+        if isinstance(model, DenseOptions) and model.pooling is None:
+            raise ConfigError(
+                f"{directory} is {what}, which scores pairs: set model.kind=cross_encoder, or model.pooling to train "
+                "an embedding model from its backbone"
+            )
+
+    def read(self, directory: Path, model: CrossEncoderOptions) -> "ModelSource":
+        """The settings of its files, or of a model whose backbone it gets."""
+        from embedtrain.kinds.cross_encoder.source import read
+
+        return read(self, directory, model)
+
+    def new(self, source: "ModelSource", model: CrossEncoderOptions) -> "ModelSource":
+        """A model of random weights."""
+        from embedtrain.kinds.cross_encoder.source import new
+
+        return new(source, model)
 
     def score(self, source: "ModelSource") -> "Score":
         """The score itself, which the model computes of a pair."""

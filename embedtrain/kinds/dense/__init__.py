@@ -1,14 +1,20 @@
 """model.kind=dense: a vector per text."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embedtrain.config.recipe import ADAPTER, Pooling
+from embedtrain.config.validation import OptionChecks
 from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds.dense.options import DenseOptions, check_dense
 
 if TYPE_CHECKING:
     from torch import Size, Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from embedtrain.config.recipe import Recipe
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -25,6 +31,9 @@ class Dense(BackboneKind):
     aliases = ("biencoder", "embedder", "embedding", "sentencetransformer")
     has_one_vector = True
     measures_classes = True
+    options = DenseOptions
+    command_options = ("pooling", "normalize", "similarity")
+    has_tables = True
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; those of a static table have no special tokens."""
@@ -35,6 +44,40 @@ class Dense(BackboneKind):
         if is_static(source.config):
             return StaticLayout(tokenizer)
         return Layout(tokenizer, include_prompt=source.include_prompt)
+
+    def check_options(self, model: DenseOptions) -> None:
+        """Values and combinations."""
+        check_dense(model)
+
+    def with_any_pooling(self, model: DenseOptions) -> DenseOptions:
+        """The mean, of a model whose files may define no pooling."""
+        return replace(model, pooling=model.pooling or Pooling.mean)
+
+    def check_other_options(self, recipe: "Recipe") -> None:
+        """PEFT's format has no place for new heads."""
+        for index, head in enumerate(recipe.model.heads if isinstance(recipe.model, DenseOptions) else ()):
+            OptionChecks(head, f"model.heads[{index}].").require(
+                ADAPTER not in recipe.export.formats,
+                "out",
+                "PEFT's adapter format cannot hold the heads behind the pooling; leave adapter out of export.formats "
+                "(the merged model has them)",
+            )
+
+    def recognise(self, directory: Path) -> str | None:
+        """Any directory that is not of another kind."""
+        return "an embedding model"
+
+    def read(self, directory: Path, model: DenseOptions) -> "ModelSource":
+        """The settings of its files, or of a model whose backbone it gets."""
+        from embedtrain.kinds.dense.source import read
+
+        return read(self, directory, model)
+
+    def new(self, source: "ModelSource", model: DenseOptions) -> "ModelSource":
+        """A model of random weights."""
+        from embedtrain.kinds.dense.source import with_options
+
+        return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":
         """The similarity of two vectors."""

@@ -1,14 +1,18 @@
 """model.kind=late_interaction: a vector per token of a text (ColBERT)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from embedtrain.errors import ConfigError
 from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_late_interaction
 
 if TYPE_CHECKING:
     from torch import device
     from transformers import PreTrainedTokenizerBase
 
+    from embedtrain.config.recipe import ModelConfig
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -22,6 +26,7 @@ class LateInteraction(BackboneKind):
     name = "late_interaction"
     summary = "a vector per token of a text (ColBERT)"
     aliases = ("colbert", "multivector", "multivectorencoder")
+    options = LateInteractionOptions
     reranks = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
@@ -30,6 +35,34 @@ class LateInteraction(BackboneKind):
         from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 
         return TokenVectorLayout(tokenizer, source.settings)
+
+    def check_options(self, model: LateInteractionOptions) -> None:
+        """Values and combinations."""
+        check_late_interaction(model)
+
+    def recognise(self, directory: Path) -> str | None:
+        """A directory of sentence-transformers 6, of PyLate, or of Stanford's ColBERT."""
+        from embedtrain.models.late_interaction_files import late_interaction_format
+
+        return late_interaction_format(directory)
+
+    def require_other(self, directory: Path, what: str, model: "ModelConfig") -> None:
+        """No other kind starts from its projection."""
+        raise ConfigError(
+            f"model.kind={model.kind}: {directory} is {what}, a late-interaction model; set model.kind=late_interaction"
+        )
+
+    def read(self, directory: Path, model: LateInteractionOptions) -> "ModelSource":
+        """The settings of its files, or of a model whose backbone it gets."""
+        from embedtrain.kinds.late_interaction.source import read
+
+        return read(self, directory, model)
+
+    def new(self, source: "ModelSource", model: LateInteractionOptions) -> "ModelSource":
+        """A model of random weights."""
+        from embedtrain.kinds.late_interaction.source import with_options
+
+        return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":
         """MaxSim, or its mean over the tokens of the query."""
@@ -55,9 +88,9 @@ class LateInteraction(BackboneKind):
         if expansion is None or expansion.attend or (reason := expansion_mismatch(encoder, device)) is None:
             return None
         return (
-            "model.late_interaction.attend_to_expansion_tokens=false: expansion tokens of "
+            "model.attend_to_expansion_tokens=false: expansion tokens of "
             f"{type(encoder.backbone).__name__.removeprefix('FSDP')} cannot be without attention, because "
-            f"{reason}; set it to true, or model.late_interaction.query_expansion=none"
+            f"{reason}; set it to true, or model.query_expansion=none"
         )
 
     def identity(self, source: "ModelSource") -> dict[str, Any]:

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
-from embedtrain.config.token_vectors import Expansion, TokenVectors
+from embedtrain.config.late_interaction import Expansion, QueryExpansion, TokenSimilarity, TokenVectors
 from embedtrain.data.tokens import Layout, max_token_id
 from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, TextRole, Tokens
 from embedtrain.errors import ConfigError
@@ -47,7 +46,7 @@ class TokenVectorLayout(Layout):
         expansion = self.token_vectors.expansion
         if expansion is not None and expansion.length > max_length:
             raise ConfigError(
-                f"model.late_interaction.expansion_length={expansion.length}: is more than the model's {max_length} "
+                f"model.expansion_length={expansion.length}: is more than the model's {max_length} "
                 "tokens; lower it, or raise model.max_length"
             )
 
@@ -171,14 +170,14 @@ def _expansion_id(tokenizer: PreTrainedTokenizerBase, expansion: Expansion) -> i
         default = tokenizer.eos_token_id if tokenizer.mask_token_id is None else tokenizer.mask_token_id
         if default is None:
             raise ConfigError(
-                "model.late_interaction.expansion_token=null: the tokenizer has neither a mask nor an end-of-text "
+                "model.expansion_token=null: the tokenizer has neither a mask nor an end-of-text "
                 "token; write one of its tokens"
             )
         return int(default)
     number = _token_id(tokenizer, token)
     if number is None:
         raise ConfigError(
-            f"model.late_interaction.expansion_token={token}: is not one token of the tokenizer; write one of them, "
+            f"model.expansion_token={token}: is not one token of the tokenizer; write one of them, "
             f"such as {tokenizer.mask_token or tokenizer.eos_token}"
         )
     return number

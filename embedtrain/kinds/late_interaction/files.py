@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
-from embedtrain.config.token_vectors import Expansion, TokenVectors
+from embedtrain.config.late_interaction import Expansion, QueryExpansion, TokenSimilarity, TokenVectors
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import CheckpointError

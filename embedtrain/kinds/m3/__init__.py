@@ -1,10 +1,12 @@
 """model.kind=m3: a vector, lexical weights and a vector per token (BGE-M3)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from embedtrain.config.m3 import HybridWeights
 from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds.m3.options import M3Options, check_m3
 
 if TYPE_CHECKING:
     from torch import Size, Tensor
@@ -24,6 +26,9 @@ class M3(BackboneKind):
     name = "m3"
     summary = "a vector, lexical weights and a vector per token (BGE-M3)"
     aliases = ("bgem3", "hybrid")
+    options = M3Options
+    command_options = ("hybrid_weights",)
+    backbone_options = ("pooling", "normalize", "similarity")
     own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
     views = HybridWeights._fields
 
@@ -32,6 +37,28 @@ class M3(BackboneKind):
         from embedtrain.kinds.m3.data import M3Layout
 
         return M3Layout(tokenizer)
+
+    def check_options(self, model: M3Options) -> None:
+        """Values and combinations."""
+        check_m3(model)
+
+    def recognise(self, directory: Path) -> str | None:
+        """A directory of FlagEmbedding, of an export or of a run."""
+        from embedtrain.models.m3_files import is_m3
+
+        return "a model of three representations" if is_m3(directory) else None
+
+    def read(self, directory: Path, model: M3Options) -> "ModelSource":
+        """The settings of its files, or of a model whose backbone it gets."""
+        from embedtrain.kinds.m3.source import read
+
+        return read(self, directory, model)
+
+    def new(self, source: "ModelSource", model: M3Options) -> "ModelSource":
+        """A model of random weights."""
+        from embedtrain.kinds.m3.source import with_options
+
+        return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":
         """The weighted sum of the three scores."""

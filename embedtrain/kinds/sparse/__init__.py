@@ -1,15 +1,17 @@
 """model.kind=sparse: a weight per word of the vocabulary (SPLADE)."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
+from embedtrain.kinds.sparse.options import SparseOptions, check_sparse
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from embedtrain.config.recipe import Recipe
+    from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.cache.token_store import TokenStore
     from embedtrain.data.tokens import Layout
     from embedtrain.distributed.world import World
@@ -29,6 +31,8 @@ class Sparse(Kind):
     summary = "a weight per word of the vocabulary (SPLADE)"
     aliases = ("splade", "sparseencoder", "learnedsparse")
     measures_classes = True
+    options = SparseOptions
+    backbone_options = ("pooling",)
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; static queries are not encoded."""
@@ -38,6 +42,34 @@ class Sparse(Kind):
         if source.settings.queries is None:
             return Layout(tokenizer, include_prompt=source.include_prompt)
         return static_query_layout(source.settings.queries, source.dimension, tokenizer)
+
+    def check_options(self, model: SparseOptions) -> None:
+        """Values and combinations."""
+        check_sparse(model)
+
+    def recognise(self, directory: Path) -> str | None:
+        """A sparse encoder of sentence-transformers, or a language model with the idf.json of OpenSearch."""
+        from embedtrain.kinds.sparse.source import is_sparse
+
+        return "a learned sparse model" if is_sparse(directory) else None
+
+    def require_other(self, directory: Path, what: str, model: "ModelConfig") -> None:
+        """A dense model on the backbone has a pooling that the user chooses."""
+        from embedtrain.kinds.sparse.source import require_pooling
+
+        require_pooling(directory, model)
+
+    def read(self, directory: Path, model: SparseOptions) -> "ModelSource":
+        """The settings of its files, or of a model whose backbone it gets."""
+        from embedtrain.kinds.sparse.source import read
+
+        return read(self, directory, model)
+
+    def new(self, source: "ModelSource", model: SparseOptions) -> "ModelSource":
+        """A model of random weights."""
+        from embedtrain.kinds.sparse.source import with_options
+
+        return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":
         """The inner product of the weights of words."""

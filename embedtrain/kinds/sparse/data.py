@@ -87,7 +87,7 @@ def static_query_layout(
     """A ConfigError if sentence-transformers could not open the model, a ModelError if queries have other tokens."""
     if len(tokenizer.get_vocab()) != num_words:
         raise ConfigError(
-            f"model.sparse.queries=static: the tokenizer has {len(tokenizer.get_vocab()):,} tokens and the model "
+            f"model.queries=static: the tokenizer has {len(tokenizer.get_vocab()):,} tokens and the model "
             f"weights of {num_words:,} words, which sentence-transformers cannot compare; write encoded"
         )
     layout = StaticQueryLayout(tokenizer)

@@ -1,0 +1,45 @@
+"""Options of model.kind=dense."""
+
+from dataclasses import dataclass, field
+
+from embedtrain.config.heads import HeadConfig
+from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class DenseOptions(ModelConfig):
+    """A vector per text."""
+
+    kind: str = "dense"
+    # `cls`, `mean`, `last`, `max` or `weighted_mean` (weights 1, 2, 3, ... in the order of the tokens); default: that
+    # of a sentence-transformers directory.
+    pooling: Pooling | None = None
+    normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
+    # How vectors are compared in evaluation, mining and search, and in the exported model: cosine, dot, euclidean or
+    # manhattan. Default: as the loss compares them unless they are normalised, else that of the directory, else cosine.
+    similarity: VectorSimilarity | None = None
+    # New dense heads between pooling and normalisation, for a model whose directory has none.
+    heads: list[HeadConfig] = field(default_factory=list)
+    append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
+    include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
+
+
+def check_dense(model: DenseOptions) -> None:
+    """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
+    if model.config is not None and model.pooling is None:
+        raise ConfigError("model.config does not define pooling: set model.pooling to cls, mean or last")
+    if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
+        raise ConfigError(include_prompt_error(model.pooling))
+    for index, head in enumerate(model.heads):
+        OptionChecks(head, f"model.heads[{index}].").at_least(1, "out")
+
+
+def include_prompt_error(pooling: Pooling) -> str:
+    """The message for `model.include_prompt=false` with a pooling other than mean."""
+    return (
+        f"model.include_prompt=false is for model.pooling=mean: with {pooling.value} the embedding is that of one "
+        "token; leave include_prompt out"
+    )

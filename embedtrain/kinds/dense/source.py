@@ -1,0 +1,75 @@
+"""Opens dense models: pooling, Dense heads, normalisation and similarity; tables of static embeddings among them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from embedtrain.config.kinds import Kind
+from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import written
+from embedtrain.errors import ConfigError
+from embedtrain.kinds.dense.options import DenseOptions, include_prompt_error
+from embedtrain.models.attention_direction import require_pooling
+from embedtrain.models.heads import dense_heads
+from embedtrain.models.module_settings import SETTINGS, read_similarity, read_truncate_dim
+from embedtrain.models.source import read_files, source_of
+from embedtrain.models.static_embedding import is_static
+from embedtrain.models.types import ModelSource
+
+
+def read(kind: Kind, directory: Path, model: DenseOptions) -> ModelSource:
+    """A directory of sentence-transformers, or one of transformers with `model.pooling`."""
+    files = read_files(directory, model)
+    source, what = source_of(kind, files), f"{directory}, which has no modules.json,"
+    if files.modules.kinds:
+        what = f"{directory}, whose modules.json has no Pooling,"
+        source = replace(
+            source,
+            truncate_dim=read_truncate_dim(directory / SETTINGS),
+            similarity=read_similarity(files.settings, directory, tuple(VectorSimilarity)),
+        )
+    pooling = model.pooling or files.modules.pooling
+    if pooling is None:
+        raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
+    return with_options(replace(source, pooling=pooling), model)
+
+
+def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:
+    """The model with the options in place of the settings of its files."""
+    if is_static(source.config):
+        _require_static_options(model)
+    pooling = model.pooling or source.pooling
+    if model.pooling is not None:
+        require_pooling(source.config, model.pooling)
+    if model.include_prompt is False and pooling is not Pooling.mean:
+        raise ConfigError(include_prompt_error(pooling))
+    if pooling is Pooling.weighted_mean and not source.include_prompt and not model.include_prompt:
+        raise ConfigError(
+            "model.pooling=weighted_mean: counts the tokens of the prompt, and the model has include_prompt=false: "
+            "write model.include_prompt=true"
+        )
+    return replace(
+        source,
+        pooling=pooling,
+        normalize=source.normalize if model.normalize is None else model.normalize,
+        similarity=model.similarity or source.similarity,
+        dense=dense_heads(source.dense, source.config, model.heads),
+        include_prompt=source.include_prompt if model.include_prompt is None else model.include_prompt,
+        tokenization=replace(source.tokenization, append_eos=model.append_eos),
+    )
+
+
+def _require_static_options(model: DenseOptions) -> None:
+    """A ConfigError for an option of `model` that a table does not have."""
+    if model.pooling not in (None, Pooling.mean):
+        raise ConfigError(
+            f"model.pooling={model.pooling.value}: a static embedding model is the mean of its tokens' rows; leave it "
+            "out"
+        )
+    if model.lora.on:
+        raise ConfigError("model.lora: adapters are not for a table of static embeddings; leave it out")
+    for name in ("bidirectional", "append_eos", "include_prompt", "rope_scaling"):
+        if (value := getattr(model, name)) is not None and not (name == "include_prompt" and value):
+            raise ConfigError(
+                f"model.{name}={written(value)}: has no effect on a table of static embeddings; leave it out"
+            )

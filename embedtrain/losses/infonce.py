@@ -84,6 +84,7 @@ class InfoNCE(EncodedLoss):
             duplicates=config.mask_duplicates,
             score_positive_twice=config.partition_mode is PartitionMode.joint,
             hardness=config.hardness is not Hardness.none,
+            own_answers=config.mixes_negatives,
             ring=choose_implementation(config, rows.counts, dimension, dtype, rows.part_sizes) is Implementation.ring,
         )
 

@@ -1,5 +1,7 @@
 """Mixed negatives of InfoNCE against the plain formula in one process, and how they are drawn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,10 @@ def textbook(config: InfoNCEConfig):
                 bonus = config.hardness_strength * similarity.detach() if hard else 0.0
                 return [similarity * scale + bonus] if similarity.item() <= limit else []
 
-            kept = [index for index in own if query @ documents[index] <= limit]
+            equal = [other for other, key in enumerate(batch.query_keys) if key == batch.query_keys[row]]
+            answers = {batch.document_keys[batch.documents_of(other)[0]].item() for other in equal}
+            excluded = [index for index, key in enumerate(batch.document_keys.tolist()) if key in answers]
+            kept = [index for index in own if query @ documents[index] <= limit and index not in excluded]
             mixtures = []
             for first, second, fraction in zip(draws.first[row], draws.second[row], draws.fraction[row], strict=True):
                 if len(own) >= 2 and {first.item(), second.item()} <= set(kept):
@@ -80,12 +85,12 @@ def textbook(config: InfoNCEConfig):
             compared = range(len(documents)) if config.in_batch_negatives else own
             scores = [(right - config.margin) * scale]
             for index in compared:
-                if index != positive:
+                if index not in excluded:
                     scores += scored(query @ documents[index], hard=index in own)
             for mixture in mixtures:
                 scores += scored(query @ F.normalize(mixture, dim=0), hard=True)
             if LossDirection.query_query in config.directions:
-                scores += [query @ other * scale for index, other in enumerate(queries) if index != row]
+                scores += [query @ other * scale for index, other in enumerate(queries) if index not in equal]
             log_p = torch.stack(scores).log_softmax(dim=0)[0]
             total = total - (1 - log_p.detach().exp()) ** config.focal * log_p
         return total / len(queries)
@@ -97,6 +102,17 @@ def test_textbook(ranks):
     """On 1 and 3 ranks, and on 2 of which one has no rows."""
     cases = [Case(config, vectors(SIZES, seed=3), textbook(config)) for config in CASES]
     check_all(ranks, cases, only=[0, 2, 5])
+
+
+def test_answers_are_not_mixed(ranks):
+    """Hard negatives that equal the row's positive, or that of an equal query, by text."""
+    batch = vectors(SIZES, seed=3)
+    keys, query_keys = batch.document_keys.clone(), batch.query_keys.clone()
+    query_keys[3] = query_keys[1]
+    for row, other in ((0, 0), (1, 3)):
+        keys[batch.documents_of(row)[1]] = keys[batch.documents_of(other)[0]]
+    batch = replace(batch, document_keys=keys, query_keys=query_keys)
+    check_all(ranks, [Case(config, batch, textbook(config)) for config in CASES[:-1]], only=[0, 2])
 
 
 def test_mixing_changes_the_loss():

@@ -200,7 +200,7 @@ def completion_files(tmp_path_factory):
 LINES = [
     ("embedtrain tr", ["train"]),
     ("embedtrain train recipe=qu", ["quickstart"]),
-    ("embedtrain train --gpus 8 optim.l", ["optim.lr=", "optim.loss_lr="]),
+    ("embedtrain train --gpus 8 optim.l", ["optim.layer_decay=", "optim.lr="]),
     ("embedtrain train parallel.precision=", ["bf16", "fp32"]),
     ("embedtrain train --nod", ["--nodes", "--node-rank"]),
     ("embedtrain search --nod", []),

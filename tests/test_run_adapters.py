@@ -141,7 +141,13 @@ def test_new_heads_beside_adapters(ranks, workshop, tmp_path):
     """Trained in full with a learning rate of their own, resumed on another number of ranks, and in both exports."""
     out = tmp_path / "run"
     heads = "[{out: 48}, {out: 24, bias: true, init: normal}]"
-    more = (f"model.heads={heads}", "model.pooling=mean", "optim.head_lr=1e-2", "train.steps=4", "export.check=true")
+    more = (
+        f"model.heads={heads}",
+        "model.pooling=mean",
+        "optim.groups=[{match: ^dense, lr: 1e-2}]",
+        "train.steps=4",
+        "export.check=true",
+    )
     output = ranks(2, run, *options(workshop, out, *more, model="xlm-roberta"))[0]
     assert "new heads 32 -> 48 -> 24" in output
     expected, folders = losses(out), ("2_Dense", "3_Dense")

@@ -21,7 +21,7 @@ BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
     "train.activation_tokens=130", "train.steps=3", "parallel.strategy=fsdp", "parallel.precision=fp32",
     "optim.lr=1e-3",
-    "optim.loss_lr=1e-2", "export.check=false",
+    "export.check=false",
 ]  # fmt: skip
 
 

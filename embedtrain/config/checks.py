@@ -42,6 +42,8 @@ from embedtrain.errors import ConfigError
 
 # A trace holds every operator of its steps, in memory until they are over.
 MAX_PROFILED_STEPS = 10
+# Of wandb.init. Others choose its server, folder or code, which a recipe does not.
+WANDB_ARGUMENTS = ("project", "entity", "group", "job_type", "name", "tags", "notes", "mode")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)")
 
 
@@ -301,6 +303,17 @@ def _check_tracking(recipe: Recipe) -> None:
         "wandb_artifacts",
         "uploads the model to wandb; write tracking.wandb=true as well",
     )
+    given = {} if tracking.wandb_init is None else tracking.wandb_init
+    check.require(
+        isinstance(given, dict) and given.keys() <= set(WANDB_ARGUMENTS),
+        "wandb_init",
+        f"must be a mapping of {', '.join(WANDB_ARGUMENTS)}, such as {{group: temperatures, tags: [zh]}}",
+    )
+    for name, value in given.items():
+        is_right = isinstance(value, list) if name == "tags" else isinstance(value, str)
+        if not is_right or (name == "mode" and value not in ("online", "offline")):
+            allowed = {"tags": "a list, such as [zh,small]", "mode": "online or offline"}.get(name, "a text")
+            raise ConfigError(f"tracking.wandb_init.{name}={written(value)}: must be {allowed}")
     check.require(all(step >= 1 for step in tracking.profile), "profile", "must be numbers of steps, counted from 1")
     num_steps = len(set(tracking.profile))
     hint = f"has {num_steps} steps; at most {MAX_PROFILED_STEPS}, because every operator of a step is kept in memory"

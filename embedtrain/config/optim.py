@@ -101,17 +101,12 @@ class OptimConfig:
     decay: float = option(0.1, above=0)
     decay_shape: DecayShape = DecayShape.linear
     power: float = option(1.0, above=0, hint="1 is linear")  # exponent of polynomial
-    min_lr: float | None = None  # the learning rate does not fall below it after warm-up; null: min_lr_ratio
-    # the same as a fraction of lr; null: 0
-    min_lr_ratio: float | None = option(None, within=(0, 1), hint="it is a fraction of optim.lr")
+    # the learning rate does not fall below this fraction of lr after warm-up
+    min_lr_ratio: float = option(0.0, within=(0, 1), hint="it is a fraction of optim.lr")
     # all steps, as the schedule counts them; null: those of the run
     schedule_steps: int | None = option(None, at_least=1, hint="null takes all steps of the run")
-    # learning rate of the loss's parameters (a temperature, a classifier); default: lr
-    loss_lr: float | None = option(None, above=0, hint="null takes optim.lr")
     # Decay of a moving average of the weights, such as 0.999, which is evaluated and exported; null: none.
     ema: float | None = option(None, within=(0, 0.9999999), hint="such as 0.999; null keeps no average")
-    # learning rate of what follows the backbone: heads, projections; default: lr
-    head_lr: float | None = option(None, above=0, hint="null takes optim.lr")
     # Of L blocks, counted from 0, block l has lr * layer_decay^(L - l), embeddings lr * layer_decay^(L + 1).
     layer_decay: float | None = option(
         None, within=(0.01, 1), hint="such as 0.9; null gives all layers the same learning rate"
@@ -129,11 +124,6 @@ class OptimConfig:
                 return size + average, 2 * size + average
             case _:
                 return 2 * size + average, 2 * size + average
-
-    @property
-    def floor(self) -> float:
-        """The lowest learning rate after warm-up, as a fraction of the peak."""
-        return self.min_lr / self.lr if self.min_lr is not None else self.min_lr_ratio or 0.0
 
 
 def check_optim(optim: OptimConfig) -> None:
@@ -192,15 +182,8 @@ def _check_schedule(optim: OptimConfig, check: OptionChecks) -> None:
     for name, schedule in (("decay", "wsd"), ("decay_shape", "wsd"), ("power", "polynomial")):
         is_default = getattr(optim, name) == getattr(OptimConfig, name)
         check.require(is_default or kind.value == schedule, name, f"is for optim.schedule={schedule}, not {kind.value}")
-    check.within(0, optim.lr, "min_lr", "optim.lr is the peak")
     check.require(
-        optim.min_lr is None or optim.min_lr_ratio is None,
+        optim.min_lr_ratio == 0 or kind is not ScheduleKind.constant,
         "min_lr_ratio",
-        f"is the same limit as optim.min_lr={optim.min_lr}; set one of them",
+        "has no effect with optim.schedule=constant; leave it out",
     )
-    for name in ("min_lr", "min_lr_ratio"):
-        check.require(
-            getattr(optim, name) is None or kind is not ScheduleKind.constant,
-            name,
-            "has no effect with optim.schedule=constant; leave it out",
-        )

@@ -249,13 +249,7 @@ class WandbLogger:
         if "WANDB_FINISH_TIMEOUT" not in os.environ:
             settings["finish_timeout"] = limit
         self._run = wandb.init(
-            project=options.wandb_project,
-            entity=options.wandb_entity,
-            group=options.wandb_group,
-            name=options.wandb_name or recipe.name or None,
-            tags=options.wandb_tags or None,
-            notes=options.wandb_notes,
-            mode=None if options.wandb_mode is None else options.wandb_mode.value,
+            **{"project": "embedtrain", "name": recipe.name or None, **(options.wandb_init or {})},
             config={**to_plain(recipe), "world_size": world_size},
             dir=os.environ.get("WANDB_DIR") or str(run_dir),
             id=id,

@@ -13,7 +13,7 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.static_queries import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
 from embedtrain.utils.formatting import format_count
 
-ENCODER, LOSS, HEAD, EMBEDDINGS, LAYERS = "encoder", "loss", "head", "embeddings", "layers"
+ENCODER, LOSS, EMBEDDINGS, LAYERS = "encoder", "loss", "embeddings", "layers"
 QUERIES = "query_weights"
 _BACKBONE, _OF_LOSS = "backbone.", "loss."
 _MAX_NAMES = 5  # in a message
@@ -51,10 +51,6 @@ def trained_parameters(encoder: nn.Module, optim: OptimConfig, loss: nn.Module |
     of_loss = [] if loss is None else [(n, p) for n, p in loss.named_parameters(_OF_LOSS[:-1]) if p.requires_grad]
     names = [name for name, _ in (*named, *of_loss)]
     groups = _matches(names, optim.groups, loss is None)
-    if optim.head_lr is not None and all(name.startswith(_BACKBONE) for name, _ in named):
-        raise ConfigError(
-            f"optim.head_lr={optim.head_lr}: the model trains no parameters after its backbone; leave it out"
-        )
     decays = {} if optim.layer_decay is None else _layer_factors(encoder, optim.layer_decay)
     rules = _matrices_of_blocks(encoder) if optim.name is OptimizerName.muon else {}
     if optim.name is OptimizerName.muon and not any(name in rules for name, _ in named):
@@ -62,15 +58,12 @@ def trained_parameters(encoder: nn.Module, optim: OptimConfig, loss: nn.Module |
     trained = []
     for name, parameter in named:
         label, factor = decays.get(name, (ENCODER, 1.0))
-        if optim.head_lr is not None and not name.startswith(_BACKBONE):
-            label, factor = HEAD, optim.head_lr / optim.lr
         if name == QUERY_WEIGHTS:
             label, factor = QUERIES, QUERY_WEIGHTS_LR / optim.lr
         settings = _settings(groups.get(name), optim, parameter, label, factor)
         trained.append(TrainedParameter(name, parameter, replace(settings, rule=rules.get(name, settings.rule))))
-    loss_factor = 1.0 if optim.loss_lr is None else optim.loss_lr / optim.lr
     for name, parameter in of_loss:
-        settings = _settings(groups.get(name), optim, parameter, LOSS, loss_factor, of_loss=True)
+        settings = _settings(groups.get(name), optim, parameter, LOSS, 1.0, of_loss=True)
         trained.append(TrainedParameter(name, parameter, settings))
     return trained
 
@@ -178,7 +171,7 @@ def describe_groups(trained: Sequence[TrainedParameter], optim: OptimConfig) -> 
     for item in trained:
         is_muon = item.settings.rule is OptimizerName.muon
         by_label.setdefault(item.settings.label + " (muon)" * is_muon, []).append(item)
-    if by_label.keys() <= {ENCODER, LOSS} and optim.loss_lr is None:
+    if by_label.keys() <= {ENCODER, LOSS}:
         return {}
     return {label: _described(items, optim) for label, items in by_label.items()}
 

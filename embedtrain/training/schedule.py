@@ -46,7 +46,7 @@ class LearningRate:
         """That of step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.optim.lr * (step + 1) / self.warmup_steps
-        floor = self.optim.floor
+        floor = self.optim.min_lr_ratio
         if self.optim.schedule is ScheduleKind.inverse_sqrt:
             return self.optim.lr * max(floor, math.sqrt(max(1, self.warmup_steps) / (step + 1)))
         # The decay reaches 0 after the last step, so that the last step still trains.

@@ -25,7 +25,6 @@ from embedtrain.config.recipe import (
     Recipe,
     Strategy,
     TrainSource,
-    WandbMode,
 )
 from embedtrain.config.sparse import SparseQueries, SparseRegularizer
 from embedtrain.config.validation import written
@@ -200,7 +199,6 @@ CASES = [
     option("optim.lr", 0.0),
     option("optim.lr", NAN),
     option("optim.lr", INFINITE),
-    option("optim.loss_lr", 0.0),
     option("optim.betas", [0.9]),
     option("optim.betas", [0.9, 1.0]),
     option("optim.eps", -1e-8),
@@ -211,10 +209,8 @@ CASES = [
     option("optim.decay_shape", DecayShape.cosine),
     option("optim.power", 0.0, optim__schedule=ScheduleKind.polynomial),
     option("optim.power", 2.0),
-    option("optim.min_lr", 6e-5),
-    option("optim.min_lr", -1e-7),
+    option("optim.min_lr_ratio", -1e-7),
     option("optim.min_lr_ratio", 1.5),
-    option("optim.min_lr_ratio", 0.1, optim__min_lr=1e-6),
     option("optim.min_lr_ratio", 0.1, optim__schedule=ScheduleKind.constant),
     option("optim.schedule_steps", 0),
     option("optim.betas", [0.9, 0.999], optim__state_dtype=StateDtype.bf16),
@@ -222,7 +218,6 @@ CASES = [
     option("optim.momentum", 0.9),
     option("optim.muon_dtype", StateDtype.bf16),
     option("optim.ema", 1.0),
-    option("optim.head_lr", 0.0),
     in_head(0),
     in_head(8, model__lora__rank=4, export__formats=["adapter"]),
     option("optim.layer_decay", 1.5),
@@ -290,6 +285,9 @@ CASES = [
         model__lora=LoraConfig(rank=4, modules_to_save=["dense"]),
     ),
     option("tracking.wandb_artifacts", True),
+    option("tracking.wandb_init", {"base_url": "https://w"}),
+    case(r"tracking\.wandb_init\.mode=disabled: ", tracking__wandb_init={"mode": "disabled"}),
+    case(r"tracking\.wandb_init\.tags=zh: ", tracking__wandb_init={"tags": "zh"}),
     option("tracking.profile", [0]),
     option("tracking.profile", [5, 21]),
     option("tracking.profile", list(range(1, 12)), train__steps=20),
@@ -415,7 +413,7 @@ def test_targets_of_adapters_are_a_name_or_a_list(targets):
 def test_options_of_tracking():
     recipe = valid_recipe()
     recipe.tracking = replace(
-        recipe.tracking, wandb=True, wandb_artifacts=True, wandb_mode=WandbMode.offline, profile=[10, 3]
+        recipe.tracking, wandb=True, wandb_artifacts=True, wandb_init={"mode": "offline"}, profile=[10, 3]
     )
     recipe.tracking.profile_ranks = None
     assert check_recipe(recipe) is recipe

@@ -20,9 +20,11 @@ def compose(*options: dict) -> Recipe:
 
 def test_texts_are_exact():
     sources = [{"path": "x", "document_prompt": text} for text in TEXTS]
-    recipe = compose({"data": {"train": sources}, "tracking.wandb_tags": TEXTS, "model": {"query_prompt": TEXTS[3]}})
+    recipe = compose(
+        {"data": {"train": sources}, "tracking.wandb_init": {"tags": TEXTS}, "model": {"query_prompt": TEXTS[3]}}
+    )
     assert [source.document_prompt for source in recipe.data.train] == TEXTS
-    assert recipe.tracking.wandb_tags == TEXTS and recipe.model.query_prompt == TEXTS[3]
+    assert recipe.tracking.wandb_init["tags"] == TEXTS and recipe.model.query_prompt == TEXTS[3]
 
 
 def test_values_are_exact():

@@ -64,7 +64,7 @@ def test_relative_paths_are_inputs(folder):
 _TEXTS = {
     # what is written, and where; what is cached
     "name", "output_dir", "cache_dir", "vectors_dir", "push_to_hub", "license", "language", "formats", "max_file_size",
-    "wandb_project", "wandb_entity", "wandb_group", "wandb_name", "wandb_tags", "wandb_notes",
+    "wandb_init",
     # versions of inputs, and what is read of them
     "revision", "tokenizer_revision", "teacher_revision", "documents_revision", "qrels_revision", "subset",
     "split", "columns", "where",

@@ -383,7 +383,11 @@ def test_a_planted_vocabulary(ranks, copied):
             "data.train[1].path",
         ),
         (compose_recipes, [*BASE, f"evaluation.sets=['https://{SECRET}@host/dev']"], "evaluation.sets[0]"),
-        (compose_recipes, [*BASE, f"tracking.wandb_notes='see http://me:{SECRET}@wandb'"], "tracking.wandb_notes"),
+        (
+            compose_recipes,
+            [*BASE, f"tracking.wandb_init={{notes: 'http://me:{SECRET}@w'}}"],
+            "tracking.wandb_init.notes",
+        ),
         (compose_evaluate, [f"model=https://me:{SECRET}@host/m", "sets=[dev]"], "model"),
         (compose_mine, ["model=m", "data=[d]", f"corpus=['s3://me:{SECRET}@host/c']", "output_dir=o"], "corpus[0]"),
     ],

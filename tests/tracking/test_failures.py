@@ -165,7 +165,8 @@ def test_wandb_whose_server_never_answers(workshop, tmp_path):
 def test_a_broken_home_directory(workshop, tmp_path, broken_disk):
     """Files go where the recipe says; the cache moves from the home directory to the run directory."""
     output = trained(
-        workshop, tmp_path / "run", "tracking.wandb=true", "tracking.wandb_mode=offline", "tracking.tensorboard=true",
+        workshop, tmp_path / "run", "tracking.wandb=true", "tracking.wandb_init={mode: offline}",
+        "tracking.tensorboard=true",
         home=broken_disk, EMBEDTRAIN_CACHE=str(tmp_path / "cache"),
     )  # fmt: skip
     assert len(warnings(output)) <= 1
@@ -192,12 +193,12 @@ DISK = """
 import sys, torch
 from pathlib import Path
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.recipe import TrackingConfig, WandbMode
+from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
 from tests.tracking.test_failures import fill
 run_dir = Path(sys.argv[1])
-tracking = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline, tensorboard=True)
+tracking = TrackingConfig(wandb=True, wandb_init={"mode": "offline"}, tensorboard=True)
 with Tracker.open(Recipe(name="t", tracking=tracking), World(0, 1, 0, 1, torch.device("cpu")), run_dir) as tracker:
     tracker.step({"step": 1, "loss": 1.0})
     fill(run_dir)
@@ -231,7 +232,7 @@ HANGS = """
 import psutil, sys, torch
 from pathlib import Path
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.recipe import TrackingConfig, WandbMode
+from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.cli.entry import run_command
 from embedtrain.tracking import loggers
@@ -239,7 +240,7 @@ from embedtrain.tracking.tracker import Tracker
 
 def main(_):
     loggers.WANDB_MARGIN = 3.0
-    tracking = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline)
+    tracking = TrackingConfig(wandb=True, wandb_init={"mode": "offline"})
     world = World(0, 1, 0, 1, torch.device("cpu"))
     with Tracker.open(Recipe(name="t", tracking=tracking), world, Path(sys.argv[1])) as tracker:
         tracker.step({"step": 1, "loss": 1.0})

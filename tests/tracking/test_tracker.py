@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe, TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.metrics import DatasetInfo, MetricsFile, read_metrics
 from embedtrain.tracking.tracker import Tracker
@@ -59,7 +59,7 @@ class Artifact:
 
 
 def recipe(wandb=True):
-    return Recipe(name="tiny", tracking=TrackingConfig(wandb=wandb, wandb_project="p", wandb_group="g"))
+    return Recipe(name="tiny", tracking=TrackingConfig(wandb=wandb, wandb_init={"project": "p", "group": "g"}))
 
 
 def evaluated(tracker, step, metrics):
@@ -186,8 +186,11 @@ def test_a_wandb_run_has_its_name_tags_notes_group_and_config(tmp_path, monkeypa
     fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     tracking = TrackingConfig(
-        wandb=True, wandb_name="second try", wandb_tags=["zh", "small"], wandb_notes="with more negatives",
-        wandb_mode=WandbMode.offline, wandb_group="g",
+        wandb=True,
+        wandb_init={
+            "name": "second try", "tags": ["zh", "small"], "notes": "with more negatives", "mode": "offline",
+            "group": "g",
+        },
     )  # fmt: skip
     run(tmp_path, [1], recipe=Recipe(name="tiny", tracking=tracking))
     (options,) = fake.inits
@@ -197,11 +200,11 @@ def test_a_wandb_run_has_its_name_tags_notes_group_and_config(tmp_path, monkeypa
         "with more negatives",
     )
     assert (options["mode"], options["group"]) == ("offline", "g")
-    assert options["config"]["tracking"]["wandb_mode"] == "offline"
+    assert options["config"]["tracking"]["wandb_init"]["mode"] == "offline"
     assert options["config"]["world_size"] == 1
     run(tmp_path / "plain", [1])
     assert fake.inits[1]["name"] == "tiny"
-    assert fake.inits[1]["tags"] is fake.inits[1]["notes"] is fake.inits[1]["mode"] is None
+    assert not {"tags", "notes", "mode"} & fake.inits[1].keys()
 
 
 def test_the_summary_has_the_best_of_each_set_also_after_a_resume(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def test_layers_have_smaller_rates_the_deeper_they_are():
 def test_heads_adapters_and_the_first_match():
     classifier = small_model("bert")
     classifier.kind, classifier.pooling = "cross_encoder", None
-    heads = settings_of(classifier, head_lr=1.0)
+    heads = settings_of(classifier, groups=[ParameterGroup(match="^(?!backbone)", name="head", lr=1.0)])
     assert heads["head.classifier.weight"] == ("head", 100.0, 0.5)
     assert all(name.startswith("head.") is (label == "head") for name, (label, *_) in heads.items())
     adapted = small_model("llama")
@@ -89,7 +89,7 @@ def test_muon_updates_matrices_of_blocks_only():
             {"groups": [ParameterGroup(match="bias", lr=0.1), ParameterGroup(match="Norm.bias", lr=0.2)]},
             r"groups\[1\]\.match=Norm\.bias: optim\.groups\[0\]",
         ),
-        ({"head_lr": 0.1}, r"optim\.head_lr=0\.1"),
+        ({"groups": [ParameterGroup(match="^head", lr=0.1)]}, r"groups\[0\]\.match=\^head: .*backbone\.embeddings"),
     ],
     ids=["unmatched", "second", "head"],
 )
@@ -118,7 +118,8 @@ def unsharded(tensor: Tensor) -> Tensor:
 def train_in_groups(world: World, directory: Path) -> None:
     """Matrices of blocks, a part that is frozen for two steps, and the loss, against three optimizers by hand."""
     frozen = ParameterGroup(match=r"layer\.0", name="first", lr=3 * LR, weight_decay=0.3, freeze_until=0.5)
-    optim = OptimConfig(lr=LR, loss_lr=LR / 2, warmup=2, groups=[frozen], max_grad_norm=None, eps=1e-3)
+    of_loss = ParameterGroup(match="^loss", name="loss", lr=LR / 2)
+    optim = OptimConfig(lr=LR, warmup=2, groups=[frozen, of_loss], max_grad_norm=None, eps=1e-3)
     loaded = load_model(small_model("bert"), parallel(), world, seed=0, tokenizer=small_tokenizer())
     loss = InfoNCE(InfoNCEConfig(temperature=0.1, learn_temperature=True)).to(world.device)
     module = EncoderWithLoss(loaded.encoder.eval(), loss)

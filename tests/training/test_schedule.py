@@ -42,7 +42,7 @@ CLOSED_FORMS = [
     ("wsd-cosine", wsd("cosine"), [1, 1, 1, (1 + math.cos(math.pi * LAST_OF_WSD)) / 2]),
     ("wsd-sqrt", wsd("sqrt"), [1, 1, 1, 1 - math.sqrt(LAST_OF_WSD)]),
     ("floor", rates("linear", min_lr_ratio=0.1), [1, 1, 0.1 + 0.9 * (1 - 10 / 16), 0.1 + 0.9 * (1 - LAST)]),
-    ("wsd-floor", wsd("linear", min_lr=1.0), [1, 1, 1, 0.25 + 0.75 * (1 - LAST_OF_WSD)]),
+    ("wsd-floor", wsd("linear", min_lr_ratio=0.25), [1, 1, 1, 0.25 + 0.75 * (1 - LAST_OF_WSD)]),
     ("inverse-floor", rates("inverse_sqrt", min_lr_ratio=0.5), [1, math.sqrt(W / (W + 1)), math.sqrt(4 / 15), 0.5]),
 ]  # fmt: skip
 

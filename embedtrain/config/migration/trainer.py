@@ -150,7 +150,7 @@ TRAINER = (
         also="quiet silent progress_bar",
     ),
     Row("report_to", "`tracking.wandb=true`, `tracking.tensorboard=true`", _report_to),
-    Row("", "`tracking.wandb_project`", same, also="project project_name"),
+    Row("", "`tracking.wandb_init.project`", same, also="project project_name"),
     Row(
         "push_to_hub hub_model_id",
         "`export.push_to_hub=USER/NAME`, the id of the repository",

@@ -122,7 +122,7 @@ class PooledHead(Head):
         """Pooling, heads and normalisation of hidden states [N, L, H] or [T, H]: [N, D]."""
         pool = POOLING[self.pooling].pool if isinstance(self.pooling, Pooling) else self.own_pooling
         assert pool is not None
-        return self.transformed(pool(hidden, tokens).float())
+        return self.transformed(pool(hidden, tokens))
 
     def transformed(self, vectors: Tensor) -> Tensor:
         """Heads and normalisation of vectors [..., H]: [..., D]."""

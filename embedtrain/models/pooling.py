@@ -63,12 +63,17 @@ class PooledTokens:
         return values.sum(dim=1) if self.packing is None else _sums(values, self.packing)
 
     def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The mean over the tokens that count, with weights [N, L] or [T] that are 0 for others; None: all equal."""
-        if weights is None and self.packing is not None and self.pooled is None:
+        """The float32 mean over the tokens that count, with weights [N, L] or [T] that are 0 for others.
+
+        None: all equal. The order of these operators is that of the graphs of earlier exports.
+        """
+        weights = self.pooled if weights is None else weights
+        if weights is None:
+            assert self.packing is not None
             counts: Tensor = self.packing.starts.long().diff()
-            return self.sum(values) / _like(counts.float(), values)
-        weights = _like((self.weights() if weights is None else weights).float(), values)
-        return self.sum(values * weights) / self.sum(weights).clamp(min=1.0)
+            return self.sum(values.float()) / _like(counts.float(), values)
+        weights = _like(weights, values).float()
+        return self.sum(values.float() * weights) / self.sum(weights).clamp(min=1.0)
 
     def max(self, values: Tensor) -> Tensor:
         """The maximum over the tokens that count."""
@@ -135,7 +140,7 @@ POOLING = {
         lambda hidden, tokens: tokens.first(hidden).float(), "first token", "cls", "pooling_mode_cls_token"
     ),
     Pooling.mean: PoolingMode(
-        lambda hidden, tokens: tokens.mean(hidden.float()), "mean of the tokens", "mean", "pooling_mode_mean_tokens"
+        lambda hidden, tokens: tokens.mean(hidden), "mean of the tokens", "mean", "pooling_mode_mean_tokens"
     ),
     Pooling.last: PoolingMode(
         lambda hidden, tokens: tokens.last(hidden).float(), "last token", "lasttoken", "pooling_mode_lasttoken"
@@ -144,7 +149,7 @@ POOLING = {
         lambda hidden, tokens: tokens.max(hidden.float()), "maximum of the tokens", "max", "pooling_mode_max_tokens"
     ),
     Pooling.weighted_mean: PoolingMode(
-        lambda hidden, tokens: tokens.mean(hidden.float(), tokens.numbers()),
+        lambda hidden, tokens: tokens.mean(hidden, tokens.numbers()),
         "weighted mean of the tokens",
         "weightedmean",
         "pooling_mode_weightedmean_tokens",
@@ -214,4 +219,6 @@ def _take(hidden: Tensor, indices: Tensor) -> Tensor:
 
 def _like(values: Tensor, others: Tensor) -> Tensor:
     """With as many dimensions as `others`."""
-    return values.view(*values.shape, *[1] * (others.dim() - values.dim()))
+    while values.dim() < others.dim():  # a view of its shape would be traced as operators of a graph
+        values = values.unsqueeze(-1)
+    return values

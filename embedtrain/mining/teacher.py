@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from embedtrain.config.kinds import load_kind
+from embedtrain.config.kinds import kinds
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
@@ -47,7 +47,6 @@ class TeacherSpec:
     """A teacher whose directory was read, but whose weights are not loaded yet."""
 
     source: ModelSource
-    is_cross_encoder: bool  # whether it reads query and document together
     model: ModelConfig  # the options to load it with
 
 
@@ -64,25 +63,26 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
     }
     path = str(options.teacher)
     template, labels = options.teacher_pair_template, options.teacher_score_labels
-    reranker = load_kind("cross_encoder").options(**common, pair_template=template, score_labels=labels)
+    (of_pairs,) = (kind for kind in kinds() if kind.scores_pairs)
+    reranker = of_pairs.options(**common, pair_template=template, score_labels=labels)
     try:
         with command_option_names(TEACHER_OPTION_NAMES):
             if template is None and labels is None:
                 try:
                     encoder, source = open_encoder_source(ModelConfig(**common))
-                    return TeacherSpec(source, False, encoder)
+                    return TeacherSpec(source, encoder)
                 except ConfigError:  # its files do not define the pooling
                     pass
             source = open_model_source(reranker)
     except ModelError as error:
         raise ConfigError(f"teacher={path}: {str(error).removeprefix(f'teacher={path}').lstrip(': ')}") from None
-    if source.kind.name != "cross_encoder" or source.settings.is_new:
-        kinds = ", ".join(source.config.architectures or [source.config.model_type])
+    if source.has_new_head:
+        architectures = ", ".join(source.config.architectures or [source.config.model_type])
         raise ConfigError(
-            f"teacher={path}: it is a {kinds}; a teacher is a sentence-transformers directory that defines its "
+            f"teacher={path}: it is a {architectures}; a teacher is a sentence-transformers directory that defines its "
             "pooling, or a finished cross-encoder, such as a ...ForSequenceClassification with num_labels 1"
         )
-    return TeacherSpec(source, True, reranker)
+    return TeacherSpec(source, reranker)
 
 
 def load_teacher(
@@ -91,7 +91,7 @@ def load_teacher(
     """Load the weights; also returns lines for the user. A collective; `identity` is that of `model_identity`."""
     model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, source=spec.source, work=None)
     settings: dict[str, Any] = {"chunk_tokens": options.chunk_tokens, "unshard": options.unshard}
-    if spec.is_cross_encoder:
+    if spec.source.kind.scores_pairs:
         scorer = PairScorer.from_model(model, world, windows=options.teacher_document_windows, **settings)
         return _CrossEncoder(scorer), model.notes[:1]
     encoder = SentenceEncoder.from_model(model, world, **settings)

@@ -101,7 +101,7 @@ def test_teacher(hub):
         bi = open_teacher(MineOptions(model="m", teacher="org/model", teacher_revision=revision))
         assert bi.source.prompts["query"] == prompt
         cross = open_teacher(MineOptions(model="m", teacher="org/cross", teacher_revision=revision))
-        assert cross.is_cross_encoder
+        assert cross.source.kind.scores_pairs
         assert cross.source.config.hidden_dropout_prob == dropout
     with pytest.raises(ConfigError, match=r"teacher_revision=main .* teacher="):
         open_teacher(MineOptions(model="m", teacher=str(hub / "guide"), teacher_revision="main"))

@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from embedtrain.config.code import is_code_path
 from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.compressed import check_evaluated_vectors
-from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, VectorDtype, check_index
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, check_index
 from embedtrain.config.kind_losses import check_kind_loss
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.optim import check_optim
 from embedtrain.config.options import check_values
 from embedtrain.config.recipe import (
-    ADAPTER,
     EXPORT_FORMATS,
     LOGIT_SCORE,
     ONNX,
@@ -63,36 +61,23 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
-    load_kind(recipe.model.kind).check_other_options(recipe)
-    if recipe.model.kind == "cross_encoder":
-        _check_cross_encoder(recipe)
-    check_kind_loss(recipe.loss, recipe.model.kind)
+    kind = load_kind(recipe.model.kind)
+    kind.check_other_options(recipe)
+    check_kind_loss(recipe.loss, kind)
     for index, source in enumerate(recipe.data.train):
-        check_kind_loss(source_loss(source, recipe.loss), recipe.model.kind, f"data.train[{index}].loss")
+        check_kind_loss(source_loss(source, recipe.loss), kind, f"data.train[{index}].loss")
     check_sparsity(recipe)
     OptionChecks(recipe.export, "export.").require(
-        recipe.model.kind == "cross_encoder" or LOGIT_SCORE not in recipe.export.formats,
+        kind.scores_pairs or LOGIT_SCORE not in recipe.export.formats,
         "formats",
-        f"{LOGIT_SCORE} is for model.kind=cross_encoder; leave it out",
-    )
-    OptionChecks(recipe.export, "export.").require(
-        recipe.model.kind != "late_interaction" or recipe.export.truncate_dim is None,
-        "truncate_dim",
-        "is for the vectors of model.kind=dense, not late_interaction; set model.dimension",
-    )
-    OptionChecks(recipe.export, "export.").require(
-        recipe.model.kind != "late_interaction" or ADAPTER not in recipe.export.formats,
-        "formats",
-        NO_PROJECTION,
+        f"{LOGIT_SCORE} is for rerankers (model.kind=cross_encoder); leave it out",
     )
     OptionChecks(recipe.data, "data.").require(
-        recipe.model.kind == "cross_encoder" or not recipe.data.batch_negatives,
+        kind.scores_pairs or not recipe.data.batch_negatives,
         "batch_negatives",
-        f"is for model.kind=cross_encoder; loss=infonce compares each query of a {recipe.model.kind} model with "
+        f"is for rerankers (model.kind=cross_encoder); loss=infonce compares each query of a {kind.name} model with "
         "all documents of the batch; leave it out",
     )
-    if recipe.model.kind == "m3":
-        _check_m3(recipe)
     for source in recipe.data.train:
         source_requirements(source, source_loss(source, recipe.loss), recipe)
     _check_tracking(recipe)
@@ -153,13 +138,13 @@ def _check_evaluation(recipe: Recipe) -> None:
     check = OptionChecks(evaluation, "evaluation.")
     check_index(evaluation.index, "evaluation.index.", stores_vectors=False)
     OptionChecks(evaluation.index, "evaluation.index.").require(
-        evaluation.index.scan_dtype is None or recipe.model.kind == "dense",
+        evaluation.index.scan_dtype is None or load_kind(recipe.model.kind).has_one_vector,
         "scan_dtype",
         f"is for models with one dense vector per text, not for model.kind={recipe.model.kind}; leave it out",
     )
     for name in ("rerank_depth", "document_windows"):
         check.require(
-            recipe.model.kind == "cross_encoder" or getattr(evaluation, name) == getattr(EvaluationConfig, name),
+            load_kind(recipe.model.kind).scores_pairs or getattr(evaluation, name) == getattr(EvaluationConfig, name),
             name,
             f"is for model.kind=cross_encoder, not {recipe.model.kind}; leave it out",
         )
@@ -266,33 +251,6 @@ def is_repository_name(name: str) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _check_m3(recipe: Recipe) -> None:
-    """What models of three representations cannot do."""
-    OptionChecks(recipe.evaluation.index, "evaluation.index.").require(
-        recipe.evaluation.index.dtype is VectorDtype.fp32,
-        "dtype",
-        "must be fp32 for model.kind=m3, whose rows hold ids of tokens",
-    )
-    OptionChecks(recipe.export, "export.").require(
-        ADAPTER not in recipe.export.formats, "formats", "adapter is not supported with model.kind=m3; leave it out"
-    )
-
-
-def _check_cross_encoder(recipe: Recipe) -> None:
-    """Raise a ConfigError for options about vectors, of which a cross-encoder computes none."""
-    for options, prefix, name in (
-        (recipe.evaluation, "evaluation.", "truncate_dims"),
-        (recipe.export, "export.", "truncate_dim"),
-    ):
-        message = "is for the vectors of model.kind=dense; a cross_encoder computes a score; leave it out"
-        OptionChecks(options, prefix).require(getattr(options, name) is None, name, message)
-    OptionChecks(recipe.evaluation, "evaluation.").require(
-        recipe.evaluation.function is None,
-        "function",
-        "is called with an encoder of texts, which model.kind=cross_encoder has not; leave it out",
-    )
 
 
 def _check_tracking(recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorPrecision
+from embedtrain.config.kinds import Kind, load_kind
 from embedtrain.config.options import check_values, option
 from embedtrain.config.parsing import merge_options, parse_items
 from embedtrain.config.recipe import Recipe
@@ -129,13 +130,13 @@ def check_evaluated_vectors(recipe: Recipe) -> None:
     evaluation = recipe.evaluation
     check_truncate_dims(evaluation.truncate_dims, "evaluation.truncate_dims")
     if evaluation.vectors:
-        check_kind_of_vectors(recipe.model.kind, "evaluation.vectors")
+        check_kind_of_vectors(load_kind(recipe.model.kind), "evaluation.vectors")
 
 
-def check_kind_of_vectors(kind: str, option: str) -> None:
+def check_kind_of_vectors(kind: Kind, option: str) -> None:
     """Raise a ConfigError for a model that does not compute one vector per text."""
-    if kind != "dense":
-        raise ConfigError(f"{option}: is for one vector of each text (model.kind=dense), not {kind}; leave it out")
+    if not kind.has_one_vector:
+        raise ConfigError(f"{option}: is for one vector of each text (model.kind=dense), not {kind.name}; leave it out")
 
 
 def check_truncate_dims(dims: Sequence[int] | None, option: str) -> None:

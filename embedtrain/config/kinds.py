@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS
 from embedtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ class Kind(ABC):
         reranks: whether it orders the documents that something else has found.
         has_tables: whether a table of static embeddings can be such a model.
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
+        losses: the losses that train it, by `loss.name`, the first as an example; None: all but those of other kinds.
+        why_no_other_loss: why another one does not, for a message.
+        why_no_dimensions: why the first dimensions of a vector are none (`loss.matryoshka_dims`); empty: they are one.
+        why_no_similarity: why a loss names no similarity; empty: it does.
+        has_sparsity: whether `sparsity` regularizes its weights of words.
+        is_symmetric: whether the score of two texts is that of the texts exchanged.
+        temperature: the default of InfoNCE; None: it follows from the score, which the model's directory may choose.
+        temperature_bounds: default bounds of a trained temperature.
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
         has_one_vector: whether a text has one vector and nothing else.
@@ -67,6 +76,14 @@ class Kind(ABC):
     command_options: ClassVar[tuple[str, ...]] = ()
     has_tables: ClassVar[bool] = False
     aliases: ClassVar[tuple[str, ...]] = ()
+    losses: ClassVar[tuple[str, ...] | None] = None
+    why_no_other_loss: ClassVar[str] = ""
+    why_no_dimensions: ClassVar[str] = ""
+    why_no_similarity: ClassVar[str] = ""
+    has_sparsity: ClassVar[bool] = False
+    is_symmetric: ClassVar[bool] = True
+    temperature: ClassVar[float | None] = VECTOR_TEMPERATURE
+    temperature_bounds: ClassVar[tuple[float, float]] = VECTOR_TEMPERATURE_BOUNDS
     own_losses: ClassVar[Mapping[str, str]] = {}
     scores_pairs: ClassVar[bool] = False
     reranks: ClassVar[bool] = False

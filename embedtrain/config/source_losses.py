@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, DistillSimilaritiesConfig, LossConfig, SigLIPConfig, XTRConfig
 from embedtrain.config.recipe import BatchMode, DataConfig, Recipe, TrainSource
@@ -37,7 +38,7 @@ def source_requirements(source: TrainSource, loss: LossConfig, recipe: Recipe) -
     them.
     """
     needs, count = row_requirements(loss), recipe.data.batch_negatives
-    if recipe.model.kind != "cross_encoder" or source.in_batch_negatives is False:
+    if not load_kind(recipe.model.kind).scores_pairs or source.in_batch_negatives is False:
         return needs
     if count == 0 and needs.scores is not ScoreRequirement.teacher:
         return replace(

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, Recipe
 from embedtrain.config.sparse import SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.config.validation import OptionChecks
@@ -10,8 +11,8 @@ from embedtrain.config.validation import OptionChecks
 
 def check_sparsity(recipe: Recipe) -> None:
     """Regularizers of a model that has weights of words, and what such a model cannot do."""
-    check, is_sparse = OptionChecks(recipe.sparsity, "sparsity."), recipe.model.kind == "sparse"
-    if not is_sparse:
+    check = OptionChecks(recipe.sparsity, "sparsity.")
+    if not load_kind(recipe.model.kind).has_sparsity:
         defaults = SparsityConfig()
         for name in (field.name for field in fields(defaults)):
             check.require(

@@ -6,6 +6,7 @@ from embedtrain.config import kind_losses
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kind_losses import check_kind_loss
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_choices import LossDirection, Similarity
 from embedtrain.config.losses import (
     LOSSES,
@@ -72,7 +73,7 @@ CASES = [
         r"loss=combined: losses\[1\]\.name=siglip: .*write one of infonce",
     ),
     (InfoNCEConfig(directions=BOTH), LATE, r"loss\.directions=\[query_document,document_query\]: .*\[query_document\]"),
-    (InfoNCEConfig(similarity=Similarity.dot), LATE, r"loss\.similarity=dot: .*model\.late_interaction\.similarity"),
+    (InfoNCEConfig(similarity=Similarity.dot), LATE, r"loss\.similarity=dot: .*model\.similarity"),
     (RankNetConfig(similarity=Similarity.dot), LATE, r"loss\.similarity=dot: "),
     (MarginMSEConfig(similarity=Similarity.cosine), LATE, r"loss\.similarity=cosine: "),
     (
@@ -97,7 +98,7 @@ CASES = [
 @pytest.mark.parametrize(("loss", "kind", "pattern"), CASES, ids=[pattern for *_, pattern in CASES])
 def test_a_rejected_loss_is_named(loss, kind, pattern):
     with pytest.raises(ConfigError, match=f"^{pattern}") as caught:
-        check_kind_loss(loss, kind)
+        check_kind_loss(loss, load_kind(kind))
     assert "\n" not in str(caught.value)
 
 
@@ -105,16 +106,16 @@ def test_a_rejected_loss_is_named(loss, kind, pattern):
 def test_the_losses_of_a_kind(kind):
     for name, options in LOSSES.items():
         if name in ALLOWED[kind]:
-            check_kind_loss(options(), kind)
+            check_kind_loss(options(), load_kind(kind))
         else:
             with pytest.raises(ConfigError, match=rf"^loss={name}: "):
-                check_kind_loss(options(), kind)
+                check_kind_loss(options(), load_kind(kind))
 
 
 def test_options_of_late_interaction():
-    check_kind_loss(InfoNCEConfig(learn_temperature=True, temperature=2.0), LATE)
-    check_kind_loss(InfoNCEConfig(learn_temperature=True, temperature_bounds=[0.1, 0.5]), LATE)
-    check_kind_loss(CombinedConfig(losses=[InfoNCEConfig(), DistillScoresConfig()]), LATE)
+    check_kind_loss(InfoNCEConfig(learn_temperature=True, temperature=2.0), load_kind(LATE))
+    check_kind_loss(InfoNCEConfig(learn_temperature=True, temperature_bounds=[0.1, 0.5]), load_kind(LATE))
+    check_kind_loss(CombinedConfig(losses=[InfoNCEConfig(), DistillScoresConfig()]), load_kind(LATE))
 
 
 def test_the_losses_of_sources_are_checked():
@@ -126,7 +127,7 @@ def test_the_losses_of_sources_are_checked():
     )
     with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss=xtr: "):
         check_recipe(recipe)
-    recipe.model.kind, recipe.loss = "cross_encoder", RankNetConfig()
+    recipe.model, recipe.loss = model_options("cross_encoder", path="dir"), RankNetConfig()
     recipe.data.train[1].loss = CombinedConfig(losses=[BCEConfig(matryoshka_dims=[1])])
     with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss\.losses\[0\]\.matryoshka_dims=\[1\]: "):
         check_recipe(recipe)
@@ -136,6 +137,6 @@ def test_every_check_has_a_case():
     reached = set()
     for loss, kind, _ in CASES:
         with pytest.raises(ConfigError) as caught:
-            check_kind_loss(loss, kind)
+            check_kind_loss(loss, load_kind(kind))
         reached.add(failed_check(caught.value, kind_losses))
     assert set(all_checks(kind_losses)) - reached == set()

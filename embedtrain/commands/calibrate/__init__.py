@@ -97,7 +97,7 @@ def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[st
     from embedtrain.config.compressed import check_kind_of_vectors
     from embedtrain.config.validation import OptionChecks
 
-    check_kind_of_vectors(model.source.kind.name, "model")
+    check_kind_of_vectors(model.source.kind, "model")
     require_calibratable(model.source, options.model)
     model.source.require_inner_products("model")
     dimension, check = model.source.dimension, OptionChecks(options)

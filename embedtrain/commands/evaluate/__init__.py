@@ -152,7 +152,7 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
         model = load_encoder_model(config, options.precision, world, backend=options.backend)
     model.source.require_dimensions(options.truncate_dims, "truncate_dims", truncated=True)
     if options.vectors:
-        check_kind_of_vectors(model.source.kind.name, "vectors")
+        check_kind_of_vectors(model.source.kind, "vectors")
         model.source.require_inner_products("vectors")
         model.source.require_dimensions(dims_of(options.vectors), "vectors", truncated=True)
     for note in model.notes:

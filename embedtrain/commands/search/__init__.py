@@ -97,7 +97,7 @@ def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:
     from embedtrain.config.compressed import check_kind_of_vectors, dims_of
 
     if options.vectors is not None:
-        check_kind_of_vectors(source.kind.name, "vectors")
+        check_kind_of_vectors(source.kind, "vectors")
         source.require_inner_products("vectors")
         source.require_dimensions(dims_of([options.vectors]), "vectors", truncated=True)
 

@@ -39,7 +39,7 @@ def run(options: StaticOptions) -> Path:
         )
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
-        check_kind_of_vectors(model.source.kind.name, "model")
+        check_kind_of_vectors(model.source.kind, "model")
         require_distillable(model, options)
         table = make_table(model, options, world, console)
         with world.fail_together("writing the directory"):

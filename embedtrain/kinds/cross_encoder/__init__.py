@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
+from embedtrain.config.losses import SCORE_LOSSES
+from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions, check_cross_encoder
 from embedtrain.kinds.dense.options import DenseOptions
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from embedtrain.config.recipe import ModelConfig
+    from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -30,6 +32,10 @@ class CrossEncoder(Kind):
     aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
     scores_pairs = True
     options = CrossEncoderOptions
+    losses = ("softmax", *SCORE_LOSSES, "custom", "combined")
+    why_no_other_loss = "compares vectors, and model.kind=cross_encoder scores pairs"
+    why_no_dimensions = "is for vectors, and model.kind=cross_encoder computes a score"
+    why_no_similarity = "computes the score itself; leave it out"
     command_options = ("pair_template", "score_tokens", "score_labels")
     reranks = True
     backbone_options = ("pooling",)
@@ -43,6 +49,20 @@ class CrossEncoder(Kind):
     def check_options(self, model: CrossEncoderOptions) -> None:
         """Values and combinations."""
         check_cross_encoder(model)
+
+    def check_other_options(self, recipe: "Recipe") -> None:
+        """A cross-encoder computes no vectors."""
+        for options, prefix, name in (
+            (recipe.evaluation, "evaluation.", "truncate_dims"),
+            (recipe.export, "export.", "truncate_dim"),
+        ):
+            message = "is for the vectors of model.kind=dense; a cross_encoder computes a score; leave it out"
+            OptionChecks(options, prefix).require(getattr(options, name) is None, name, message)
+        OptionChecks(recipe.evaluation, "evaluation.").require(
+            recipe.evaluation.function is None,
+            "function",
+            "is called with an encoder of texts, which model.kind=cross_encoder has not; leave it out",
+        )
 
     def recognise(self, directory: Path) -> str | None:
         """A classifier of transformers, or a cross-encoder of sentence-transformers."""

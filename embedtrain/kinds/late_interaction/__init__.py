@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from embedtrain.config.late_interaction import NO_PROJECTION
+from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
+from embedtrain.config.recipe import ADAPTER
+from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.kinds.backbone import BackboneKind
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_late_interaction
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
     from torch import device
     from transformers import PreTrainedTokenizerBase
 
-    from embedtrain.config.recipe import ModelConfig
+    from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -27,6 +31,12 @@ class LateInteraction(BackboneKind):
     summary = "a vector per token of a text (ColBERT)"
     aliases = ("colbert", "multivector", "multivectorencoder")
     options = LateInteractionOptions
+    losses = ("infonce", "xtr", *SCORE_LOSSES, "custom", "combined")
+    why_no_other_loss = "compares one vector of each text, and model.kind=late_interaction has one of each token"
+    why_no_similarity = "has model.similarity; write that"
+    is_symmetric = False
+    temperature = None
+    temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     reranks = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
@@ -39,6 +49,16 @@ class LateInteraction(BackboneKind):
     def check_options(self, model: LateInteractionOptions) -> None:
         """Values and combinations."""
         check_late_interaction(model)
+
+    def check_other_options(self, recipe: "Recipe") -> None:
+        """The projection has the dimensions of vectors; PEFT's format has no place for it."""
+        check = OptionChecks(recipe.export, "export.")
+        check.require(
+            recipe.export.truncate_dim is None,
+            "truncate_dim",
+            "is for the vectors of model.kind=dense, not late_interaction; set model.dimension",
+        )
+        check.require(ADAPTER not in recipe.export.formats, "formats", NO_PROJECTION)
 
     def recognise(self, directory: Path) -> str | None:
         """A directory of sentence-transformers 6, of PyLate, or of Stanford's ColBERT."""

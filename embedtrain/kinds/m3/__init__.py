@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from embedtrain.config.evaluation import VectorDtype
+from embedtrain.config.losses import SCORE_LOSSES
 from embedtrain.config.m3 import HybridWeights
+from embedtrain.config.recipe import ADAPTER
+from embedtrain.config.validation import OptionChecks
 from embedtrain.kinds.backbone import BackboneKind
 from embedtrain.kinds.m3.options import M3Options, check_m3
 
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Size, Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from embedtrain.config.recipe import Recipe
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
     from embedtrain.losses.score import Score
@@ -27,6 +32,10 @@ class M3(BackboneKind):
     summary = "a vector, lexical weights and a vector per token (BGE-M3)"
     aliases = ("bgem3", "hybrid")
     options = M3Options
+    losses = ("m3", *SCORE_LOSSES, "custom", "combined")
+    why_no_other_loss = "is not for the three scores of model.kind=m3"
+    why_no_dimensions = "is for vectors of one kind, and model.kind=m3 has two"
+    why_no_similarity = "has three scores of its own; leave it out"
     command_options = ("hybrid_weights",)
     backbone_options = ("pooling", "normalize", "similarity")
     own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
@@ -41,6 +50,17 @@ class M3(BackboneKind):
     def check_options(self, model: M3Options) -> None:
         """Values and combinations."""
         check_m3(model)
+
+    def check_other_options(self, recipe: "Recipe") -> None:
+        """Rows hold ids of tokens; PEFT's format has no place for the layers."""
+        OptionChecks(recipe.evaluation.index, "evaluation.index.").require(
+            recipe.evaluation.index.dtype is VectorDtype.fp32,
+            "dtype",
+            "must be fp32 for model.kind=m3, whose rows hold ids of tokens",
+        )
+        OptionChecks(recipe.export, "export.").require(
+            ADAPTER not in recipe.export.formats, "formats", "adapter is not supported with model.kind=m3; leave it out"
+        )
 
     def recognise(self, directory: Path) -> str | None:
         """A directory of FlagEmbedding, of an export or of a run."""

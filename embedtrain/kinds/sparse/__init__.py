@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
+from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.kinds.sparse.options import SparseOptions, check_sparse
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ class Sparse(Kind):
     aliases = ("splade", "sparseencoder", "learnedsparse")
     measures_classes = True
     options = SparseOptions
+    has_sparsity = True
+    losses = ("infonce", *SCORE_LOSSES, "combined")
+    why_no_other_loss = "is for vectors, and model.kind=sparse has weights of words"
+    why_no_dimensions = "is not for model.kind=sparse"
+    why_no_similarity = "has the inner product; leave it out"
+    temperature = None
+    temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     backbone_options = ("pooling",)
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":

@@ -34,7 +34,8 @@ _registered: dict[str, Callable[..., Any]] = {}  # of this program, by path
 def code_option(default: Any, *models: str) -> Any:
     """A field whose value makes code run: a path `module:name`, or true for the code of the models that `models` name.
 
-    `models` are fields of the same dataclass: paths of models, and what else chooses their code, such as a revision.
+    `models` are fields of the same dataclass, as far as it has them: paths of models, and what else chooses their code,
+    such as a revision.
     """
     return field(default=default, metadata={_RUNS_CODE: models})
 
@@ -88,7 +89,8 @@ def code_options(options: Any, prefix: str = "") -> Iterator[CodeOption]:
         value, name = getattr(options, option.name), f"{prefix}{option.name}"
         if _RUNS_CODE in option.metadata:
             if value:
-                models = {other: getattr(options, other) for other in option.metadata[_RUNS_CODE]}
+                names = {other.name for other in fields(options)}
+                models = {other: getattr(options, other) for other in option.metadata[_RUNS_CODE] if other in names}
                 yield CodeOption(name, value, {f"{prefix}{other}": model for other, model in models.items() if model})
         elif is_dataclass(value):
             yield from code_options(value, f"{name}.")

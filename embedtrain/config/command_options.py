@@ -188,7 +188,7 @@ class CheckOptions:
 class WrittenModelOptions(OutputOptions, CheckOptions):
     """A model directory that is written like those it is made from."""
 
-    dtype: ExportDtype = ExportDtype.source  # in which the weights are written; source: as in the model
+    dtype: ExportDtype = ExportDtype.source  # in which the weights are written; source: the widest type of the models
 
 
 @dataclass(kw_only=True)
@@ -211,3 +211,15 @@ class JsonOptions:
     """Output for programs."""
 
     json: bool = False  # one JSON object instead of tables; `--json` is the same
+
+
+@dataclass(kw_only=True)
+class NodeOptions:
+    """The nodes of a job on a cluster."""
+
+    nodes: int = 1  # number of nodes; of Kubernetes, pods, each on a node of its own if they need all its GPUs
+    gpus_per_node: int = 8  # 0: compute on the CPU
+    ranks_per_node: int | None = None  # default: one per GPU; 1 without GPUs
+    # Default: of SLURM the share of the GPUs, if sinfo reports it, else the cluster's; of Kubernetes the namespace's.
+    cpus_per_node: int | None = None
+    mem: str | None = None  # of each node, such as 500G, on Kubernetes 500Gi; 0 on SLURM: all; default: the cluster's

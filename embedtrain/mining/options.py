@@ -1,15 +1,24 @@
 """Options of the commands that search documents for the queries of training rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from embedtrain.config.checks import check_train_sources
-from embedtrain.config.code import code_option
-from embedtrain.config.evaluation import IndexConfig, Unshard, check_index
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.command_options import (
+    CorpusOptions,
+    EncodeOptions,
+    FastPrecisionOptions,
+    IndexOptions,
+    InstructionOptions,
+    OutputOptions,
+    RankOptions,
+    RowsOptions,
+    ShardOptions,
+)
+from embedtrain.config.evaluation import check_index
 from embedtrain.config.pair_template import check_score_labels
 from embedtrain.config.paths import require_models, require_sources
-from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
+from embedtrain.config.recipe import TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
@@ -18,15 +27,18 @@ Options = TypeVar("Options", bound="RowSearchOptions")
 
 
 @dataclass(kw_only=True)
-class RowSearchOptions:
+class RowSearchOptions(
+    EncodeOptions,
+    RowsOptions,
+    CorpusOptions,
+    OutputOptions,
+    InstructionOptions,
+    IndexOptions,
+    ShardOptions,
+    FastPrecisionOptions,
+    RankOptions,
+):
     """The options that `mine` and `filter` have in common."""
-
-    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
-    model: str = ""  # model directory or Hub id
-    data: Any = None  # list of TrainSource, or of paths; or one path
-    # Further documents to search, one path or a list: BEIR directories, corpus files, tables, Hub ids (ID@REVISION).
-    corpus: Any = None
-    output_dir: str = ""  # for the written rows, a file per source, and summary.json
 
     # Bi-encoder or cross-encoder whose scores are used instead of the model's. Those of a cross-encoder are raw, before
     # any sigmoid.
@@ -38,24 +50,9 @@ class RowSearchOptions:
     # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
     teacher_document_windows: bool = False
 
-    pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
-    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
-    similarity: VectorSimilarity | None = None
-    max_length: int | None = None  # tokens; default: the model's
-    query_prompt: str | None = None  # default: the model's
-    document_prompt: str | None = None  # default: the model's
-    instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision", "teacher", "teacher_revision")
-    precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
-    chunk_tokens: int = 16384  # per forward pass, including padding
-    unshard: Unshard = Unshard.layer
-    index: IndexConfig = field(default_factory=IndexConfig)
+    # Of a negative that is mined, or a positive that is kept; the teacher's score if there is one.
+    min_score: float | None = None
     query_batch_size: int = 4096  # rows that are searched and written together; an interrupted run resumes after them
-    cache_dir: str | None = None  # as data.cache_dir
-    timeout: float = 1800.0  # seconds that a rank waits for the others, also while rank 0 collects documents
 
 
 def check_row_search(options: RowSearchOptions) -> None:

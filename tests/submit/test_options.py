@@ -32,7 +32,7 @@ def test_a_pipeline_is_a_job():
     assert str(submission.directory) == "runs/p"
     text = render_script(submission, command_line=["submit"], workdir="/w", log="log", python="python")
     assert "\nrun_dir=runs/p\n" in text
-    assert '"${ranks_of[@]}" -m embedtrain "${arguments[@]}" &' in text
+    assert '"${ranks_of[@]}" -m embedtrain train "${arguments[@]}" &' in text
     with pytest.raises(ConfigError, match=r"slurm\.seeds=\[1,2\] is for .*repeat"):
         compose_submit(["recipe=pipelines/quickstart", "slurm.seeds=[1,2]"])
 

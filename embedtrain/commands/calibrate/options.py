@@ -4,11 +4,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import (
+    DocumentOptions,
+    ModelOptions,
+    OutputOptions,
+    PrecisionOptions,
+    RankOptions,
+    ShardOptions,
+)
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import OptionChecks
 
 HELP = f"""embedtrain calibrate: prepare a model's vectors for compression
@@ -39,26 +44,15 @@ class CalibrationHead(str, Enum):
 
 
 @dataclass(kw_only=True)
-class CalibrateOptions:
+class CalibrateOptions(ModelOptions, DocumentOptions, OutputOptions, ShardOptions, PrecisionOptions, RankOptions):
     """Options of `python -m embedtrain calibrate`."""
 
-    model: str = ""  # model directory of sentence-transformers, or Hub id
     # BEIR folder, file of documents, or training rows, whose documents are used; a pattern, or a list of these.
     data: Any = None
-    output_dir: str = ""  # the new model directory; only an earlier export there is replaced
     head: CalibrationHead = CalibrationHead.pca
     dims: int | None = None  # with head=pca: the vectors' new number of dimensions; default: as before
     documents: int = 10000  # at most so many are encoded: a fixed sample
     ranges: list[int] = field(default_factory=list)  # also write ranges of so many first dimensions, as [256,128]
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    max_length: int | None = None  # tokens; default: the model's
-    document_prompt: str | None = None  # default: the model's
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision")
-    precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384  # per forward pass of a rank, including padding
-    unshard: Unshard = Unshard.layer
-    timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
 
     @property
     def paths(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from embedtrain.config.command_options import CacheOptions, JsonOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.validation import OptionChecks
@@ -21,14 +22,12 @@ The exit code is 1 if there is a problem, else 0.
 
 
 @dataclass(kw_only=True)
-class DoctorOptions:
+class DoctorOptions(CacheOptions, JsonOptions):
     """Options of `python -m embedtrain doctor`."""
 
     output_dir: str = "runs"  # parent directory of runs
-    cache_dir: str | None = None  # as data.cache_dir
     quick: bool = False  # no bandwidth, no disk speed, no request to the Hub
     hub: bool = True  # send requests to the Hugging Face Hub, for some seconds at most
-    json: bool = False  # one JSON object instead of a list; `--json` is the same
     timeout: float = 120.0  # seconds that ranks wait for each other
 
 

@@ -5,14 +5,21 @@ from typing import Any
 
 from embedtrain.config.checks import check_sets
 from embedtrain.config.code import code_option, is_code_path
+from embedtrain.config.command_options import (
+    EncodeOptions,
+    IndexOptions,
+    PrecisionOptions,
+    RankOptions,
+    RerankOptions,
+    SetOptions,
+    ShardOptions,
+)
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
-from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard, check_index
+from embedtrain.config.evaluation import Backend, EvaluationSet, check_index
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks
 
@@ -46,23 +53,17 @@ Metrics are printed and added to OUTPUT_DIR/metrics.jsonl."""
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(
+    EncodeOptions, RerankOptions, SetOptions, IndexOptions, ShardOptions, PrecisionOptions, RankOptions
+):
     """Options of `python -m embedtrain evaluate`."""
 
-    model: str = ""  # model directory or Hub id; may be left out with a reranker
-    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
-    # A cross-encoder or late-interaction model that orders the first documents of each query again: options of
-    # RerankerConfig, or its path.
-    reranker: Any = None
-    rerank_depth: int = 100  # documents per query for the reranker
     # What finds them: [model], [bm25], or [bm25,model] for both, one after the other. Default: the model if there is
     # one, else BM25. Sets with candidates of their own have no other first stage.
     first_stage: list[str] | None = None
-    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
     # module:function, called with the encoder after the sets; its metrics are a set of the function's name.
     function: str | None = code_option(None)
-    subset: int | None = None  # maximum number of queries or rows of each set
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = None
     truncate_dims: list[int] = field(default_factory=list)  # also measure the first so many dimensions, as SET@256
@@ -70,29 +71,10 @@ class EvaluateOptions:
     vectors: list[Any] = field(default_factory=list)
     calibration: int = 10000  # documents of a set whose vectors give the ranges of int8 and uint8
     output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
-    pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
-    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
-    similarity: VectorSimilarity | None = None
-    max_length: int | None = None  # tokens; default: the model's
-    query_prompt: str | None = None  # default: the model's
-    document_prompt: str | None = None  # default: the model's
-    # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
-    # default: the model's.
-    hybrid_weights: list[float] | None = None
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision", "reranker")
-    precision: Precision = Precision.fp32
     # torch, or a graph that the export of the model has, on the CPU: onnx, onnx_fp16, onnx_int8 or openvino.
     backend: Backend = Backend.torch
-    chunk_tokens: int = 16384  # per forward pass of a rank, including padding
-    unshard: Unshard = Unshard.layer
-    index: IndexConfig = field(default_factory=IndexConfig)
-    vectors_dir: str | None = None  # store document vectors there, so that an interrupted evaluation resumes
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
     run_depth: int | None = None  # documents per query in a run file; default: 1000, or more if a metric needs them
-    timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
 
 
 def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:

@@ -1,11 +1,12 @@
 """Options of `python -m embedtrain export`."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.code import code_option
+from embedtrain.config.command_options import SetOptions, UploadOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.parsing import parse_items
@@ -24,7 +25,7 @@ _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(kw_only=True)
-class ExportOptions:
+class ExportOptions(SetOptions, UploadOptions):
     """Options of `python -m embedtrain export`."""
 
     run: str = ""  # output_dir of a run; this or adapters
@@ -42,14 +43,8 @@ class ExportOptions:
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
     onnx_min_agreement: float | None = None  # default: the recipe's export.onnx_min_agreement
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
-    # Evaluation sets on which the graphs of formats=[onnx,...] are measured, for the model card: options of
-    # EvaluationSet, or paths. A reranker orders the first 100 documents of BM25 where a set has no candidates.
-    sets: list[Any] = field(default_factory=list)
-    subset: int | None = None  # maximum number of queries or rows of each set
     # Largest decrease of the main metric of a set, from the graph of onnx to a smaller one: more fails the export.
     max_metric_loss: float = 0.02
-    push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
-    private: bool = True  # whether a repository that is created is private
     # Execute Python code in the run directory; its recipe cannot allow that
     trust_remote_code: bool = code_option(False, "run", "adapters", "base")
 

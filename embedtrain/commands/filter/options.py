@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from embedtrain.config.command_options import SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
@@ -24,7 +25,7 @@ rows, and of corpus. The same command resumes, on any number of ranks.
 
 
 @dataclass(kw_only=True)
-class FilterOptions(RowSearchOptions):
+class FilterOptions(RowSearchOptions, SeedOptions):
     """Options of `python -m embedtrain filter`."""
 
     # A positive is kept if at most keep_rank - 1 documents score higher, other positives of its query and documents
@@ -33,8 +34,6 @@ class FilterOptions(RowSearchOptions):
     # Documents that each positive is ranked among: those of its part of a random partition into parts of about this
     # size. Null: all documents.
     pool: int | None = None
-    min_score: float | None = None  # of a positive that is kept; the teacher's score if there is one
-    seed: int = 42  # of the random partition
     # Write every row with the columns `rank` and `score`, which have a number for each positive, and reject none:
     # `where` of a source, such as "rank <= 2", then chooses rows each time they are read.
     annotate: bool = False

@@ -5,12 +5,12 @@ from typing import Any
 
 from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import CacheOptions, InstructionOptions, ModelOptions, TextOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import DataConfig, Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
 
@@ -27,22 +27,13 @@ The exit code is 0 where every row can be used, and 1 where one cannot.
 
 
 @dataclass(kw_only=True)
-class InspectOptions:
+class InspectOptions(ModelOptions, TextOptions, InstructionOptions, CacheOptions):
     """Options of `python -m embedtrain inspect`."""
 
     data: Any = field(default_factory=list)  # sources: options of TrainSource, or paths; or one path
-    model: str | None = None  # model directory or Hub id, for lengths in tokens and tokenized examples
-    revision: str | None = None  # a commit, tag or branch of its Hub repository
-    max_length: int | None = None  # default: the model's
-    query_prompt: str | None = None  # default: the model's
-    document_prompt: str | None = None  # default: the model's
-    instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
     for_loss: str = "infonce"  # the loss to train with: some need scores, classes or embeddings
     examples: int = 2  # rows to show of each source
     problems: int = 10  # rows that cannot be used, to list for each source
-    cache_dir: str | None = None  # as data.cache_dir
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision")
 
 
 _CONFIG_DIR = ("--config-dir", "-cd")
@@ -73,7 +64,7 @@ def compose(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     )
     recipe = Recipe(name="inspect", loss=LOSSES[check_loss_name(options.for_loss, "for_loss")]())
     recipe.train.steps = 1
-    recipe.model.path, recipe.model.revision = options.model, options.revision
+    recipe.model.path, recipe.model.revision = options.model or None, options.revision
     recipe.model.max_length = options.max_length
     recipe.model.query_prompt, recipe.model.document_prompt = options.query_prompt, options.document_prompt
     recipe.model.trust_remote_code = options.trust_remote_code

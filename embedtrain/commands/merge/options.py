@@ -8,12 +8,21 @@ from typing import Any
 
 from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.code import code_option
+from embedtrain.config.command_options import (
+    ChunkOptions,
+    KindOptions,
+    PrecisionOptions,
+    RankOptions,
+    SetOptions,
+    UploadOptions,
+    WrittenModelOptions,
+)
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, ExportDtype, Pooling, Precision, WeightsOf
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, WeightsOf
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -94,23 +103,19 @@ class PartWeights:
 
 
 @dataclass(kw_only=True)
-class FindOptions:
+class FindOptions(SetOptions, ChunkOptions, PrecisionOptions):
     """The options `find.*`: weights that are chosen on evaluation sets, with one model in memory."""
 
     method: SearchMethod | None = None  # null: `weights`, or equal ones
-    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths; they choose the weights
     held_out: list[Any] = field(default_factory=list)  # further sets, measured for each model and the merged one
     metric: str | None = None  # of every set; default: the main one of each. Their mean over the sets decides
-    subset: int | None = None  # maximum number of queries or rows of each set
     temperature: float | None = None  # of `cocktail`; default: the standard deviation of the models' metrics
     steps: int = 10  # intervals of the weights from 0 to 1, for `grid` and `coordinate`
     rounds: int = 2  # of `coordinate`: how often each weight is searched at most
-    precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384  # per forward pass of a rank, including padding
 
 
 @dataclass(kw_only=True)
-class MergeOptions:
+class MergeOptions(KindOptions, WrittenModelOptions, UploadOptions, RankOptions):
     """Options of `python -m embedtrain merge`."""
 
     # Model directories, output_dirs of runs (their model/, else their newest checkpoint), checkpoints/step-N of runs,
@@ -119,7 +124,6 @@ class MergeOptions:
     run: str | None = None  # output_dir of a run whose checkpoints are merged
     steps: Any = None  # of `run`: last-N, best-N, or a list of steps
     best_metric: str | None = None  # set/metric of steps=best-N; default: the run's checkpoint.best_metric
-    output_dir: str = ""  # for the merged model
     weights_of: WeightsOf = WeightsOf.trained  # of checkpoints; an exported model is what it is
     lora: LoraMerge = LoraMerge.product
 
@@ -138,17 +142,10 @@ class MergeOptions:
     find: FindOptions = field(default_factory=FindOptions)
 
     settings_from: int = 0  # index of the model whose prompts, tokenizer files and maximal length are written
-    kind: str | None = None  # what the models compute; default: what their files say
-    pooling: Pooling | None = None  # of directories that do not define it
-    dtype: ExportDtype = ExportDtype.source  # source: the widest of the models
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])  # as export.formats
     max_file_size: str = "5GB"  # as export.max_file_size
-    check: bool = True  # reopen and compare, with one model in memory
-    push_to_hub: str | None = None  # Hub id to upload to
-    private: bool = True  # whether a repository that is created is private
     # Execute Python code of the models: only for authors you trust
     trust_remote_code: bool = code_option(False, "models", "run", "base")
-    timeout: float = 1800.0  # seconds that a rank waits for the others
 
     @property
     def export(self) -> ExportConfig:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from embedtrain.config.command_options import SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
@@ -39,7 +40,7 @@ class MarginReference(str, Enum):
 
 
 @dataclass(kw_only=True)
-class MineOptions(RowSearchOptions):
+class MineOptions(RowSearchOptions, SeedOptions):
     """Options of `python -m embedtrain mine`."""
 
     negatives: int = 15  # maximum per row, including those that it keeps
@@ -50,10 +51,8 @@ class MineOptions(RowSearchOptions):
     relative_margin: float | None = 0.05
     absolute_margin: float | None = None  # a negative scores at most the positive's score minus this
     max_score: float | None = None  # of a negative; the teacher's score if there is one
-    min_score: float | None = None  # of a negative; the teacher's score if there is one
     margin_reference: MarginReference = MarginReference.highest
     sampling: Sampling = Sampling.top
-    seed: int = 42  # which negatives `sampling=random` draws
     keep_existing_negatives: bool = False  # keep the rows' negatives before the new ones, except for positives
     scores: bool = True  # write pos_scores and neg_scores, the teacher's if there is one
 

@@ -1,11 +1,12 @@
 """Options of `python -m embedtrain plan`, whose command line also takes those of a recipe."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.arguments import option_of
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.command_line import asks_for_help, parse_command_line
+from embedtrain.config.command_options import IndexOptions, JsonOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.evaluation import IndexConfig, check_index
 from embedtrain.config.names import suggest
@@ -33,7 +34,7 @@ The exit code is 0 if the training fits in memory, and 1 if it does not.
 
 
 @dataclass(kw_only=True)
-class PlanOptions:
+class PlanOptions(IndexOptions, JsonOptions):
     """Options of `python -m embedtrain plan`; further options on its command line are the recipe's."""
 
     gpus: int = 8  # total number of GPUs
@@ -50,11 +51,9 @@ class PlanOptions:
     queries: int = 10000  # of an evaluation, or rows of mining
     top_k: int = 100  # documents of each query: as many as the metrics need, or rank_max of mining
     tokens_per_query: int | None = None  # mean, including padding; default: tokens_per_text
-    index: IndexConfig = field(default_factory=IndexConfig)
     # Per GPU in products of queries and documents in fp32, with the choice of the best; an H100 has at most 67.
     search_tflops: float = 40.0
     tokens_per_second: float = 1e6  # that the CPU cores of a rank tokenize
-    json: bool = False  # one JSON object instead of tables; `--json` is the same
 
 
 _NAMES = [option.name for option in fields(PlanOptions)]

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import KindOptions, ModelOptions, WrittenModelOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
@@ -31,22 +30,12 @@ class LayerSelection(str, Enum):
 
 
 @dataclass(kw_only=True)
-class PruneOptions:
+class PruneOptions(ModelOptions, KindOptions, WrittenModelOptions):
     """Options of `python -m embedtrain prune`."""
 
-    model: str = ""  # model directory or Hub id
-    output_dir: str = ""  # for the smaller model
     keep: int | None = None  # number of layers to keep
     select: LayerSelection = LayerSelection.even
     layers: Any = None  # the layers to keep instead, counted from 0, such as [0,2,4,11]
-
-    kind: str | None = None  # default: that of the directory
-    pooling: Pooling | None = None  # default: the model's
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision")
-    dtype: ExportDtype = ExportDtype.source  # in which the weights are written
-    check: bool = True  # reopen the directory and compare its outputs with those of the kept layers
 
 
 def compose(arguments: list[str]) -> PruneOptions:

@@ -1,16 +1,21 @@
 """Options of `python -m embedtrain search`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.arguments import quote_value
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import (
+    ChunkOptions,
+    IndexOptions,
+    ModelOptions,
+    PrecisionOptions,
+    RerankOptions,
+    SimilarityOptions,
+)
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import parse_vector_format
-from embedtrain.config.evaluation import IndexConfig, check_index
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.evaluation import check_index
 from embedtrain.config.m3 import check_hybrid_weights
-from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks, require_single_process
 
@@ -23,32 +28,15 @@ HELP = """embedtrain search: find texts with a model
 
 
 @dataclass(kw_only=True)
-class SearchOptions:
+class SearchOptions(ModelOptions, SimilarityOptions, RerankOptions, IndexOptions, ChunkOptions, PrecisionOptions):
     """Options of `python -m embedtrain search`."""
 
-    model: str = ""  # model directory or Hub id
     corpus: str = ""  # BEIR folder, file of documents, or training rows, whose documents are searched
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
-    # default: the model's.
-    hybrid_weights: list[float] | None = None
-    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
-    similarity: VectorSimilarity | None = None
     top_k: int = 5  # results per query
     # Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as
     # {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors.
     vectors: Any = None
-    # A cross-encoder or late-interaction model that orders the first documents again: options of RerankerConfig, or its
-    # path. Scores are its own.
-    reranker: Any = None
-    rerank_depth: int = 100  # documents for the reranker
-    precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384  # per forward pass, including padding
-    index: IndexConfig = field(default_factory=IndexConfig)
-    vectors_dir: str | None = None  # store document vectors there, so that the next search does not encode them again
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision", "reranker")
 
 
 def compose(arguments: list[str]) -> SearchOptions:

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from embedtrain.config.checks import check_train_sources
+from embedtrain.config.command_options import ErrorOptions, OutputOptions, RowsOptions, SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import OnError
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
@@ -33,16 +32,11 @@ class DevCorpus(str, Enum):
 
 
 @dataclass(kw_only=True)
-class SplitOptions:
+class SplitOptions(RowsOptions, OutputOptions, ErrorOptions, SeedOptions):
     """Options of `python -m embedtrain split`."""
 
-    data: Any = None  # sources: options of TrainSource, or paths; or one path
-    output_dir: str = ""  # for train.jsonl and dev/
     dev: int = 300  # queries to hold out, with all rows that share a query or a positive with them
     corpus: DevCorpus = DevCorpus.held_out  # all: search among the documents of training rows as well
-    seed: int = 42  # which queries are held out
-    on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
-    cache_dir: str | None = None  # as data.cache_dir, for corpora whose documents rows name by id
 
 
 def compose(arguments: list[str]) -> SplitOptions:

@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass
 
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import (
+    CheckOptions,
+    ModelOptions,
+    OutputOptions,
+    PoolingOptions,
+    PrecisionOptions,
+    RankOptions,
+    ShardOptions,
+)
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.recipe import ExportDtype, Pooling, Precision
+from embedtrain.config.recipe import ExportDtype
 from embedtrain.config.validation import OptionChecks
 
 HELP = f"""embedtrain static: a static embedding model from a model
@@ -25,27 +32,18 @@ Train it further as any model:
 
 
 @dataclass(kw_only=True)
-class StaticOptions:
+class StaticOptions(
+    ModelOptions, PoolingOptions, OutputOptions, CheckOptions, ShardOptions, PrecisionOptions, RankOptions
+):
     """Options of `python -m embedtrain static`."""
 
-    model: str = ""  # dense embedding model whose tokens are encoded: directory or Hub id
-    output_dir: str = ""  # for the static model; only an earlier export there is replaced
     dims: int | None = 256  # principal components of the tokens' vectors that are kept; null: all dimensions
     # a in the weight a / (a + p) of a token, whose frequency p is that of its rank in the vocabulary by Zipf's law;
     # null: all tokens weigh the same.
     sif_coefficient: float | None = 1e-4
     max_length: int = 512  # tokens of a text that the static model averages; a table has no limit of its own
 
-    pooling: Pooling | None = None  # of the model that encodes the tokens; default: the model's
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision")
     dtype: ExportDtype = ExportDtype.fp32  # in which the table is written; source: fp32
-    check: bool = True  # reopen the directory and compare its vectors with those of the table
-    precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384  # per forward pass of a rank, including padding
-    unshard: Unshard = Unshard.layer
-    timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
 
 
 def compose(arguments: list[str]) -> StaticOptions:

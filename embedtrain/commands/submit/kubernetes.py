@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from embedtrain.config.command_options import NodeOptions
 from embedtrain.config.commands import Command
 from embedtrain.config.validation import OptionChecks
 
@@ -28,16 +29,11 @@ _WORKING_DIRECTORY = PurePosixPath("/workspace")  # of the images in docker/
 
 
 @dataclass(kw_only=True)
-class KubernetesConfig:
+class KubernetesConfig(NodeOptions):
     """One job. Flat, because its fields mirror those of a pod's specification."""
 
     image: str | None = None  # with embedtrain installed, such as one of docker/
-    nodes: int = 1  # number of pods, each on a node of its own if they need all its GPUs
-    gpus_per_node: int = 8  # 0: compute on the CPU
-    ranks_per_node: int | None = None  # default: one per GPU; 1 without GPUs
     gpu_resource: str = "nvidia.com/gpu"  # of the device plugin
-    cpus_per_node: int | None = None  # requested of each node; default: the namespace's
-    mem: str | None = None  # of each node, such as 500Gi; default: the namespace's
     shm: str = "16Gi"  # of /dev/shm, which NCCL uses, and which counts as memory
     volumes: list[str] = field(default_factory=list)  # CLAIM:PATH[:ro] of persistent volume claims
     name: str | None = None  # of the Job and the Service; default: the recipe's

@@ -9,6 +9,7 @@ from enum import Enum
 import yaml
 
 from embedtrain.config.arguments import option_of, quote
+from embedtrain.config.command_options import NodeOptions
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.validation import OptionChecks, unknown_option
 from embedtrain.errors import ConfigError
@@ -23,18 +24,13 @@ class Launcher(str, Enum):
 
 
 @dataclass(kw_only=True)
-class SlurmConfig:
+class SlurmConfig(NodeOptions):
     """One job, or one per seed. Flat, because its fields mirror the options of sbatch and keys of a cluster file."""
 
     dry_run: bool = False  # print the script, write and submit nothing
     cluster: str | None = None  # YAML file with these options for your cluster; the command line overrides it
-    nodes: int = 1  # number of nodes
-    gpus_per_node: int = 8  # 0: compute on the CPU
     gpu_type: str | None = None  # requests --gpus-per-node=TYPE:N
     gres: str | None = None  # requested instead of --gpus-per-node, such as gpu:a100:8
-    ranks_per_node: int | None = None  # default: one per GPU; 1 without GPUs
-    cpus_per_node: int | None = None  # default: the share of the GPUs, if sinfo reports it; else the cluster's
-    mem: str | None = None  # per node, such as 500G; 0: all
     exclusive: bool = False  # whole nodes, without other jobs
     time: str | None = None  # limit as minutes, H:MM:SS, D-HH or D-HH:MM:SS; default: the partition's
     partition: str | None = None  # default: the cluster's

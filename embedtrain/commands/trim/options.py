@@ -1,15 +1,13 @@
 """Options of `python -m embedtrain trim`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from embedtrain.config.checks import check_train_sources
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import CorpusOptions, KindOptions, ModelOptions, RowsOptions, WrittenModelOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
@@ -24,25 +22,11 @@ same outputs.
 
 
 @dataclass(kw_only=True)
-class TrimOptions:
+class TrimOptions(ModelOptions, KindOptions, RowsOptions, CorpusOptions, WrittenModelOptions):
     """Options of `python -m embedtrain trim`."""
 
-    model: str = ""  # model directory or Hub id
-    output_dir: str = ""  # for the smaller model
-    data: Any = None  # training rows whose texts are counted: list of TrainSource, or of paths; or one path
-    # Further documents that are counted, one path or a list: BEIR directories, corpus files, tables, Hub ids.
-    corpus: Any = None
     top: int | None = None  # maximum number of tokens to keep, the most frequent ones; null: no maximum
     min_count: int = 1  # how often a token that is kept occurs at least
-
-    kind: str | None = None  # default: that of the directory
-    pooling: Pooling | None = None  # default: the model's
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision")
-    dtype: ExportDtype = ExportDtype.source  # in which the weights are written
-    check: bool = True  # compare outputs with those of the model, reopen the directory and compare them again
-    cache_dir: str | None = None  # as data.cache_dir
 
 
 def compose(arguments: list[str]) -> TrimOptions:

@@ -2,17 +2,21 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from embedtrain.config.checks import check_train_sources
-from embedtrain.config.code import code_option
+from embedtrain.config.command_options import (
+    EncodeOptions,
+    ErrorOptions,
+    FastPrecisionOptions,
+    OutputOptions,
+    RankOptions,
+    RowsOptions,
+    ShardOptions,
+)
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import Unshard
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import OnError, Pooling, Precision
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
@@ -41,34 +45,16 @@ class VectorType(str, Enum):
 
 
 @dataclass(kw_only=True)
-class VectorsOptions:
+class VectorsOptions(
+    EncodeOptions, RowsOptions, OutputOptions, ErrorOptions, ShardOptions, FastPrecisionOptions, RankOptions
+):
     """Options of `python -m embedtrain vectors`."""
 
-    model: str = ""  # model directory or Hub id of the teacher
-    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
-    data: Any = None  # list of TrainSource, or of paths; or one path
-    output_dir: str = ""  # for the vectors; complete when vectors.json is there
     dims: int | None = None  # keep the first so many dimensions, of Matryoshka models; default: all
     dtype: VectorType = VectorType.bf16
 
-    pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
-    # How vectors are compared: cosine, dot, euclidean or manhattan; default: the model's setting.
-    similarity: VectorSimilarity | None = None
-    max_length: int | None = None  # tokens; default: the model's
-    query_prompt: str | None = None  # default: the model's
-    document_prompt: str | None = None  # default: the model's
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision")
-    precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
-    chunk_tokens: int = 16384  # per forward pass, including padding
-    unshard: Unshard = Unshard.layer
     # Texts that are encoded and written together; an interrupted run resumes after them.
     rows_per_part: int = 16384
-    on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
-    cache_dir: str | None = None  # as data.cache_dir
-    timeout: float = 1800.0  # seconds that a rank waits for the others
 
 
 def compose(arguments: list[str]) -> VectorsOptions:

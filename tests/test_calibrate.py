@@ -8,9 +8,8 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import quantize_embeddings
 
-from embedtrain.commands.calibrate import __main__ as calibrate
+from embedtrain.commands import calibrate, evaluate
 from embedtrain.commands.calibrate.head import write_directory
-from embedtrain.commands.evaluate import __main__ as evaluate
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.errors import ModelError
 from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges
@@ -22,7 +21,7 @@ TEXTS = [text(number, 3 + number % 9) for number in range(60)]
 
 
 def calibrated(world, runs):
-    return [calibrate.main(calibrate.compose(arguments)) for arguments in runs]
+    return [calibrate.run(calibrate.compose(arguments)) for arguments in runs]
 
 
 def files_of(directory):
@@ -87,7 +86,7 @@ def test_the_head_is_that_of_numpy_and_every_library_applies_it(ranks, tmp_path)
 
 
 def evaluated(world, arguments):
-    return evaluate.main(evaluate.compose(arguments))
+    return evaluate.run(evaluate.compose(arguments))
 
 
 def test_evaluate_uses_the_ranges_of_the_directory(ranks, tmp_path):

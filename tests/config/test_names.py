@@ -6,13 +6,13 @@ from dataclasses import fields
 import pytest
 from sentence_transformers.cross_encoder import losses
 
+from embedtrain.cli.console import _suggestion as suggestion
 from embedtrain.commands.evaluate.options import compose as compose_evaluate
 from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.commands.search.options import compose as compose_search
 from embedtrain.config import migration
 from embedtrain.config.commands import COMMANDS
-from embedtrain.config.commands import _suggestion as suggestion
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.conversions import Row
 from embedtrain.config.losses import LOSSES

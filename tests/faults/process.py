@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import embedtrain.__main__
+import embedtrain.commands.train
 from embedtrain.config.recipe import Recipe
 from embedtrain.pipeline.types import Pipeline
 
@@ -29,10 +30,7 @@ def run_rank(
     for stream in (1, 2):
         os.dup2(out, stream)
     sys.argv = ["embedtrain"]
-    if isinstance(recipes, Pipeline):
-        embedtrain.__main__.compose_pipeline = lambda _: recipes
-    else:
-        embedtrain.__main__.compose_recipes = lambda _: recipes
+    embedtrain.commands.train.compose = lambda _: recipes
     _refuse_pickles()
     if hook is not None:
         hook(int(environment["RANK"]))

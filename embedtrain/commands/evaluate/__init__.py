@@ -10,7 +10,6 @@ from embedtrain.commands.evaluate.options import EvaluateOptions, compose
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.prompts import prompt_warnings
-from embedtrain.inference.loading.command_model import command_model_config
 from embedtrain.utils.files import expand_user
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
@@ -145,7 +144,7 @@ def _open_metrics(output_dir: Path) -> "MetricsFile":
 
 def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
     from embedtrain.config.compressed import check_kind_of_vectors, dims_of
-    from embedtrain.inference.loading.command_model import load_encoder_model
+    from embedtrain.inference.loading.command_model import command_model_config, load_encoder_model
 
     with console.phase("loading the model"):
         config = command_model_config(options, options.hybrid_weights)

@@ -8,7 +8,6 @@ from embedtrain.commands.vectors.options import VectorsOptions, compose
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import Precision
 from embedtrain.errors import ConfigError
-from embedtrain.inference.loading.command_model import command_model_config
 from embedtrain.utils.files import expand_user
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
@@ -30,7 +29,12 @@ def run(options: VectorsOptions) -> Path:
     """Read the rows, encode each text once, and write the vectors. Returns the directory."""
     from embedtrain.distributed.sharding import resolve_precision
     from embedtrain.distributed.world import joined_world
-    from embedtrain.inference.loading.command_model import MODEL_OPTION_NAMES, command_option_names, open_encoder_source
+    from embedtrain.inference.loading.command_model import (
+        MODEL_OPTION_NAMES,
+        command_model_config,
+        command_option_names,
+        open_encoder_source,
+    )
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, teacher_identity
     from embedtrain.tracking.console import Console

@@ -4,12 +4,11 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
 
+from embedtrain.config.command_options import EncodeOptions
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import kind_of_files, load_kind
-from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pooling, Precision
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
@@ -21,22 +20,7 @@ from embedtrain.models.source import CommandModel, open_model_source, with_kind_
 from embedtrain.models.types import ModelSource
 
 
-class ModelOptions(Protocol):
-    """The options of commands that load a model."""
-
-    model: str
-    adapter: str | None
-    pooling: Pooling | None
-    normalize: bool | None
-    similarity: VectorSimilarity | None
-    max_length: int | None
-    query_prompt: str | None
-    document_prompt: str | None
-    revision: str | None
-    trust_remote_code: bool
-
-
-def command_model_config(options: ModelOptions, hybrid_weights: list[float] | None = None) -> CommandModel:
+def command_model_config(options: EncodeOptions, hybrid_weights: list[float] | None = None) -> CommandModel:
     """The options of the model, as a recipe has them."""
     return CommandModel(
         path=options.model,

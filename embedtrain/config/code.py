@@ -155,6 +155,13 @@ def composing_stage(user: UserOptions) -> Iterator[None]:
         _OF_STAGE.reset(token)
 
 
+def names_code(option: str, path: Any, overrides: Sequence[str]) -> bool:
+    """Whether a value is a path `module:name`, and the user, not a file, has given the option this value."""
+    if not isinstance(path, str) or not is_code_path(path):
+        return False
+    return (_OF_STAGE.get() or UserOptions.of(overrides)).wrote(option, path)
+
+
 def require_named_code(options: Options, overrides: Sequence[str]) -> Options:
     """The options themselves; a ConfigError if they make code run that the user has not named.
 

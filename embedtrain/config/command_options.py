@@ -20,17 +20,17 @@ class ModelOptions:
 
 
 @dataclass(kw_only=True)
+class KindOptions:
+    """What a directory is read as."""
+
+    kind: str | None = None  # of the model, also `module:Class` of a module of your own; default: what its files say
+
+
+@dataclass(kw_only=True)
 class PoolingOptions:
     """How the vectors of tokens become one."""
 
     pooling: Pooling | None = None  # default: the model's
-
-
-@dataclass(kw_only=True)
-class KindOptions(PoolingOptions):
-    """What a directory is read as."""
-
-    kind: str | None = None  # of the model; default: what its files say
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class SimilarityOptions:
 
 
 @dataclass(kw_only=True)
-class EncodeOptions(ModelOptions, PoolingOptions, SimilarityOptions, TextOptions):
+class EncodeOptions(ModelOptions, KindOptions, PoolingOptions, SimilarityOptions, TextOptions):
     """A model that encodes texts, and everything that changes its vectors."""
 
     adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id

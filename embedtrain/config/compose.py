@@ -27,10 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.arguments import option_of, quote, value_of
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.code import require_named_code
+from embedtrain.config.code import names_code, require_named_code
 from embedtrain.config.command_line import parse_command_line
 from embedtrain.config.compressed import parse_evaluation
-from embedtrain.config.kinds import kinds, load_kind
+from embedtrain.config.kinds import kinds, load_kind, trust_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.limits import (
     check_num_jobs,
@@ -117,7 +117,10 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     ConfigStore.instance().store(name=name, node=kind)
     config, _ = _compose(name, command_line.overrides, kind)
     _print_if_asked(command_line, config, kind, help_text)
-    return require_named_code(_to_dataclass(config, kind), command_line.overrides)
+    options = _to_dataclass(config, kind)
+    if names_code("kind", vars(options).get("kind"), command_line.overrides):
+        trust_kind(vars(options)["kind"], "kind")
+    return require_named_code(options, command_line.overrides)
 
 
 def to_recipe(config: DictConfig) -> Recipe:
@@ -234,13 +237,15 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
         check_reranker_loss(chosen)
     register_recipes(changes_loss)
     config = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
-    _choose_kind(config)
+    _choose_kind(config, overrides)
     return _with_length_and_name(config)
 
 
-def _choose_kind(config: DictConfig) -> None:
+def _choose_kind(config: DictConfig, overrides: Sequence[str]) -> None:
     """Make `model` the options of its kind; null unsets what a recipe or `model=NAME` sets for another kind."""
     values: Any = OmegaConf.to_container(config.model, enum_to_str=True)
+    if names_code("model.kind", values["kind"], overrides):
+        trust_kind(values["kind"], "model.kind")
     kind = load_kind(str(values["kind"]))
     known = {field.name for field in fields(kind.options)}
     of_others = {name for other in kinds() for name in other.own_options} - known

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from embedtrain.config.code import is_code_path, load_code
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS
 from embedtrain.errors import ConfigError
 
@@ -39,6 +40,8 @@ _KINDS = {
     "m3": "embedtrain.kinds.m3:M3",
     "sparse": "embedtrain.kinds.sparse:Sparse",
 }
+
+_own: dict[str, "Kind"] = {}  # of users' modules that are named on the command line, by path
 
 
 class Kind(ABC):
@@ -234,12 +237,33 @@ class Kind(ABC):
 
 
 def load_kind(name: str, option: str = "model.kind") -> Kind:
-    """The kind that the value of an option names; a ConfigError if there is none."""
+    """The kind that the value of an option names; a ConfigError if there is none, or only a file names its code."""
+    if name in _own:
+        return _own[name]
+    if is_code_path(name):
+        raise ConfigError(
+            f"{option}={name}: a file cannot name code to run; if you trust it, name it yourself: write "
+            f"model.kind={name} on the command line of train, or kind={name} on that of another command"
+        )
     if name not in _KINDS:
         simplified = re.sub(r"[\W_]", "", name.lower())
         meant = next((f": write {option}={kind.name}" for kind in kinds() if simplified in kind.all_names), "")
         raise ConfigError(f"{option}={name}: expected one of {', '.join(_KINDS)}{meant}")
     return _instance(name)
+
+
+def trust_kind(path: str, option: str) -> Kind:
+    """The kind `module:Class` of a user's module, which the user has named on the command line or in Python.
+
+    From now on it is among the kinds of this process: its directories are recognised, also by files that name it.
+    """
+    if path not in _own:
+        kind = load_code(path, option)()
+        if not isinstance(kind, Kind):
+            raise ConfigError(f"{option}={path}: is no embedtrain.config.kinds.Kind")
+        kind.name = path  # type: ignore[misc]
+        _own[path] = kind
+    return _own[path]
 
 
 @cache
@@ -256,7 +280,7 @@ def kinds() -> tuple[Kind, ...]:
 def kind_of_files(directory: Path) -> tuple[Kind, str]:
     """The kind of the model in a directory, and what it is, in words for a message."""
     dense, *others = kinds()  # a directory that no other kind recognises is that of a dense model
-    for kind in (*others, dense):
+    for kind in (*_own.values(), *others, dense):
         if (what := kind.recognise(directory)) is not None:
             return kind, what
     raise AssertionError(directory)
@@ -264,7 +288,7 @@ def kind_of_files(directory: Path) -> tuple[Kind, str]:
 
 def own_loss(name: str) -> Callable[..., Any] | None:
     """The class of a loss that only one kind has, by `loss.name`; None for other losses."""
-    paths = {loss: path for kind in kinds() for loss, path in kind.own_losses.items()}
+    paths = {loss: path for kind in (*kinds(), *_own.values()) for loss, path in kind.own_losses.items()}
     return _load(paths[name]) if name in paths else None
 
 

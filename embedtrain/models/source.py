@@ -47,6 +47,8 @@ class StoredModel:
 class CommandModel(ModelConfig):
     """A model that a command opens, before its files have decided of which kind it is: null is the model's own."""
 
+    kind: str = ""  # empty: that of the files
+
     pooling: Pooling | None = None
     normalize: bool | None = None
     similarity: VectorSimilarity | None = None
@@ -85,7 +87,8 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
         for field in fields(model)
         if field.name not in (*common, "kind") and (value := getattr(model, field.name)) != field.default
     }
-    if named is not None:
+    named = named or (model.kind if isinstance(model, CommandModel) else "")
+    if named:
         kind = load_kind(named, "kind")
     elif any(name in kind.backbone_options for name in chosen):
         kind = load_kind(ModelConfig.kind)

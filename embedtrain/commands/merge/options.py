@@ -11,6 +11,7 @@ from embedtrain.config.code import code_option
 from embedtrain.config.command_options import (
     ChunkOptions,
     KindOptions,
+    PoolingOptions,
     PrecisionOptions,
     RankOptions,
     SetOptions,
@@ -115,7 +116,7 @@ class FindOptions(SetOptions, ChunkOptions, PrecisionOptions):
 
 
 @dataclass(kw_only=True)
-class MergeOptions(KindOptions, WrittenModelOptions, UploadOptions, RankOptions):
+class MergeOptions(KindOptions, PoolingOptions, WrittenModelOptions, UploadOptions, RankOptions):
     """Options of `python -m embedtrain merge`."""
 
     # Model directories, output_dirs of runs (their model/, else their newest checkpoint), checkpoints/step-N of runs,

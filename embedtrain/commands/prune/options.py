@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from embedtrain.config.command_options import KindOptions, ModelOptions, WrittenModelOptions
+from embedtrain.config.command_options import KindOptions, ModelOptions, PoolingOptions, WrittenModelOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.validation import OptionChecks
@@ -30,7 +30,7 @@ class LayerSelection(str, Enum):
 
 
 @dataclass(kw_only=True)
-class PruneOptions(ModelOptions, KindOptions, WrittenModelOptions):
+class PruneOptions(ModelOptions, KindOptions, PoolingOptions, WrittenModelOptions):
     """Options of `python -m embedtrain prune`."""
 
     keep: int | None = None  # number of layers to keep

@@ -50,6 +50,7 @@ def run(options: SearchOptions) -> None:
         reranker = open_reranker(options.reranker, world, trust_remote_code=options.trust_remote_code)
         config = CommandModel(
             path=options.model,
+            kind=options.kind or "",
             revision=options.revision,
             similarity=options.similarity,
             hybrid_weights=options.hybrid_weights,

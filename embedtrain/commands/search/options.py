@@ -7,6 +7,7 @@ from embedtrain.config.arguments import quote_value
 from embedtrain.config.command_options import (
     ChunkOptions,
     IndexOptions,
+    KindOptions,
     ModelOptions,
     PrecisionOptions,
     RerankOptions,
@@ -28,7 +29,9 @@ HELP = """embedtrain search: find texts with a model
 
 
 @dataclass(kw_only=True)
-class SearchOptions(ModelOptions, SimilarityOptions, RerankOptions, IndexOptions, ChunkOptions, PrecisionOptions):
+class SearchOptions(
+    ModelOptions, KindOptions, SimilarityOptions, RerankOptions, IndexOptions, ChunkOptions, PrecisionOptions
+):
     """Options of `python -m embedtrain search`."""
 
     corpus: str = ""  # BEIR folder, file of documents, or training rows, whose documents are searched

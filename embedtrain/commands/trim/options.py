@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from embedtrain.config.checks import check_train_sources
-from embedtrain.config.command_options import CorpusOptions, KindOptions, ModelOptions, RowsOptions, WrittenModelOptions
+from embedtrain.config.command_options import (
+    CorpusOptions,
+    KindOptions,
+    ModelOptions,
+    PoolingOptions,
+    RowsOptions,
+    WrittenModelOptions,
+)
 from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig
@@ -22,7 +29,7 @@ same outputs.
 
 
 @dataclass(kw_only=True)
-class TrimOptions(ModelOptions, KindOptions, RowsOptions, CorpusOptions, WrittenModelOptions):
+class TrimOptions(ModelOptions, KindOptions, PoolingOptions, RowsOptions, CorpusOptions, WrittenModelOptions):
     """Options of `python -m embedtrain trim`."""
 
     top: int | None = None  # maximum number of tokens to keep, the most frequent ones; null: no maximum

@@ -24,6 +24,7 @@ def command_model_config(options: EncodeOptions, hybrid_weights: list[float] | N
     """The options of the model, as a recipe has them."""
     return CommandModel(
         path=options.model,
+        kind=options.kind or "",
         lora=LoraConfig(path=options.adapter),
         pooling=options.pooling,
         normalize=options.normalize,

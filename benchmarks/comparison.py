@@ -126,7 +126,7 @@ class TheirSteps:
         return StepResults(losses, sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks))
 
     def _features(self, batch: GlobalBatch) -> list[Features]:
-        columns = [[row.query for row in batch.rows], [row.documents[0] for row in batch.rows]]
+        columns = [[row.query for row in batch.rows], [row.documents.texts[0] for row in batch.rows]]
         preprocessed = [self.model.preprocess(texts) for texts in columns]
         return [{key: value for key, value in features.items() if torch.is_tensor(value)} for features in preprocessed]
 

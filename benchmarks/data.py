@@ -153,7 +153,7 @@ class Theirs:
     """The data loader of sentence-transformers' trainer for the same rows, in the columns anchor and positive."""
 
     def __init__(self, data: TrainData, folder: Path, batch: int) -> None:
-        rows = [(example.query, example.positives[0]) for example in data.stores[0]]
+        rows = [(example.query, example.positives.texts[0]) for example in data.stores[0]]
         columns = {"anchor": [row[0] for row in rows], "positive": [row[1] for row in rows]}
         model = SentenceTransformer(MINILM, device="cpu")
         model.max_seq_length = MAX_LENGTH
@@ -175,7 +175,7 @@ class Theirs:
         """Require that their collator gives the same number of real tokens as our batch."""
         rows = data.batch(0).rows
         theirs = _count_real_tokens(
-            self._trainer.data_collator([{"anchor": r.query, "positive": r.documents[0]} for r in rows])
+            self._trainer.data_collator([{"anchor": r.query, "positive": r.documents.texts[0]} for r in rows])
         )
         ours = make_rank_batch(data.batch(0), 0, 1, tokenizer, ChunkOptions(CHUNK_TOKENS)).real_tokens
         require(ours == theirs, f"data: our batch has {ours} real tokens, theirs has {theirs}")

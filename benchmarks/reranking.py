@@ -33,7 +33,8 @@ from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.losses import BCEConfig, ListNetConfig
 from embedtrain.config.recipe import ParallelConfig, Precision, TrainConfig
-from embedtrain.data.types import GlobalBatch, Pair, Row
+from embedtrain.data.rows import Row
+from embedtrain.data.types import GlobalBatch, Pair
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.inference.pair_scorer import PairScorer
@@ -129,11 +130,11 @@ class TheirSteps:
 
 def _columns(rows: Sequence[Row], *, lists: bool) -> tuple[list[Any], Any]:
     """The columns of their trainer: queries and lists of documents, or pairs; a positive has the label 1."""
-    labels = [torch.tensor([1.0, *[0.0] * (len(row.documents) - 1)]) for row in rows]
+    labels = [torch.tensor([1.0, *[0.0] * (len(row.documents.texts) - 1)]) for row in rows]
     if lists:
-        return [[row.query for row in rows], [list(row.documents) for row in rows]], labels
-    queries = [row.query for row in rows for _ in row.documents]
-    return [queries, [text for row in rows for text in row.documents]], torch.cat(labels)
+        return [[row.query for row in rows], [list(row.documents.texts) for row in rows]], labels
+    queries = [row.query for row in rows for _ in row.documents.texts]
+    return [queries, [text for row in rows for text in row.documents.texts]], torch.cat(labels)
 
 
 class OurScores:

@@ -112,7 +112,7 @@ def _trainer(
     return SentenceTransformerTrainer(
         model,
         arguments,
-        train_dataset=Dataset.from_list([{"anchor": row.query, "positive": row.documents[0]} for row in rows]),
+        train_dataset=Dataset.from_list([{"anchor": row.query, "positive": row.documents.texts[0]} for row in rows]),
         loss=loss,
         callbacks=[callback],
         optimizers=(build_optimizer(model, OPTIM), None),

@@ -14,9 +14,10 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.data.rows import Documents, Row
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row, TextRole, Tokens
+from embedtrain.data.types import GlobalBatch, TextRole, Tokens
 from embedtrain.models.own_class import language_model_class
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
@@ -129,9 +130,10 @@ def batch(num_rows: int, step: int = 0, first: int = 0) -> GlobalBatch:
     rows = []
     for i in range(first, first + num_rows):
         documents = [text(100 + i, 3 + i % 9), *(text(200 + 3 * i + n, 2 + (i + n) % 11) for n in range(i % 3))]
-        rows.append(Row(text(i, 1 + i % 4), tuple(documents)))
+        rows.append(Row(text(i, 1 + i % 4), Documents(tuple(documents))))
     if num_rows > 3:
-        rows[3] = Row(rows[3].query, (rows[0].documents[0], *rows[3].documents[1:]))
+        texts = rows[0].documents.texts[0], *rows[3].documents.texts[1:]
+        rows[3] = Row(rows[3].query, Documents(texts))
     return tokenised(GlobalBatch(step, tuple(rows)), text_tokenizer())
 
 
@@ -139,14 +141,15 @@ class TextTokens:
     """The tokens of a batch's texts, made of the texts; see BatchTokens."""
 
     def __init__(self, batch: GlobalBatch, tokenizer: TextTokenizer) -> None:
-        queries, documents = [row.query for row in batch.rows], [text for row in batch.rows for text in row.documents]
+        queries = [row.query for row in batch.rows]
+        documents = [text for row in batch.rows for text in row.documents.texts]
         texts = queries + documents
         layout = tokenizer.layout
         role = TextRole.query if layout.roles_differ else TextRole.document
         of_queries = layout.tokenize(queries, tokenizer.limit(TextRole.query), "", role)
         of_documents = layout.tokenize(documents, tokenizer.limit(TextRole.document))
         self._tokens = Tokens.concatenated([of_queries, of_documents])
-        self.num_documents = np.array([len(row.documents) for row in batch.rows], dtype=np.int64)
+        self.num_documents = np.array([len(row.documents.texts) for row in batch.rows], dtype=np.int64)
         self.lengths = self._tokens.lengths
         self.keys = text_keys(texts).numpy()
 
@@ -217,7 +220,7 @@ def save_adapter(base: Path, directory: Path, seed: int) -> Path:
 def write_rows(path: Path, num_rows: int) -> Path:
     """Training rows in FlagEmbedding's layout."""
     lines = [
-        json.dumps({"query": row.query, "pos": [row.documents[0]], "neg": list(row.documents[1:])})
+        json.dumps({"query": row.query, "pos": [row.documents.texts[0]], "neg": list(row.documents.texts[1:])})
         for row in batch(num_rows).rows
     ]
     path.write_text("\n".join(lines) + "\n")
@@ -228,7 +231,7 @@ def write_beir(folder: Path, num_rows: int) -> Path:
     """A retrieval set in BEIR's layout: one document answers each query."""
     (folder / "qrels").mkdir(parents=True)
     rows = list(enumerate(batch(num_rows).rows))
-    corpus = [json.dumps({"_id": f"d{i}", "title": "", "text": row.documents[0]}) for i, row in rows]
+    corpus = [json.dumps({"_id": f"d{i}", "title": "", "text": row.documents.texts[0]}) for i, row in rows]
     queries = [json.dumps({"_id": f"q{i}", "text": row.query}) for i, row in rows]
     (folder / "corpus.jsonl").write_text("\n".join(corpus))
     (folder / "queries.jsonl").write_text("\n".join(queries))

@@ -20,10 +20,12 @@ def workshop(tmp_path_factory):
     save_small(small_model("xlm-roberta", dropout=0.1), folder / "dropout")
     rows = list(enumerate(batch(26).rows))
     lines = {
-        "train": [{"query": r.query, "pos": [r.documents[0]], "neg": list(r.documents[1:])} for _, r in rows],
-        "pairs": [{"a": r.query, "b": r.documents[0], "score": i % 6} for i, r in rows[:13]],
+        "train": [
+            {"query": r.query, "pos": [r.documents.texts[0]], "neg": list(r.documents.texts[1:])} for _, r in rows
+        ],
+        "pairs": [{"a": r.query, "b": r.documents.texts[0], "score": i % 6} for i, r in rows[:13]],
         "classes-no_in_batch_neg": [
-            {"query": r.query, "pos": [r.documents[0]], "neg": [text(i, 3), text(i + 9, 4)], "prompt": "alpha"}
+            {"query": r.query, "pos": [r.documents.texts[0]], "neg": [text(i, 3), text(i + 9, 4)], "prompt": "alpha"}
             for i, r in rows[:11]
         ],
     }
@@ -116,7 +118,7 @@ def test_logged_losses_are_means_since_the_last_row_also_after_a_resume(ranks, w
 
 def rows_of_source(index: int) -> list[str]:
     rows = batch(20).rows[13 * index : 13 + 7 * index]
-    return [json.dumps({"query": row.query, "pos": [row.documents[0]]}) + "\n" for row in rows]
+    return [json.dumps({"query": row.query, "pos": [row.documents.texts[0]]}) + "\n" for row in rows]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_a_run_is_resumed_and_pruned(ranks, tmp_path):
     small = small_model("modernbert")
     assert small.config is not None
     model = save_small(replace(small, config=small.config | {"num_hidden_layers": 4}), tmp_path / "model")
-    rows = [{"query": row.query, "pos": list(row.documents)} for row in batch(26).rows]
+    rows = [{"query": row.query, "pos": list(row.documents.texts)} for row in batch(26).rows]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = [
         "name=t", f"model.path={model}", "model.pooling=mean", f"data.train=[{tmp_path / 'train.jsonl'}]",

@@ -39,7 +39,7 @@ def inputs(tmp_path_factory):
     save_guide(replace(guide, config=guide.config | {"hidden_size": 48}), folder, seed=1)
     rows: dict[str, list[dict]] = {"pairs": [], "teacher": [], "triplets": [], "classes": [], "vectors": []}
     for i, row in enumerate(batch(26).rows):
-        positive, negatives = row.documents[0], [*row.documents[1:], text(400 + i, 5)]
+        positive, negatives = row.documents.texts[0], [*row.documents.texts[1:], text(400 + i, 5)]
         rows["pairs"].append({"sentence1": row.query, "sentence2": positive, "score": (i * 7 % 11) / 10})
         scores = {"pos_scores": [0.9], "neg_scores": [(i * j % 5) / 10 for j in range(1, len(negatives) + 1)]}
         rows["teacher"].append({"query": row.query, "pos": [positive], "neg": negatives} | scores)

@@ -38,7 +38,7 @@ def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
 def idf() -> torch.Tensor:
     """Of each token in the distinct documents of the training rows."""
     tokenizer = small_tokenizer()
-    documents = {text for row in batch(26).rows for text in row.documents}
+    documents = {text for row in batch(26).rows for text in row.documents.texts}
     tokens = [set(tokenizer(text)["input_ids"]) for text in documents]
     counts = [sum(token in ids for ids in tokens) for token in range(len(tokenizer))]
     return torch.tensor([math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for n in counts])

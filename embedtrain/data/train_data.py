@@ -24,6 +24,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
+from embedtrain.data.rows import Example, Row, take
 from embedtrain.data.sampling.draw import (
     NO_LIMIT,
     BatchDocuments,
@@ -37,7 +38,7 @@ from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, Example, GlobalBatch, Row, Tokens, gather_ranges
+from embedtrain.data.types import BatchTokens, GlobalBatch, Tokens, gather_ranges
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
@@ -61,32 +62,14 @@ class SourceSettings:
 
         A row with fewer negatives has fewer documents: a repeated negative would count twice in the loss.
         """
-
-        def select(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
-            of_all, first = (*of_positives, *of_negatives), len(of_positives)
-            return (of_positives[positive], *[of_all[first + i] for i in negatives]) if of_positives else ()
-
-        documents = select(example.positives, example.negatives)
+        assert example.location is not None
+        num_positives = len(example.positives)
+        chosen = [positive, *(num_positives + index for index in negatives)] if num_positives else []
+        documents = example.positives.joined(example.negatives).take(chosen)
         vectors = example.vectors * (1 + len(documents))  # if one stands for all texts
         if len(example.vectors) > 1:
-            first_negative = 1 + len(example.positives)
-            vectors = example.vectors[:1] + select(example.vectors[1:first_negative], example.vectors[first_negative:])
-        return Row(
-            example.query,
-            documents,
-            scores=select(example.positive_scores, example.negative_scores),
-            ids=select(*_all_ids(example)),
-            label=example.label,
-            vectors=vectors,
-            source=example.source,
-        )
-
-
-def _all_ids(example: Example) -> tuple[Sequence[str], Sequence[str]]:
-    positives, negatives = example.positive_ids, example.negative_ids
-    if not positives and not negatives:
-        return (), ()
-    return positives or [""] * len(example.positives), negatives or [""] * len(example.negatives)
+            vectors = example.vectors[:1] + take(example.vectors[1:], chosen)
+        return Row(example.query, documents, example.label, vectors, example.location.source)
 
 
 class SelectedRows(Sequence[Row]):
@@ -122,10 +105,8 @@ class SelectedRows(Sequence[Row]):
         ids: list[str] = []
         for index, source in enumerate(self._planned.sources.tolist()):
             example = self._example(index)
-            names = [name for of_kind in _all_ids(example) for name in of_kind]
-            ids += [name and f"{source} {name}" for name in names] or [""] * (
-                len(example.positives) + len(example.negatives)
-            )
+            names = (*example.positives.all_ids, *example.negatives.all_ids)
+            ids += [name and f"{source} {name}" for name in names]
         return np.where([bool(name) for name in ids], text_keys(ids).numpy(), -1)
 
     def _example(self, index: int) -> Example:
@@ -271,7 +252,7 @@ class TrainData:
     @property
     def texts_per_row(self) -> int:
         """Query and documents of a row, in the source whose rows have the most."""
-        counts = [store.report.counts() for store in self.stores]
+        counts = [store.report.negative_counts() for store in self.stores]
         return max(1 if count.one_text else 2 + count.most for count in counts)
 
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:

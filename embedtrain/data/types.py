@@ -11,47 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.data.rows import Row
+
 
 class TextRole(str, Enum):
     """What a text is encoded as. Some models treat queries and documents differently, besides their prompts."""
 
     query = "query"
     document = "document"
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One training row, with texts without prompts."""
-
-    query: str  # or the only text of a row that has no documents
-    positives: tuple[str, ...]  # at least one, unless the loss needs no documents
-    negatives: tuple[str, ...]
-    source: int  # index in `data.train`
-    file: str  # path, or id on the Hub
-    line: int  # line or row number in the file, from 1
-    positive_scores: tuple[float, ...] = ()  # one per positive, in float32; empty if the row has no scores
-    negative_scores: tuple[float, ...] = ()
-    positive_ids: tuple[str, ...] = ()  # one per positive, "" for a document without an id; empty if the row has no ids
-    negative_ids: tuple[str, ...] = ()
-    label: int | None = None
-    # Of a teacher, in float32: one for all texts, or one per text in the order query, positives, negatives; or empty.
-    vectors: tuple[Sequence[float], ...] = ()
-    instruction: str | None = None  # replaces the prompt of the query; "" for no prompt, None to keep the source's
-    document_instruction: str | None = None  # replaces the prompt of all documents
-    max_negatives: int | None = None  # maximal number of hard negatives that a step uses; None: all
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one step uses of an Example: the query, one positive, and some hard negatives, without prompts."""
-
-    query: str
-    documents: tuple[str, ...]  # the positive, then the hard negatives; empty in a row of one text
-    scores: tuple[float, ...] = ()  # one per document, or empty
-    ids: tuple[str, ...] = ()  # one per document, "" for a document without an id; or empty
-    label: int | None = None
-    vectors: tuple[Sequence[float], ...] = ()  # of a teacher: of the query, then of each document; or empty
-    source: int = 0  # index in `data.train`
 
 
 class Pair(NamedTuple):

@@ -79,7 +79,7 @@ class DistinctTexts:
         for index in np.lexsort((self.rows[start:end], self.sources[start:end])).tolist():
             source, row, position = (int(values[start + index]) for values in (self.sources, self.rows, self.positions))
             example = self.stores[source][row]
-            texts[index] = (example.query, *example.positives, *example.negatives)[position]
+            texts[index] = example.texts[position]
         return texts, self.positions[start:end] == 0
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import map_array, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.text_format import instructed_query, text_keys
-from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -232,7 +232,7 @@ def _read_row_keys(source: MiningSource, formats: dict[DocumentFormat, int]) -> 
             if document_instruction is not None and query_instruction is None:
                 row = store[len(format_of)]
                 raise DataError(
-                    f"{row.file}:{row.line}: the documents have an instruction and the query has none, which the "
+                    f"{row.place}: the documents have an instruction and the query has none, which the "
                     'output format cannot express: give the query one ("" for none)'
                 )
             format_of.append(formats.setdefault(source.document_format(document_instruction), len(formats)))
@@ -355,7 +355,7 @@ def _existing_negatives(
     rows: Sequence[Example], of_row: IntArray, excluded: QueryDocumentPairs, inputs: MiningInputs
 ) -> QueryDocumentPairs:
     owners: IntArray = np.repeat(np.arange(len(rows)), np.array([len(row.negatives) for row in rows], dtype=np.int64))
-    documents = inputs.pool.numbers(text_keys([text for row in rows for text in row.negatives]).numpy())
+    documents = inputs.pool.numbers(text_keys([text for row in rows for text in row.negatives.texts]).numpy())
     size = len(inputs.pool)
     keep = ~np.isin(of_row[owners] * size + documents, excluded.owners * size + excluded.documents)
     # Negatives of a row that differ in surrounding whitespace only count once.

@@ -20,6 +20,7 @@ from embedtrain.data.cache.cache import Cache, map_array, write_array
 from embedtrain.data.cache.document_store import MappedTexts
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part
@@ -34,7 +35,6 @@ from embedtrain.data.sources.resolve import (
 )
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.text_format import TextFormat, text_keys
-from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mining.options import RowSearchOptions

@@ -12,9 +12,10 @@ from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.rows import Row
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import restore_order
-from embedtrain.data.types import Chunk, Row, TextRole
+from embedtrain.data.types import Chunk, TextRole
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
@@ -73,7 +74,7 @@ class StoredTeacher:
 
     def __call__(self, rows: Sequence[Row]) -> Guide:
         """The vectors of these rows' texts; a DataError for a text that has none."""
-        queries, documents = [row.query for row in rows], [text for row in rows for text in row.documents]
+        queries, documents = [row.query for row in rows], [text for row in rows for text in row.documents.texts]
         vectors = self._vectors(TextRole.query, queries), self._vectors(TextRole.document, documents)
         return Guide(*vectors, self.similarity)
 
@@ -111,7 +112,7 @@ class StoredTeacher:
                     ):
                         for index in np.flatnonzero(self._rows(role, texts) < 0)[:1].tolist():
                             example = store[int(store.rows.batch_starts[batch] + numbers[index])]
-                            raise DataError(f"{example.file}:{example.line}: {self._missing(role, texts[index])}")
+                            raise DataError(f"{example.place}: {self._missing(role, texts[index])}")
 
     def _missing(self, role: TextRole, text: str) -> str:
         other = TextRole.document if role is TextRole.query else TextRole.query

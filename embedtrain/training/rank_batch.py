@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.data.chunks import ChunkPlan, plan_chunks
+from embedtrain.data.rows import Row
 from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch, Row
+from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.losses.encoded import row_indices
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss, Origin, RowSources, Sizes
@@ -94,7 +95,7 @@ class GuideTokenizer:
         """Chunks of all queries, then all documents, of these rows."""
         query_prompt, document_prompt = self.text_format.query_prompt, self.text_format.document_prompt
         queries = [query_prompt + row.query for row in rows]
-        documents = [document_prompt + text for row in rows for text in row.documents]
+        documents = [document_prompt + text for row in rows for text in row.documents.texts]
         prompts = [query_prompt] * len(queries) + [document_prompt] * len(documents)
         return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens, prompts))
 
@@ -207,7 +208,7 @@ def make_rank_batch(
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
     has_ids = batch.has_ids
     if has_ids is None:
-        has_ids = batch.has_loss_columns and any(any(row.ids) for row in batch.rows)
+        has_ids = batch.has_loss_columns and any(any(row.documents.ids) for row in batch.rows)
     batch_info = _make_batch_info(
         rows,
         global_rows,
@@ -281,9 +282,9 @@ def _make_batch_info(
     ids, scores = list[str](), list[float]()
     counts = [0] * len(known_rows) if num_negatives is None else num_negatives.tolist()[: len(known_rows)]
     for row, count in zip(known_rows, counts, strict=True):
-        own_ids = [name and f"{row.source} {name}" for name in row.ids or [""] * len(row.documents)]
+        own_ids = [name and f"{row.source} {name}" for name in row.documents.all_ids]
         ids += [*own_ids, *[""] * count]
-        scores += [*row.scores, *[0.0] * count] if row.scores else []
+        scores += [*row.documents.scores, *[0.0] * count] if row.documents.scores else []
     labels = [row.label for row in known_rows if row.label is not None]
     # A rank without rows cannot know whether other ranks have scores or labels: it has an empty tensor of each.
     return BatchInfo(

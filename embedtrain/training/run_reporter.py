@@ -16,9 +16,9 @@ from torch import Tensor
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.data.rows import Example
 from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.train_data import TrainData
-from embedtrain.data.types import Example
 from embedtrain.distributed.watchdog.activity import activity
 from embedtrain.errors import TrainingError
 from embedtrain.evaluation.types import (
@@ -360,9 +360,9 @@ def _add_source(sample: _SampleBuilder, data: TrainData, source: int, count: int
         example = store[row]
         lengths = (text_format.query_max_length, text_format.document_max_length)
         origin = _Origin(store.report.name, False, *text_format.prompts(example), *lengths)
-        if not example.positives:
+        if not example.positives.texts:
             sample.add(origin.query(example.query, role=Role.text, label=example.label))
-        elif graded and example.positive_scores:
+        elif graded and example.positives.scores:
             scored += _scored(origin, example)
         else:
             _add_row(sample, origin, example)
@@ -370,15 +370,15 @@ def _add_source(sample: _SampleBuilder, data: TrainData, source: int, count: int
 
 
 def _scored(origin: _Origin, example: Example) -> Iterator[tuple[_Origin, str, str, float]]:
-    documents = [*example.positives[:JUDGED_PER_QUERY], *example.negatives[:JUDGED_PER_QUERY]]
-    scores = [*example.positive_scores[:JUDGED_PER_QUERY], *example.negative_scores[:JUDGED_PER_QUERY]]
-    for document, score in zip(documents, scores, strict=True):
-        yield origin, example.query, document, score
+    for documents in (example.positives, example.negatives):
+        judged = zip(documents.texts[:JUDGED_PER_QUERY], documents.scores[:JUDGED_PER_QUERY], strict=True)
+        for document, score in judged:
+            yield origin, example.query, document, score
 
 
 def _add_row(sample: _SampleBuilder, origin: _Origin, example: Example) -> None:
     """A query with its first positive and hard negatives."""
     query = sample.add(origin.query(example.query))
-    sample.pair(query, sample.add(origin.document(example.positives[0])), PairRelation.positive)
-    for negative in example.negatives[:JUDGED_PER_QUERY]:
+    sample.pair(query, sample.add(origin.document(example.positives.texts[0])), PairRelation.positive)
+    for negative in example.negatives.texts[:JUDGED_PER_QUERY]:
         sample.pair(query, sample.add(origin.document(negative)), PairRelation.negative)

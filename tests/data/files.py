@@ -15,7 +15,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_checks import SourceReport
-from embedtrain.data.types import Example
+from embedtrain.data.rows import Example
 from embedtrain.errors import DataError, EmbedtrainError
 
 NO_NEEDS = RowRequirements()

@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from embedtrain.data.rows import Documents, Row
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair, Row
+from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.errors import ModelError
 from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
@@ -109,7 +110,7 @@ def test_no_room_for_texts():
 def test_every_pair_of_a_batch_is_encoded_once_and_sent_to_its_row(size):
     own = xlm_r()
     tokenizer = TextTokenizer(own, 24, PairLayout(own, PairFormat.of(own)), packed=True)
-    rows = [Row(TEXTS[i], tuple(TEXTS[(i + j) % 7] for j in range(i % 4))) for i in range(1, 7)]
+    rows = [Row(TEXTS[i], Documents(tuple(TEXTS[(i + j) % 7] for j in range(i % 4)))) for i in range(1, 7)]
     batch = GlobalBatch(0, rows)
     batch = replace(batch, tokens=TextTokens(batch, tokenizer))
     ranks = [make_rank_batch(batch, rank, size, tokenizer, ChunkOptions(40)) for rank in range(size)]
@@ -122,8 +123,8 @@ def test_every_pair_of_a_batch_is_encoded_once_and_sent_to_its_row(size):
         arrived = [encoded[other][index] for other in range(size) for index in sent[other][rank].tolist()]
         pairs = local.exchanges[0].received_rows.argsort().tolist()
         expected = own(
-            [row.query for row in rows[rank::size] for _ in row.documents],
-            [text for row in rows[rank::size] for text in row.documents],
+            [row.query for row in rows[rank::size] for _ in row.documents.texts],
+            [text for row in rows[rank::size] for text in row.documents.texts],
             truncation="longest_first",
             max_length=24,
         )["input_ids"]

@@ -16,10 +16,10 @@ from embedtrain.config.losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache
+from embedtrain.data.rows import Row
 from embedtrain.data.text_format import Prompt, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import Mixing, TrainData, load_recipe_data, load_train_data
-from embedtrain.data.types import Row
 from embedtrain.errors import DataError
 from tests.small import small_tokenizer
 
@@ -80,9 +80,9 @@ def test_prompts_and_negatives_of_each_source(data: TrainData) -> None:
     counts = Counter()
     for k in range(data.plan.steps_per_epoch):
         for row in data.batch(k).rows:
-            positive, *negatives = row.documents
+            positive, *negatives = row.documents.texts
             if row.query == "z":
-                assert row.documents == ("y",)
+                assert row.documents.texts == ("y",)
                 counts["three"] += 1
                 continue
             first = row.source == 0
@@ -99,7 +99,7 @@ def test_draws_change_with_the_epoch_and_are_uniform(tmp_path: Path) -> None:
     data = load_train_data([source(tmp_path, "a", [row], negatives=3)], seed=1, global_batch_size=1)
     positives, negatives = Counter(), Counter()
     for k in range(2000):
-        first, *others = data.batch(k).rows[0].documents
+        first, *others = data.batch(k).rows[0].documents.texts
         assert len(set(others)) == 3
         positives[first] += 1
         negatives.update(others)
@@ -112,7 +112,7 @@ def test_a_row_that_occurs_twice_in_an_epoch_is_drawn_twice(tmp_path: Path) -> N
     data = load_train_data([source(tmp_path, "a", rows, weight=2)], seed=1, global_batch_size=40)
     drawn: dict[str, list[str]] = {}
     for row in data.batch(0).rows:
-        drawn.setdefault(row.query, []).append(row.documents[0])
+        drawn.setdefault(row.query, []).append(row.documents.texts[0])
     assert all(len(positives) == 2 for positives in drawn.values())
     assert sum(a != b for a, b in drawn.values()) > 12
 
@@ -200,19 +200,19 @@ def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bo
         rows, tokens = list(batch.rows), batch.tokens
         assert tokens is not None
         assert (batch.source is not None) == by_source
-        assert tokens.num_documents.tolist() == [len(row.documents) for row in rows]
+        assert tokens.num_documents.tolist() == [len(row.documents.texts) for row in rows]
         formats = [data.settings[row.source].text_format for row in rows]
         expected = [
             tokenizer.ids([form.query(None)(row.query)], form.query_max_length)[0]
             for row, form in zip(rows, formats, strict=True)
         ]
         for row, form in zip(rows, formats, strict=True):
-            documents = [form.document(None)(text) for text in row.documents]
+            documents = [form.document(None)(text) for text in row.documents.texts]
             expected += tokenizer.ids(documents, form.document_max_length)
         assert tokens.lengths.tolist() == [len(ids) for ids in expected]
         selected = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
         assert tokens.tokens(selected).ids.tolist() == [token for text in selected for token in expected[text]]
-        plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
+        plain = [row.query for row in rows] + [text for row in rows for text in row.documents.texts]
         assert tokens.keys.tolist() == text_keys(plain).tolist()
 
 
@@ -255,13 +255,13 @@ def test_documents_of_other_rows(tmp_path: Path) -> None:
         assert [part.tolist() for part in ids[len(batch.rows) :]] == tokenizer.ids(documents)
         for row, number, count in zip(batch.rows, tokens.num_documents, counts, strict=True):
             own, documents = documents[:number], documents[number:]
-            assert own[: number - count] == list(row.documents)
+            assert own[: number - count] == list(row.documents.texts)
             drawn = set(own[number - count :])
             assert len(drawn) == count == (0 if row.query == "z" else 5)
             held = {document for example in rows for document in example["pos"] if example["query"] == row.query}
             assert not drawn & held
             same = {"s0", "s1", "s2"}  # equal by id
-            assert len(drawn & same) <= (row.documents[0] not in same)
+            assert len(drawn & same) <= (row.documents.texts[0] not in same)
 
 
 def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
@@ -271,14 +271,14 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
         "import sys; from embedtrain.config.recipe import TrainSource\n"
         "from embedtrain.data.train_data import load_train_data\n"
         "data = load_train_data([TrainSource(path=sys.argv[1])], seed=4, global_batch_size=7)\n"
-        "print([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])"
+        "print([(row.query, row.documents.texts) for k in (8, 2, 5) for row in data.batch(k).rows])"
     )
     command = [sys.executable, "-c", program, path]
     answers = {
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout for _ in range(2)
     }
     data = load_train_data([TrainSource(path=path)], seed=4, global_batch_size=7)
-    here = str([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])
+    here = str([(row.query, row.documents.texts) for k in (8, 2, 5) for row in data.batch(k).rows])
     assert answers == {here + "\n"}
 
 
@@ -296,16 +296,16 @@ def test_a_list_has_all_documents_of_its_row(tmp_path: Path) -> None:
     for row in batch.rows:
         number = row.query[1:]
         if row.query.startswith("q"):
-            assert sorted(row.documents) == [f"d{number}{letter}" for letter in "abc"]
-            assert row.scores == tuple(label[document[-1]] for document in row.documents)
+            assert sorted(row.documents.texts) == [f"d{number}{letter}" for letter in "abc"]
+            assert row.documents.scores == tuple(label[document[-1]] for document in row.documents.texts)
         else:
-            assert len(set(row.documents)) == 2
-            assert row.documents[0] in (f"p{number}", f"r{number}")
-            assert row.scores == tuple(label[document[0]] for document in row.documents)
+            assert len(set(row.documents.texts)) == 2
+            assert row.documents.texts[0] in (f"p{number}", f"r{number}")
+            assert row.documents.scores == tuple(label[document[0]] for document in row.documents.texts)
     assert batch.tokens is not None
-    texts = [row.query for row in batch.rows] + [document for row in batch.rows for document in row.documents]
+    texts = [row.query for row in batch.rows] + [document for row in batch.rows for document in row.documents.texts]
     assert batch.tokens.keys.tolist() == text_keys(texts).tolist()
-    assert {row.documents for step in range(6) for row in data.batch(step).rows if row.query == "k0"} >= {
+    assert {row.documents.texts for step in range(6) for row in data.batch(step).rows if row.query == "k0"} >= {
         ("p0", "r0"),
         ("r0", "p0"),
     }

@@ -98,7 +98,9 @@ def rendered(data: TrainData) -> Rendered:
     texts = []
     for example in data.stores[0]:
         query, document = data.settings[0].text_format.prompts(example)
-        texts.append((query(example.query), [document(text) for text in (*example.positives, *example.negatives)]))
+        texts.append(
+            (query(example.query), [document(text) for text in (*example.positives.texts, *example.negatives.texts)])
+        )
     return texts
 
 

@@ -165,7 +165,7 @@ def test_annotated_rows_are_read_with_a_condition(ranks, folder):
         (store,) = read_sources(
             [TrainSource(path=str(folder / directory / "rows.jsonl"), where=condition)], OnError.stop
         )
-        read_rows.append([(row.query, row.positives, row.negatives, row.positive_ids) for row in store])
+        read_rows.append([(row.query, row.positives.texts, row.negatives.texts, row.positives.ids) for row in store])
     assert read_rows[0] == read_rows[1]
     assert 0 < len(read_rows[0]) < len(ROWS)
     rest = [row["rank"] for row in annotated if not any(rank <= KEEP_RANK for rank in row["rank"])]

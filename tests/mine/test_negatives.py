@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.rows import format_row
+from embedtrain.data.rows import Documents, format_row
 
 ROWS = [
     {"query": "a b", "pos": ["x", "y"], "neg": ["z"]},
@@ -33,12 +33,12 @@ def read(path):
 def test_a_row_is_read_back(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (before,) = read(tmp_path / "rows.jsonl")
-    line = format_row(before, ["n1", "n2"], ["i1", ""], ([0.9] * len(before.positives), [0.5, 0.25]))
+    line = format_row(before, ["n1", "n2"], ["i1", ""], ([0.9] * len(before.positives.texts), [0.5, 0.25]))
     (tmp_path / "mined.jsonl").write_text(line + "\n", encoding="utf-8")
     (after,) = read(tmp_path / "mined.jsonl")
-    assert after.negatives == ("n1", "n2")
-    assert after.negative_ids == ("i1", "")
-    for name in ("query", "positives", "instruction", "document_instruction", "max_negatives", "positive_ids"):
+    assert after.negatives.texts == ("n1", "n2")
+    assert after.negatives.ids == ("i1", "")
+    for name in ("query", "positives", "instruction", "document_instruction", "max_negatives"):
         assert getattr(after, name) == getattr(before, name), name
 
 
@@ -49,6 +49,6 @@ def test_scores_are_the_shortest_that_are_the_same():
 
 
 def _example():
-    from embedtrain.data.types import Example
+    from embedtrain.data.rows import Example
 
-    return Example("a", ("x",), (), source=0, file="f", line=1)
+    return Example("a", Documents(("x",)))

@@ -74,7 +74,7 @@ def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, 
     """Loss and gradient of every trained weight, by textbook InfoNCE on PEFT's model."""
     backbone, tokenizer = opened(model), small_tokenizer()
     rows = batch(num_rows).rows
-    texts = [text for row in rows for text in row.documents]
+    texts = [text for row in rows for text in row.documents.texts]
 
     def encode(texts: list[str]) -> torch.Tensor:
         ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
@@ -83,9 +83,9 @@ def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, 
     logits = encode([row.query for row in rows]) @ encode(texts).T / TEMPERATURE
     total, positive = torch.zeros((), dtype=torch.float64), 0
     for i, row in enumerate(rows):
-        candidates = [j for j, text in enumerate(texts) if j == positive or text != row.documents[0]]
+        candidates = [j for j, text in enumerate(texts) if j == positive or text != row.documents.texts[0]]
         total = total - F.log_softmax(logits[i, candidates], dim=0)[candidates.index(positive)]
-        positive += len(row.documents)
+        positive += len(row.documents.texts)
     loss = total / num_rows
     loss.backward()
     gradients = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}

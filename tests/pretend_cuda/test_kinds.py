@@ -130,7 +130,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """26 rows with a negative each, and an evaluation set of 6 queries."""
     folder = tmp_path_factory.mktemp("kinds")
     rows = [
-        {"query": row.query, "pos": list(row.documents[:1]), "neg": [*row.documents[1:], text(400 + i, 5)]}
+        {"query": row.query, "pos": list(row.documents.texts[:1]), "neg": [*row.documents.texts[1:], text(400 + i, 5)]}
         for i, row in enumerate(batch(26).rows)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -109,10 +109,10 @@ def test_rows_keep_what_training_reads(tmp_path: Path) -> None:
     assert all({key: row[key] for key in extra} == extra for row in train)
     needs = RowRequirements(scores=ScoreRequirement.pairs, loss="cosent")
     before, after = (read(file, needs=needs)[0] for file in (path, tmp_path / "out" / "train.jsonl"))
-    by_texts = {(example.query, example.positives, example.negatives): example for example in before}
+    by_texts = {(example.query, example.positives.texts, example.negatives.texts): example for example in before}
     for example in after:
-        original = by_texts[example.query, example.positives, example.negatives]
-        assert (example.negative_scores, example.instruction) == (original.negative_scores, original.instruction)
+        original = by_texts[example.query, example.positives.texts, example.negatives.texts]
+        assert (example.negatives.scores, example.instruction) == (original.negatives.scores, original.instruction)
 
 
 def test_documents_by_id(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
         return F.normalize(pooled, dim=0)
 
     queries = torch.stack([encode(row.query) for row in rows.rows])
-    texts = [text for row in rows.rows for text in row.documents]
+    texts = [text for row in rows.rows for text in row.documents.texts]
     documents = torch.stack([encode(text) for text in texts])
-    answers = {(row.query, row.documents[0]) for row in rows.rows}
+    answers = {(row.query, row.documents.texts[0]) for row in rows.rows}
     total = torch.zeros((), dtype=torch.float64)
     offset = 0
     for i, row in enumerate(rows.rows):
@@ -59,7 +59,7 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
         kept = [j for j, text in enumerate(texts) if j == offset or text not in right]
         logits = documents[kept] @ queries[i] / TEMPERATURE
         total = total - F.log_softmax(logits, dim=0)[kept.index(offset)]
-        offset += len(row.documents)
+        offset += len(row.documents.texts)
     loss = total / len(rows.rows)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}

@@ -69,8 +69,8 @@ def lists(path: str, cache: str, name: str, batch_size: int) -> list[tuple[str, 
     actual = []
     for row, number in zip(batch.rows, batch.tokens.num_documents.tolist(), strict=True):
         own, documents = documents[:number], documents[number:]
-        assert own[: len(row.documents)] == list(row.documents)
-        labels = [*(row.scores or [1.0, *[0.0] * (len(row.documents) - 1)])]
+        assert own[: len(row.documents.texts)] == list(row.documents.texts)
+        labels = [*(row.documents.scores or [1.0, *[0.0] * (len(row.documents.texts) - 1)])]
         actual.append((row.query, own, [*labels, *[0.0] * (number - len(labels))]))
     assert any(len(own) > 1 for _, own, _ in actual)
     return actual

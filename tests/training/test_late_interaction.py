@@ -57,16 +57,16 @@ def opened(model: ModelConfig) -> tuple[Encoder, TextTokenizer]:
 def plain_loss(model: ModelConfig, rows: GlobalBatch) -> Result:
     """InfoNCE over all documents, and its gradient. A document that equals the positive is no negative."""
     encoder, tokenizer = opened(model)
-    documents = [document for row in rows.rows for document in row.documents]
+    documents = [document for row in rows.rows for document in row.documents.texts]
     vectors = [own_class(encoder, tokenizer.tokens([document])) for document in documents]
     total, positive = torch.zeros((), dtype=torch.float64), 0
     for row in rows.rows:
         query = own_class(encoder, tokenizer.tokens([row.query], role=TextRole.query))
         scores = torch.stack([sum((vector @ token).max() for token in query) for vector in vectors]) / TEMPERATURE
-        equal = torch.tensor([document == row.documents[0] for document in documents])
+        equal = torch.tensor([document == row.documents.texts[0] for document in documents])
         equal[positive] = False
         total = total + F.cross_entropy(scores.masked_fill(equal, -torch.inf), torch.tensor(positive)) / len(rows.rows)
-        positive += len(row.documents)
+        positive += len(row.documents.texts)
     total.backward()
     return total.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 

@@ -84,8 +84,8 @@ def plain(model: ModelConfig, rows: GlobalBatch) -> tuple[float, Gradients]:
         return [torch.stack(vectors) for vectors in zip(*each, strict=True)]
 
     queries = encode([row.query for row in rows.rows])
-    documents = encode([text for row in rows.rows for text in row.documents])
-    sizes = torch.tensor([len(row.documents) for row in rows.rows])
+    documents = encode([text for row in rows.rows for text in row.documents.texts])
+    sizes = torch.tensor([len(row.documents.texts) for row in rows.rows])
     positives = sizes.cumsum(0) - sizes
 
     def infonce(layer: int) -> Tensor:

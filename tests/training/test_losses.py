@@ -45,8 +45,9 @@ from embedtrain.config.losses import (
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
+from embedtrain.data.rows import Documents, Row
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -150,7 +151,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
     wide = isinstance(config, DistillEmbeddingsConfig) and config.project
     built = []
     for i, row in enumerate(batch(num_rows, first=7 * step).rows):
-        documents = row.documents
+        documents = row.documents.texts
         if needs.negatives or needs.same_num_documents:
             documents = (documents[0], text(300 + i, 4 + i % 5))
         if classes:
@@ -165,8 +166,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
         built.append(
             Row(
                 row.query,
-                documents,
-                scores=tuple(float(i % 3) for _ in documents) if classes else scores,
+                Documents(documents, tuple(float(i % 3) for _ in documents) if classes else scores),
                 label=i % 3 if needs.label else None,
                 vectors=tuple(torch.randn(1 + len(documents), width, generator=random).tolist())
                 if needs.vectors
@@ -192,7 +192,7 @@ def one_process(world: World, model: ModelConfig, config: LossConfig, batches: l
     total, measures, num_rows = torch.zeros(()), dict[str, float](), sum(len(rows.rows) for rows in batches)
     for rows in batches:
         rank_batch = cut_for(rows, world, tokenizer, 10_000, 10_000)
-        texts = [row.query for row in rows.rows] + [t for row in rows.rows for t in row.documents]
+        texts = [row.query for row in rows.rows] + [t for row in rows.rows for t in row.documents.texts]
         vectors = torch.cat([encode(encoder, tokenizer, one) for one in texts])
         output = loss(vectors[: rank_batch.num_queries], vectors[rank_batch.num_queries :], rank_batch.batch_info)
         weight = len(rows.rows) / num_rows
@@ -457,7 +457,7 @@ def test_a_guide_sees_the_texts_without_the_models_prompt(ranks, tmp_path, world
     answers = ranks(world_size, guided, str(guide), 3)
     for rank, (queries, documents) in enumerate(answers):
         local_loss = rows[rank::world_size]
-        texts = [row.query for row in local_loss], [t for row in local_loss for t in row.documents]
+        texts = [row.query for row in local_loss], [t for row in local_loss for t in row.documents.texts]
         for actual, expected in zip((queries, documents), texts, strict=True):
             assert len(actual) == len(expected)
             for vector, one in zip(actual, expected, strict=True):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from embedtrain.data.prefetch import Prefetcher
+from embedtrain.data.rows import Documents, Row
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch
 from embedtrain.losses.types import BatchInfo
 from embedtrain.training.rank_batch import ChunkOptions, Exchange, RankBatch, make_rank_batch, plan_exchange
 from tests.small import batch, small_tokenizer, text, tokenised
@@ -27,7 +28,7 @@ def parts(rows: GlobalBatch, size: int, cutting: ChunkOptions) -> list[RankBatch
 
 
 def texts_of(rows: Sequence[Row]) -> list[str]:
-    return [row.query for row in rows] + [text for row in rows for text in row.documents]
+    return [row.query for row in rows] + [text for row in rows for text in row.documents.texts]
 
 
 def tokens_of(part: RankBatch) -> list[list[int]]:
@@ -72,9 +73,9 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
         assert at_home(dealt, rank) == TOKENIZER.ids(texts)
         assert rank_batch.real_tokens == sum(map(len, tokens_of(rank_batch))) <= rank_batch.computed_tokens
         assert (rank_batch.num_cached_graphs == len(rank_batch.chunks)) == (cutting.chunk_tokens == 10_000)
-        documents = [text for row in share for text in row.documents]
+        documents = [text for row in share for text in row.documents.texts]
         assert [documents[index] for index in rank_batch.batch_info.positives.tolist()] == [
-            row.documents[0] for row in share
+            row.documents.texts[0] for row in share
         ]
         assert rank_batch.batch_info.query_keys.equal(text_keys([row.query for row in share]))
         assert rank_batch.batch_info.document_keys.equal(text_keys(documents))
@@ -86,7 +87,7 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_have_as_much_to_compute(size):
     """Rank 0's rows are the long ones: their texts are dealt all the same."""
-    rows = tuple(Row(text(i, 2), (text(i, 40 if i % size == 0 else 3),)) for i in range(60 * size))
+    rows = tuple(Row(text(i, 2), Documents((text(i, 40 if i % size == 0 else 3),))) for i in range(60 * size))
     dealt = parts(GlobalBatch(0, rows), size, PIECES)
     assert max(part.computed_tokens for part in dealt) <= 1.02 * min(part.computed_tokens for part in dealt)
 
@@ -94,7 +95,7 @@ def test_ranks_have_as_much_to_compute(size):
 def test_pieces_save_padding():
     """A share that fits is cut all the same, and less is computed than in one pass."""
     long, short = " ".join(["alpha"] * 14), "beta"
-    rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
+    rows = GlobalBatch(0, tuple(Row(short, Documents((long,))) for _ in range(8)))
     (one,), (several,) = parts(rows, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)), parts(rows, 1, PIECES)
     assert len(one.chunks) == 1 < len(several.chunks)
     assert several.num_cached_graphs == len(several.chunks)
@@ -126,7 +127,7 @@ def test_a_rank_without_rows():
 
 
 def test_more_ranks_than_texts():
-    rows = GlobalBatch(0, (Row("alpha", ("beta",)),))
+    rows = GlobalBatch(0, (Row("alpha", Documents(("beta",))),))
     dealt = parts(rows, 4, PIECES)
     assert at_home(dealt, 0) == TOKENIZER.ids(["alpha", "beta"])
     assert [at_home(dealt, rank) for rank in (1, 2, 3)] == [[], [], []]
@@ -134,10 +135,10 @@ def test_more_ranks_than_texts():
 
 def test_ids_are_a_sources_own():
     rows = [
-        Row("a", ("b",), ids=("7",), source=0),
-        Row("a", ("c",), ids=("7",), source=1),
-        Row("a", ("d", "e"), ids=("8", "7"), source=0),
-        Row("a", ("f",), source=1),
+        Row("a", Documents(("b",), ids=("7",)), source=0),
+        Row("a", Documents(("c",), ids=("7",)), source=1),
+        Row("a", Documents(("d", "e"), ids=("8", "7")), source=0),
+        Row("a", Documents(("f",)), source=1),
     ]
     (rank_batch,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
     ids = rank_batch.batch_info.document_ids

@@ -1,11 +1,13 @@
 """Sources with losses of their own: each batch is given to its own, on every rank, and only what is used is trained."""
 
+from dataclasses import replace
+
 import pytest
 from torch import Tensor
 
 from embedtrain.config.losses import CoSENTConfig, DistillEmbeddingsConfig, InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import load_model
@@ -25,7 +27,10 @@ NAMES = ["a", "b", "c", "d"]
 
 def rows_of(source: int) -> GlobalBatch:
     rows = [
-        Row(row.query, row.documents, scores=tuple((i * 3 + j) % 5 / 4 for j in range(len(row.documents))))
+        replace(
+            row,
+            documents=replace(row.documents, scores=tuple((i * 3 + j) % 5 / 4 for j in range(len(row.documents)))),
+        )
         for i, row in enumerate(batch(9, first=source).rows)
     ]
     return tokenised(GlobalBatch(source, tuple(rows), source=source), text_tokenizer())

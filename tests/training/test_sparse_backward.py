@@ -61,15 +61,15 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
         return (hidden @ table.T + bias).amax(dim=0).relu().log1p()
 
     queries = torch.stack([encode(row.query) for row in rows.rows])
-    texts = [text for row in rows.rows for text in row.documents]
+    texts = [text for row in rows.rows for text in row.documents.texts]
     documents = torch.stack([encode(text) for text in texts])
-    answers = {(row.query, row.documents[0]) for row in rows.rows}
+    answers = {(row.query, row.documents.texts[0]) for row in rows.rows}
     loss, first = torch.zeros((), dtype=torch.float64), 0
     for i, row in enumerate(rows.rows):
         right = {other.documents[0] for other in rows.rows if (row.query, other.documents[0]) in answers}
         kept = [j for j, text in enumerate(texts) if j == first or text not in right]
         loss = loss - F.log_softmax(documents[kept] @ queries[i] / TEMPERATURE, dim=0)[kept.index(first)]
-        first += len(row.documents)
+        first += len(row.documents.texts)
     loss = loss / len(rows.rows) + 0.3 * queries.sum(dim=1).mean()
     active = (documents > 0).sum(dim=1, keepdim=True) > 37
     assert source.config.model_type != "bert" or 0 < int(active.sum()) < len(active)

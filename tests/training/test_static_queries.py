@@ -61,15 +61,15 @@ def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, 
         return logits.amax(dim=0).relu().log1p().log1p()
 
     queries = torch.stack([query(row.query) for row in rows])
-    texts = [text for row in rows for text in row.documents]
+    texts = [text for row in rows for text in row.documents.texts]
     documents = torch.stack([document(text) for text in texts])
-    answers = {(row.query, row.documents[0]) for row in rows}
+    answers = {(row.query, row.documents.texts[0]) for row in rows}
     loss, first = torch.zeros((), dtype=torch.float64), 0
     for i, row in enumerate(rows):
         right = {other.documents[0] for other in rows if (row.query, other.documents[0]) in answers}
         kept = [j for j, text in enumerate(texts) if j == first or text not in right]
         loss = loss - F.log_softmax(documents[kept] @ queries[i] / TEMPERATURE, dim=0)[kept.index(first)]
-        first += len(row.documents)
+        first += len(row.documents.texts)
     loss = loss / len(rows) + 0.2 * documents.mean(dim=0).square().sum()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
@@ -107,7 +107,9 @@ def test_gradient_equals_one_process(ranks, directory, world_size, strategy, num
     model = model_options(path=str(directory), kind="sparse", **sparse)
     loss, expected = plain_gradient(model, num_rows)
     assert (QUERY_WEIGHTS in expected) is trained
-    encoded = sum(len(small_tokenizer()(text)["input_ids"]) for row in batch(num_rows).rows for text in row.documents)
+    encoded = sum(
+        len(small_tokenizer()(text)["input_ids"]) for row in batch(num_rows).rows for text in row.documents.texts
+    )
     for chunks in (ONE_CHUNK, CACHED):
         answers = ranks(world_size, sharded_gradient, model, parallel(Strategy(strategy)), chunks, num_rows)
         assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6)

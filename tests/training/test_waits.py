@@ -88,7 +88,10 @@ def rows_with_duplicates(config: LossConfig) -> GlobalBatch:
     """With equal queries and equal documents, and with ids."""
     rows = rows_for(config, 9)
     repeated = [*rows.rows[:7], rows.rows[0], rows.rows[1]]
-    repeated = [replace(row, ids=tuple("ab"[len(text) % 2] for text in row.documents)) for row in repeated]
+    repeated = [
+        replace(row, documents=replace(row.documents, ids=tuple("ab"[len(text) % 2] for text in row.documents.texts)))
+        for row in repeated
+    ]
     return tokenised(replace(rows, rows=tuple(repeated), tokens=None), load_tokenizer())
 
 

@@ -46,7 +46,11 @@ def inputs(tmp_path_factory) -> Path:
     prompts = {"query": f"{text(900, 2)} ", "document": f"{text(901, 1)} "}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"prompts": prompts}))
     lines = [
-        {"query": row.query, "pos": list(row.documents[:1]), "neg": [*row.documents[1:], text(400 + i % 5, 5)]}
+        {
+            "query": row.query,
+            "pos": list(row.documents.texts[:1]),
+            "neg": [*row.documents.texts[1:], text(400 + i % 5, 5)],
+        }
         for i, row in enumerate(batch(26).rows)
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

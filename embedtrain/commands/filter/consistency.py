@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from embedtrain.commands.filter.options import FilterOptions
 from embedtrain.commands.filter.summary import SourceSummary
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.rows import format_row
+from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sampling.permutation import Purpose, make_key, permute
 from embedtrain.data.text_format import text_keys
-from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -266,13 +265,13 @@ class FilteredSource:
         """The rows with the positives that are kept, as lines; a row without any is left out."""
         for row, _, is_kept in self._rows():
             if is_kept.any():
-                yield f"{_format(_with_positives(row, is_kept))}\n"
+                yield f"{_format(row.with_positives(is_kept.tolist()))}\n"
 
     def rejected_rows(self) -> Iterator[str]:
         """The rows with the positives that are not kept, their ranks and scores, as lines."""
         for row, indices, is_kept in self._rows():
             if not is_kept.all():
-                fields = json.loads(_format(_with_positives(row, ~is_kept)))
+                fields = json.loads(_format(row.with_positives((~is_kept).tolist())))
                 fields["ranks"] = self.ranks[indices][~is_kept].tolist()
                 fields["scores"] = [float(str(score)) for score in self.scores[indices][~is_kept]]
                 yield f"{json.dumps(fields, ensure_ascii=False)}\n"
@@ -304,9 +303,9 @@ class FilteredSource:
             first = int(np.searchsorted(self.positives.rows, self.positives.rows[index]))
             examples.append(
                 {
-                    "row": f"{row.file}:{row.line}",
+                    "row": row.place,
                     "query": row.query,
-                    "positive": row.positives[index - first],
+                    "positive": row.positives.texts[index - first],
                     "rank": int(self.ranks[index]),
                     "score": float(self.scores[index]),
                 }
@@ -324,20 +323,7 @@ class FilteredSource:
         )
 
 
-def _with_positives(row: Example, is_kept: NDArray[np.bool_]) -> Example:
-    """The row with some of its positives."""
-
-    def select(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(value for value, keep in zip(values, is_kept.tolist(), strict=True) if keep) if values else ()
-
-    return replace(
-        row,
-        positives=select(row.positives),
-        positive_scores=select(row.positive_scores),
-        positive_ids=select(row.positive_ids),
-    )
-
-
 def _format(row: Example) -> str:
-    scores = (row.positive_scores, row.negative_scores) if row.positive_scores else None
-    return format_row(row, row.negatives, row.negative_ids, scores)
+    negatives = row.negatives
+    scores = (row.positives.scores, negatives.scores) if row.positives.scores else None
+    return format_row(row, negatives.texts, negatives.ids, scores)

@@ -66,7 +66,7 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
     print_cache_size(page, cache.directory, inspected_data.datasets)
     if no_tokenizer:
         page.subheading(no_tokenizer)
-    skipped = any(store.report.num_skipped for data in inspected_data.datasets for store in data.stores)
+    skipped = any(store.report.rows.num_skipped for data in inspected_data.datasets for store in data.stores)
     if inspected_data.data is None or skipped:
         raise SystemExit(1)
 
@@ -100,10 +100,10 @@ def _problems(recipe: Recipe, inspected: "InspectedSource", limit: int, cache: "
     from embedtrain.config.source_losses import source_requirements
 
     report = inspected.store.report
-    if not report.num_skipped:
+    if not report.rows.num_skipped:
         return [], 0
     num_empty = num_empty_files(inspected.source, inspected.store)
-    if min(limit, report.num_skipped) <= len(report.problems):
+    if min(limit, report.rows.num_skipped) <= len(report.problems):
         return report.problems[:limit], num_empty
     assert inspected.loss is not None
     needs = source_requirements(inspected.source, inspected.loss, recipe)
@@ -151,8 +151,10 @@ def _print_examples(
     for location in range(count):
         example = store[location * len(store) // count]
         texts = shown_texts(example, text_format, tokenizer, MAX_DOCUMENTS_SHOWN)
-        left_out = 1 + len(example.positives) + len(example.negatives) - len(texts)
-        print_example(page, parts[example.file].location(example.line), texts, left_out, example.label)
+        left_out = len(example.texts) - len(texts)
+        assert example.location is not None
+        place = parts[example.location.file].location(example.location.line)
+        print_example(page, place, texts, left_out, example.label)
 
 
 def _print_whole(

@@ -41,8 +41,8 @@ def print_source(
     facts = [("recognised as", report.layout), ("files", _files(report.files))]
     if report.left_out:
         facts.append(("left out", f"{_files(report.left_out)} (another split by name)"))
-    facts.append(("rows", f"{report.num_rows:,}"))
-    if not report.one_text:
+    facts.append(("rows", f"{report.rows.num_rows:,}"))
+    if not report.rows.one_text:
         facts.append(("positives", _counts(store.num_positives)))
         facts.append(("negatives", _negatives(store, settings.negatives)))
     facts += _extra_facts(extra)
@@ -60,19 +60,21 @@ def print_source(
     if settings.batch_negatives:
         drawn = format_count(settings.batch_negatives, "document")
         facts.append(("in a batch", f"each row gets {drawn} of other rows as further negatives"))
-    if report.num_dropped:
-        dropped = format_count(report.num_dropped, "negative")
+    if report.rows.num_dropped:
+        dropped = format_count(report.rows.num_dropped, "negative")
         facts.append(("left out", f"{dropped} that equal a positive or repeat another"))
-    if report.num_unscored:
-        facts.append(("without scores", f"{format_count(report.num_unscored, 'row')}: positives count 1, negatives 0"))
-    if report.ignored:
-        facts.append(("not used", ", ".join(report.ignored)))
+    if report.rows.num_unscored:
+        facts.append(
+            ("without scores", f"{format_count(report.rows.num_unscored, 'row')}: positives count 1, negatives 0")
+        )
+    if report.rows.ignored:
+        facts.append(("not used", ", ".join(report.rows.ignored)))
     page.facts(facts)
-    if report.num_skipped:
-        rows = report.num_skipped - num_empty
+    if report.rows.num_skipped:
+        rows = report.rows.num_skipped - num_empty
         note = [f"{format_count(rows, 'row')} that cannot be used"] * (rows > 0)
         page.subheading(" and ".join(note + [format_count(num_empty, "empty file")] * (num_empty > 0)))
-        more = report.num_skipped - len(problems)
+        more = report.rows.num_skipped - len(problems)
         page.facts([("✗", problem) for problem in problems] + [("", f"... and {more:,} more")] * (more > 0), "red")
 
 
@@ -154,7 +156,7 @@ def print_example(page: Page, location: str, texts: Sequence[ShownText], num_lef
 def print_total(page: Page, stores: Sequence[RowStore], num_empty: Sequence[int], epoch: Sequence[int] | None) -> None:
     """A line for each source, given its number of empty files and, if there is a recipe, its rows of an epoch."""
     rows = []
-    skipped = [store.report.num_skipped - empty for store, empty in zip(stores, num_empty, strict=True)]
+    skipped = [store.report.rows.num_skipped - empty for store, empty in zip(stores, num_empty, strict=True)]
     for i, store in enumerate(stores):
         row = [store.report.name, f"{len(store):,}", f"{skipped[i]:,}"]
         if epoch is not None:

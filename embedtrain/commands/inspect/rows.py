@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.row_store import EXTRA_COLUMNS, MAX_NEGATIVES, RowStore
+from embedtrain.data.cache.row_store import EXTRA_COLUMNS, RowStore
 from embedtrain.data.sampling.permutation import random_bits
 
 MAX_INSTRUCTIONS = 1_000  # distinct instructions that are counted
@@ -36,7 +36,7 @@ def summarise_extra_columns(store: RowStore) -> ExtraColumns:
     if "vectors" in store.extra_columns:
         vectors = store[0].vectors
         extra.width = len(vectors[0]) if vectors else None
-    if not store.extra_columns & (EXTRA_COLUMNS.keys() - {"vectors", MAX_NEGATIVES}):
+    if not store.extra_columns & (EXTRA_COLUMNS.keys() - {"vectors", "max_negatives"}):
         return extra
     for batch in batches_of(store):
         names = set(batch.schema.names)

@@ -109,7 +109,7 @@ def _inspect_alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, st
         except (DataError, ConfigError):
             continue
         report = data.stores[0].report
-        if column in data.stores[0].extra_columns and report.num_unscored < report.num_rows:
+        if column in data.stores[0].extra_columns and report.rows.num_unscored < report.rows.num_rows:
             return InspectedSource(plain, source.name, data, 0, loss, message)
     return InspectedSource(source, source.name, error=message)
 

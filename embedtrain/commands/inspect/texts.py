@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.commands.inspect.rows import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
+from embedtrain.data.rows import Example
 from embedtrain.data.text_format import Prompt, TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Example, TextRole
+from embedtrain.data.types import TextRole
 
 
 class UntruncatedTokenizer:
@@ -61,12 +62,10 @@ def shown_texts(
     """The texts of a row as the model receives them: the query, and up to `limit` positives and negatives each."""
     of_query, of_documents = _prompts(example, text_format, tokenizer)
     texts = [ShownText("query", 0, of_query(example.query))]
-    for role, documents, scores in (
-        ("positive", example.positives, example.positive_scores),
-        ("negative", example.negatives, example.negative_scores),
-    ):
-        for i, document in enumerate(documents[:limit]):
-            texts.append(ShownText(role, i + 1, of_documents(document), score=scores[i] if scores else None))
+    for role, documents in (("positive", example.positives), ("negative", example.negatives)):
+        for i, document in enumerate(documents.texts[:limit]):
+            score = documents.scores[i] if documents.scores else None
+            texts.append(ShownText(role, i + 1, of_documents(document), score=score))
     return texts if tokenizer is None else [_as_tokens(text, texts[0], text_format, tokenizer) for text in texts]
 
 
@@ -238,8 +237,7 @@ def _untruncated_lengths(
         for text, row in zip(texts[start : start + 256].tolist(), rows[start : start + 256].tolist(), strict=True):
             example, index = store[row], text - int(first[row])
             prompts = _prompts(example, text_format, tokenizer)
-            plain = (example.query, *example.positives, *example.negatives)[index]
-            prompted.append(prompts[min(index, 1)](plain))
+            prompted.append(prompts[min(index, 1)](example.texts[index]))
         lengths[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted, role)]
     return lengths
 

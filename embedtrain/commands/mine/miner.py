@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from embedtrain.commands.mine.candidates import BlockCandidates, QueryCandidates, find_window, ranks_of
 from embedtrain.commands.mine.options import MineOptions, Sampling
 from embedtrain.commands.mine.stats import MiningStats, SuspectedLabel
-from embedtrain.data.rows import format_row
+from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
 from embedtrain.data.text_format import text_keys
-from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -222,7 +221,7 @@ def mine_row(
     negatives = np.concatenate([target.existing, query.candidates[chosen]])
     existing_scores = query.existing_scores[np.searchsorted(query.existing, target.existing)]
     scores = np.concatenate([existing_scores, query.scores[chosen]])
-    positives = np.searchsorted(query.answers, pool.numbers(text_keys(row.positives).numpy()))
+    positives = np.searchsorted(query.answers, pool.numbers(text_keys(row.positives.texts).numpy()))
     positive_scores = query.answer_scores[positives]
     source_ids = inputs.ids[target.source]
     ids = [] if source_ids is None else [source_ids.get(number) for number in negatives.tolist()]
@@ -244,7 +243,7 @@ def mine_row(
     def suspect(answer: int) -> SuspectedLabel:
         return SuspectedLabel(
             source=target.source_name,
-            place=f"{row.file}:{row.line}",
+            place=row.place,
             query=row.query,
             positive=pool[int(query.answers[answer])],
             positive_score=float(query.answer_scores[answer]),

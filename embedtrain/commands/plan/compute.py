@@ -9,7 +9,7 @@ from typing import Any
 from embedtrain.commands.plan.options import PlanOptions
 from embedtrain.config.recipe import Attention, OnError, ParallelConfig, Precision, Recipe, Strategy, TrainSource
 from embedtrain.config.source_losses import source_requirements
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.train_data import resolve_sources
 from embedtrain.distributed.sharding import ParallelLayout
@@ -219,9 +219,9 @@ def first_rows(recipe: Recipe, mined: Mapping[Path, int]) -> int | None:
                 if reader.document_parts:  # rows name documents by id
                     return None
                 rows = islice(reader.rows(reader.pieces(_SAMPLED_BYTES)[0], layout), _SAMPLED_ROWS)
-                texts = [texts for _, texts in rows if isinstance(texts, Texts)]
+                texts = [texts for _, texts in rows if isinstance(texts, Example)]
                 negatives = max(len(row.negatives) for row in texts)
-                counts.append(2 + _drawn(one, negatives) if any(row.positives for row in texts) else 1)
+                counts.append(2 + _drawn(one, negatives) if any(row.positives.texts for row in texts) else 1)
     except (EmbedtrainError, ValueError):  # training reports it
         return None
     return max(counts, default=None)

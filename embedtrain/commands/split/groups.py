@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Example
 from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
 
@@ -39,11 +39,11 @@ class RowKeys:
     num_positives: "array[int]" = field(default_factory=_numbers)  # [R]
     num_negatives: "array[int]" = field(default_factory=_numbers)  # [R]
 
-    def add(self, texts: Texts) -> None:
+    def add(self, texts: Example) -> None:
         """Add a row."""
         self.queries.append(equality_key(texts.query))
-        self.positives.extend(map(equality_key, texts.positives))
-        self.negatives.extend(map(equality_key, texts.negatives))
+        self.positives.extend(map(equality_key, texts.positives.texts))
+        self.negatives.extend(map(equality_key, texts.negatives.texts))
         self.num_positives.append(len(texts.positives))
         self.num_negatives.append(len(texts.negatives))
 

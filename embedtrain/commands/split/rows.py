@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.keyed_layouts import FlagEmbedding
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import Piece
@@ -30,7 +30,7 @@ class SplitSource:
     problems: list[str] = field(default_factory=list)  # of rows that were skipped
     num_rows: int = 0
 
-    def rows(self, on_error: OnError) -> Iterator[Texts]:
+    def rows(self, on_error: OnError) -> Iterator[Example]:
         """The rows in order. Raises DataError for one that cannot be used, or with `on_error=skip` counts it."""
         self.problems.clear()
         self.num_rows = 0

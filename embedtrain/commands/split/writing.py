@@ -15,7 +15,7 @@ from embedtrain.commands.split.groups import RowKeys, Split, contains, equality_
 from embedtrain.commands.split.options import DevCorpus
 from embedtrain.commands.split.rows import SplitSource
 from embedtrain.config.recipe import OnError
-from embedtrain.data.rows import Texts, format_row
+from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sources.files import file_changed_error
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import atomic_write
@@ -61,10 +61,10 @@ class _DevSet:
             self._corpus.write(json.dumps(line, ensure_ascii=False) + "\n")
         return f"d{self._numbers[index]}"
 
-    def add_row(self, texts: Texts) -> None:
+    def add_row(self, texts: Example) -> None:
         """Add a query and its positives; those of equal queries are joined."""
         _, relevant = self._queries.setdefault(equality_key(texts.query), (texts.query, {}))
-        relevant.update((self.add_document(text), None) for text in texts.positives)
+        relevant.update((self.add_document(text), None) for text in texts.positives.texts)
 
     def write_queries(self, queries: TextIO, judgements: TextIO) -> int:
         """Write queries and judgements; returns the number of judgements."""
@@ -102,14 +102,14 @@ def write_split(
                     counts.dev_rows += 1
                     counts.num_instructions += bool(texts.instruction)
                     dev.add_row(texts)
-                    for text in texts.negatives:
+                    for text in texts.negatives.texts:
                         if corpus is DevCorpus.all or not contains(split.train_keys, equality_key(text)):
                             dev.add_document(text)
                 else:
                     counts.train_rows[-1] += 1
                     counts.num_dropped += _write_row(train, texts, split)
                     if corpus is DevCorpus.all:
-                        for text in (*texts.positives, *texts.negatives):
+                        for text in texts.texts[1:]:
                             dev.add_document(text)
                 number += 1
         if number != len(split.query_keys):
@@ -119,17 +119,16 @@ def write_split(
     return counts
 
 
-def _write_row(file: TextIO, texts: Texts, split: Split) -> int:
+def _write_row(file: TextIO, texts: Example, split: Split) -> int:
     """Write a training row without negatives that are held-out texts; returns their number."""
     kept = [
-        index for index, text in enumerate(texts.negatives) if not contains(split.held_out_keys, equality_key(text))
+        index
+        for index, text in enumerate(texts.negatives.texts)
+        if not contains(split.held_out_keys, equality_key(text))
     ]
-    negatives = [texts.negatives[index] for index in kept]
-    ids = [texts.negative_ids[index] for index in kept] if texts.negative_ids else []
-    scores = None
-    if texts.positive_scores:
-        scores = (texts.positive_scores, [texts.negative_scores[index] for index in kept])
-    file.write(format_row(texts, negatives, ids, scores) + "\n")
+    negatives = texts.negatives.take(kept)
+    scores = (texts.positives.scores, negatives.scores) if texts.positives.scores else None
+    file.write(format_row(texts, negatives.texts, negatives.ids, scores) + "\n")
     return len(texts.negatives) - len(kept)
 
 

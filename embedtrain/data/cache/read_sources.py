@@ -15,7 +15,6 @@ from embedtrain.data.cache.cache import COMPLETE, FORMAT, Cache, allow_open_file
 from embedtrain.data.cache.document_store import DocumentStore, documents_build
 from embedtrain.data.cache.row_checks import RowStatistics, SourceReport, check_equal_counts, check_sources
 from embedtrain.data.cache.row_store import (
-    MAX_NEGATIVES,
     METADATA,
     ArrowFile,
     ArrowRows,
@@ -70,19 +69,16 @@ class CachedRows:
         metadata = self._metadata(f"{JOINED}/{METADATA}")
         extra_columns = frozenset(metadata["extra_columns"])
         return RowStore(
-            directory=self.directory,
             key=self.key,
             content=metadata["content"],
             source=number,
             report=self._report(metadata, cached=cached),
-            files=[part.name for part in self._reading.parts],
             row_ranges=[RowRange(*row_range) for row_range in metadata["row_ranges"]],
-            rows=ArrowRows(self.directory, [ArrowFile(*file) for file in metadata["files"]]),
+            rows=ArrowRows(self.directory, [ArrowFile(*file) for file in metadata["files"]], owner),
             extra_columns=extra_columns,
             num_positives=self._array("num_positives"),
             num_negatives=self._array("num_negatives"),
-            max_negatives=self._array(MAX_NEGATIVES) if MAX_NEGATIVES in extra_columns else None,
-            owner=owner,
+            max_negatives=self._array("max_negatives") if "max_negatives" in extra_columns else None,
         )
 
     def num_files(self) -> int:
@@ -128,8 +124,8 @@ class CachedRows:
             reading.name, metadata["layout"], reading.parts, reading.source.negatives, cached=cached
         )
         report.left_out = reading.left_out
-        has_negatives = report.counts().most > 0 or reading.needs.batch_negatives > 0
-        if report.num_unscored == report.num_rows and not has_negatives:
+        has_negatives = report.negative_counts().most > 0 or reading.needs.batch_negatives > 0
+        if report.rows.num_unscored == report.rows.num_rows and not has_negatives:
             named = "" if reading.source.columns is None else " that columns names too"
             raise DataError(
                 f"{reading.source.path}: there are neither scores nor hard negatives to use, so all pairs would be "
@@ -205,7 +201,7 @@ def read_sources(
         _check_widths([entry.first_vector() for i, entry in enumerate(entries) if not losses or losses[i] == loss])
     for requirements in dict.fromkeys(source_needs):
         of_loss = [store for store, needs in zip(stores, source_needs, strict=True) if needs == requirements]
-        check_equal_counts(requirements, [store.report.counts() for store in of_loss])
+        check_equal_counts(requirements, [store.report.negative_counts() for store in of_loss])
     return stores
 
 

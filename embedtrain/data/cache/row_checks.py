@@ -1,14 +1,14 @@
 """Checks of training rows, of one row and of all sources together, and what is counted and reported of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError
@@ -67,7 +67,7 @@ class RowCheck:
         self._needs = needs
         self._width: int | None = None
 
-    def __call__(self, texts: Texts) -> Texts:
+    def __call__(self, texts: Example) -> Example:
         """The row; if the loss needs scores and it has none, with 1 for a positive and 0 for a negative.
 
         With `positive_above`, its positives are the documents with higher scores.
@@ -76,9 +76,10 @@ class RowCheck:
             BadRow: it lacks a positive or a negative, a score is out of range, all scores are equal and the loss ranks
                 documents, or a vector has another dimension than those before.
         """
-        if self._needs.scores == ScoreRequirement.pairs and not texts.positive_scores:
-            ones, zeros = (1.0,) * len(texts.positives), (0.0,) * len(texts.negatives)
-            texts = replace(texts, positive_scores=ones, negative_scores=zeros)
+        if self._needs.scores == ScoreRequirement.pairs and not texts.positives.scores:
+            positives = replace(texts.positives, scores=(1.0,) * len(texts.positives))
+            negatives = replace(texts.negatives, scores=(0.0,) * len(texts.negatives))
+            texts = replace(texts, positives=positives, negatives=negatives)
         if self._needs.positive_above is not None:
             texts = _split_by_score(texts, self._needs.positive_above, self._needs.loss)
         if self._needs.negatives and not texts.negatives:
@@ -87,11 +88,12 @@ class RowCheck:
             raise BadRow(
                 f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}{hint}"
             )
-        for score in (*texts.positive_scores, *texts.negative_scores):
+        all_scores = (*texts.positives.scores, *texts.negatives.scores)
+        for score in all_scores:
             if score not in self._needs.range:
                 hint = "" if self._needs.range.integers else "; `score_scale` of a source divides its scores"
                 raise BadRow(f"loss={self._needs.loss} needs scores that are {self._needs.range}, not {score:g}{hint}")
-        scores = {*texts.positive_scores, *texts.negative_scores, *[0.0] * (self._needs.batch_negatives > 0)}
+        scores = {*all_scores, *[0.0] * (self._needs.batch_negatives > 0)}
         if self._needs.ranked and len(scores) < 2:
             documents = format_count(len(texts.positives) + len(texts.negatives), "document")
             raise BadRow(
@@ -101,7 +103,7 @@ class RowCheck:
         self._check_width(texts)
         return texts
 
-    def _check_width(self, texts: Texts) -> None:
+    def _check_width(self, texts: Example) -> None:
         width = self._width
         for vector in texts.vectors:
             width = width or len(vector)
@@ -110,34 +112,18 @@ class RowCheck:
         self._width = width  # only now, so that a skipped row does not set it
 
 
-def _split_by_score(texts: Texts, threshold: float, loss: str) -> Texts:
+def _split_by_score(texts: Example, threshold: float, loss: str) -> Example:
     """The row with the documents of a score above the threshold as its positives and all others as its negatives."""
-    scores = (*texts.positive_scores, *texts.negative_scores)
-    documents = (*texts.positives, *texts.negatives)
-    if max(scores) <= threshold:
+    documents = texts.positives.joined(texts.negatives)
+    if max(documents.scores) <= threshold:
         raise BadRow(
             f"loss={loss} needs a document with a score above positive_above={threshold:g}, and the highest score of "
-            f"this row is {max(scores):g}"
+            f"this row is {max(documents.scores):g}"
         )
-    num_positives = len(texts.positives)
-    has_ids = texts.positive_ids or texts.negative_ids
-    ids = (
-        *(texts.positive_ids or [""] * num_positives),
-        *(texts.negative_ids or [""] * len(texts.negatives)),
+    above, rest = (
+        [i for i, score in enumerate(documents.scores) if (score > threshold) == is_above] for is_above in (True, False)
     )
-
-    def select(values: Sequence[T], *, above: bool) -> tuple[T, ...]:
-        return tuple(value for value, score in zip(values, scores, strict=True) if (score > threshold) == above)
-
-    return replace(
-        texts,
-        positives=select(documents, above=True),
-        negatives=select(documents, above=False),
-        positive_scores=select(scores, above=True),
-        negative_scores=select(scores, above=False),
-        positive_ids=select(ids, above=True) if has_ids else (),
-        negative_ids=select(ids, above=False) if has_ids else (),
-    )
+    return replace(texts, positives=documents.take(above), negatives=documents.take(rest))
 
 
 def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts]) -> None:
@@ -201,7 +187,7 @@ def _location(parts: Sequence[Part], part: int, line: int) -> str:
 
 
 @dataclass(kw_only=True)
-class _Counts:
+class RowCounts:
     """What is counted of a piece of a source, and of a whole source."""
 
     num_rows: int = 0
@@ -216,10 +202,11 @@ class _Counts:
 
 
 @dataclass(kw_only=True)
-class SourceReport(_Counts):
+class SourceReport:
     """Statistics of one source for the user."""
 
     name: str
+    rows: RowCounts
     layout: str = ""
     files: list[str] = field(default_factory=list)
     left_out: Sequence[str] = ()  # files of other splits
@@ -230,29 +217,29 @@ class SourceReport(_Counts):
 
     def __str__(self) -> str:
         """One line for the user."""
-        parts = [f"{self.name}: {self.layout}, {self.num_rows:,} rows from {self._files()}", self._negatives()]
+        parts = [f"{self.name}: {self.layout}, {self.rows.num_rows:,} rows from {self._files()}", self._negatives()]
         if self.left_out:
             parts.insert(1, f"left out: {_names(self.left_out)} (another split by name)")
-        parts += [f"{self.num_left_out:,} other rows left out by `where`"] if self.num_left_out else []
-        if self.num_dropped:
-            parts.append(f"{self.num_dropped:,} negatives left out that equal a positive or repeat another")
-        if self.num_unscored:
-            which = "rows" if self.num_unscored == self.num_rows else f"{self.num_unscored:,} rows"
+        parts += [f"{self.rows.num_left_out:,} other rows left out by `where`"] if self.rows.num_left_out else []
+        if self.rows.num_dropped:
+            parts.append(f"{self.rows.num_dropped:,} negatives left out that equal a positive or repeat another")
+        if self.rows.num_unscored:
+            which = "rows" if self.rows.num_unscored == self.rows.num_rows else f"{self.rows.num_unscored:,} rows"
             parts.append(f"{which} without scores: positives count 1, negatives 0")
-        if self.ignored:
-            more = ", ..." if len(self.ignored) > 8 else ""
-            parts.append(f"not used: {', '.join(self.ignored[:8])}{more}")
-        if self.num_skipped:
-            parts.append(f"{self.num_skipped:,} bad rows skipped ({'; '.join(self.skipped)})")
+        if self.rows.ignored:
+            more = ", ..." if len(self.rows.ignored) > 8 else ""
+            parts.append(f"not used: {', '.join(self.rows.ignored[:8])}{more}")
+        if self.rows.num_skipped:
+            parts.append(f"{self.rows.num_skipped:,} bad rows skipped ({'; '.join(self.skipped)})")
         if self.cached:
             parts.append("cached")
         return "; ".join(parts)
 
-    def counts(self) -> NegativeCounts:
+    def negative_counts(self) -> NegativeCounts:
         """The numbers of negatives that a step uses."""
-        used = self.most_negatives if self.negatives_used is None else self.negatives_used
+        used = self.rows.most_negatives if self.negatives_used is None else self.negatives_used
         return NegativeCounts(
-            self.name, min(self.fewest_negatives, used), min(self.most_negatives, used), self.one_text
+            self.name, min(self.rows.fewest_negatives, used), min(self.rows.most_negatives, used), self.rows.one_text
         )
 
     def _files(self) -> str:
@@ -261,8 +248,8 @@ class SourceReport(_Counts):
         return f"{len(self.files)} files ({names})" if self.files[1:] else names
 
     def _negatives(self) -> str:
-        most, fewest, used = self.most_negatives, self.fewest_negatives, self.negatives_used
-        if self.one_text:
+        most, fewest, used = self.rows.most_negatives, self.rows.fewest_negatives, self.negatives_used
+        if self.rows.one_text:
             return "one text a row"
         if most == 0:
             return "no negatives"
@@ -277,25 +264,29 @@ def _names(files: Sequence[str]) -> str:
 
 
 @dataclass(kw_only=True)
-class RowStatistics(_Counts):
+class RowStatistics:
     """Statistics of one piece of a source, or of all; parts are numbers, so that files may move."""
 
+    rows: RowCounts = field(default_factory=RowCounts)
     features: list[str] = field(default_factory=list)  # of the layout
     skipped: list[SkippedRows] = field(default_factory=list)  # in the order of their first rows
     width: tuple[int, int, int] | None = None  # dimension of a teacher's vectors; part and line of the first
 
-    def add(self, texts: Texts, *, scored: bool) -> None:
+    def add(self, texts: Example, *, scored: bool) -> None:
         """Count one row; `scored`: it had no scores and RowCheck added them."""
         count = len(texts.negatives)
-        self.fewest_negatives = min(self.fewest_negatives, count) if self.num_rows else count
-        self.most_negatives = max(self.most_negatives, count)
-        self.num_dropped, self.num_unscored = self.num_dropped + texts.num_dropped, self.num_unscored + scored
-        self.num_rows += 1
-        self.one_text = not texts.positives
+        self.rows.fewest_negatives = min(self.rows.fewest_negatives, count) if self.rows.num_rows else count
+        self.rows.most_negatives = max(self.rows.most_negatives, count)
+        self.rows.num_dropped, self.rows.num_unscored = (
+            self.rows.num_dropped + texts.num_dropped,
+            self.rows.num_unscored + scored,
+        )
+        self.rows.num_rows += 1
+        self.rows.one_text = not texts.positives
 
     def skip(self, part: int, line: int, problem: str) -> None:
         """Count one row that cannot be used, or an empty part if the line is 0."""
-        self.num_skipped += 1
+        self.rows.num_skipped += 1
         self._group(problem).add(1, [(part, line)])
 
     def _group(self, problem: str) -> SkippedRows:
@@ -319,15 +310,15 @@ class RowStatistics(_Counts):
 
     def join(self, after: "RowStatistics") -> None:
         """Add the statistics of the next piece."""
-        if after.num_rows:
-            fewest = after.fewest_negatives
-            self.fewest_negatives = min(self.fewest_negatives, fewest) if self.num_rows else fewest
-            self.most_negatives = max(self.most_negatives, after.most_negatives)
-            self.one_text = after.one_text
+        if after.rows.num_rows:
+            fewest = after.rows.fewest_negatives
+            self.rows.fewest_negatives = min(self.rows.fewest_negatives, fewest) if self.rows.num_rows else fewest
+            self.rows.most_negatives = max(self.rows.most_negatives, after.rows.most_negatives)
+            self.rows.one_text = after.rows.one_text
         for name in ("num_rows", "num_skipped", "num_left_out", "num_dropped", "num_unscored"):
-            setattr(self, name, getattr(self, name) + getattr(after, name))
-        for name in ("features", "ignored"):
-            setattr(self, name, list(dict.fromkeys([*getattr(self, name), *getattr(after, name)])))
+            setattr(self.rows, name, getattr(self.rows, name) + getattr(after.rows, name))
+        self.features = list(dict.fromkeys([*self.features, *after.features]))
+        self.rows.ignored = list(dict.fromkeys([*self.rows.ignored, *after.rows.ignored]))
         for group in after.skipped:
             self._group(group.problem).add(group.num_rows, group.first)
         self.width = self.width or after.width
@@ -337,7 +328,8 @@ class RowStatistics(_Counts):
         """From the result of `dataclasses.asdict` in JSON."""
         skipped = [SkippedRows(**{**group, "first": list(map(tuple, group["first"]))}) for group in values["skipped"]]
         width = None if values["width"] is None else tuple(values["width"])
-        return cls(**{**values, "skipped": skipped, "width": width})
+        rows = RowCounts(**values["rows"])
+        return cls(**{**values, "rows": rows, "skipped": skipped, "width": width})
 
     def report(
         self, name: str, layout: str, parts: Sequence[Part], negatives_used: int | None, *, cached: bool
@@ -354,5 +346,5 @@ class RowStatistics(_Counts):
             ][:MAX_PROBLEMS_SHOWN],
             skipped=[group.describe(parts) for group in self.skipped],
             cached=cached,
-            **{count.name: getattr(self, count.name) for count in fields(_Counts)},
+            rows=self.rows,
         )

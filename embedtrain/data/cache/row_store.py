@@ -5,9 +5,9 @@ import copy
 import functools
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import concatenate_files, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_checks import RowCheck, RowStatistics, SourceReport
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Documents, Example, RowLocation
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 
 TEXTS = {
@@ -34,7 +33,6 @@ TEXTS = {
     "negatives": pa.list_(pa.string()),
     "line": pa.int64(),  # line in the piece of the file
 }
-MAX_NEGATIVES = "most_negatives"  # the column of `Example.max_negatives`; the name is part of the cache's format
 # Optional columns: a file has those that any of its rows has.
 EXTRA_COLUMNS = {
     "positive_scores": pa.list_(pa.float32()),
@@ -45,15 +43,20 @@ EXTRA_COLUMNS = {
     "vectors": pa.list_(pa.list_(pa.float32())),
     "instruction": pa.string(),
     "document_instruction": pa.string(),
-    MAX_NEGATIVES: pa.int32(),
+    "max_negatives": pa.int32(),
 }
 MAX_OPEN_BATCHES = 4096  # their offsets in the map, not their rows
-SCALAR_COLUMNS = {"label", "instruction", "document_instruction", MAX_NEGATIVES}  # one value or null per row
+SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "max_negatives"}  # one value or null per row
 
 
-def field_name(column: str) -> str:
-    """The field of Example that holds an optional column."""
-    return "max_negatives" if column == MAX_NEGATIVES else column
+_OF_DOCUMENTS = {"positives": "positives.texts", "negatives": "negatives.texts"} | {
+    f"{kind}_{name}": f"{kind}s.{name}" for kind in ("positive", "negative") for name in ("scores", "ids")
+}
+
+
+def value_of(column: str) -> Callable[[Example], Any]:
+    """What reads the value of a column in a row."""
+    return attrgetter(_OF_DOCUMENTS.get(column, column))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,12 @@ class ArrowRows:
 
     Attributes:
         batch_starts: int64 [batches + 1], the first row of each batch, and the number of all rows.
+
+    `owner` lives as long as the rows.
     """
 
-    def __init__(self, directory: Path, files: Sequence[ArrowFile]) -> None:
+    def __init__(self, directory: Path, files: Sequence[ArrowFile], owner: Any = None) -> None:
+        self._owner = owner
         try:
             self._readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
         except (pa.ArrowException, OSError) as error:
@@ -99,20 +105,20 @@ class ArrowRows:
         file, index = self._indices[batch].tolist()
         return self._readers[file].get_batch(index)
 
-    def row(self, row: int) -> tuple[Texts, int]:
-        """The row, and its line in its piece of the file."""
+    def row(self, row: int) -> tuple[Example, int]:
+        """The row without its location, and its line in its piece of the file."""
         number = int(self.batch_starts.searchsorted(row, side="right")) - 1
         index, batch = row - int(self.batch_starts[number]), self.batch(number)
         queries, positives, negatives, lines, *extra = batch.columns
         names = batch.schema.names[len(TEXTS) :]
-        texts = Texts(
-            queries[index].as_py(),
-            tuple(positives[index].values.to_pylist()),
-            tuple(negatives[index].values.to_pylist()),
-            0,
-            **{field_name(name): _python_value(name, column[index]) for name, column in zip(names, extra, strict=True)},
-        )
-        return texts, lines[index].as_py()
+        values = {name: _python_value(name, column[index]) for name, column in zip(names, extra, strict=True)}
+
+        def documents(kind: str, texts: Any) -> Documents:
+            scores, ids = values.pop(f"{kind}_scores", ()), values.pop(f"{kind}_ids", ())
+            return Documents(tuple(texts[index].values.to_pylist()), scores, ids)
+
+        of_row = documents("positive", positives), documents("negative", negatives)
+        return Example(queries[index].as_py(), *of_row, **values), lines[index].as_py()
 
 
 def _python_value(name: str, value: Any) -> Any:
@@ -133,26 +139,22 @@ class RowStore(Sequence[Example]):
         key: a digest of the source's files and of all options that affect its rows.
         content: a digest of the rows in their order, independent of files and formats.
         source: index in `data.train`.
-        files: names of the source's parts for messages.
         extra_columns: the EXTRA_COLUMNS that any row has.
         num_positives: int32 [R]; 0 for rows of one text.
         num_negatives: int32 [R], hard negatives.
         max_negatives: int32 [R], maximal number of negatives that a step uses, -1 for all; None if no row has a limit.
     """
 
-    directory: Path
     key: str
     content: str
     source: int
     report: SourceReport
-    files: Sequence[str]
     row_ranges: Sequence[RowRange]
     rows: ArrowRows
     extra_columns: frozenset[str]
     num_positives: NDArray[np.int32]
     num_negatives: NDArray[np.int32]
     max_negatives: NDArray[np.int32] | None
-    owner: Any = field(default=None, repr=False)  # must live as long as the store
 
     def __len__(self) -> int:
         return len(self.num_positives)
@@ -162,15 +164,8 @@ class RowStore(Sequence[Example]):
             raise IndexError(row)
         texts, line = self.rows.row(row)
         row_range = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=attrgetter("start")) - 1]
-        return Example(
-            texts.query,
-            texts.positives,
-            texts.negatives,
-            source=self.source,
-            file=self.files[row_range.part],
-            line=row_range.lines_before + line,
-            **{field_name(name): getattr(texts, field_name(name)) for name in self.extra_columns},
-        )
+        file = self.report.files[row_range.part]
+        return replace(texts, location=RowLocation(self.source, file, row_range.lines_before + line))
 
     @property
     def num_bytes(self) -> int:
@@ -271,13 +266,15 @@ def _encode_extra(name: str, value: Any) -> bytes:
         parts = [np.asarray(vector, dtype="<f4").tobytes() for vector in value]
     else:
         parts = [array("f", value).tobytes()]
+    # Digests of earlier runs, which resumed ones are compared with, have this column by its older name.
+    name = "most_negatives" if name == "max_negatives" else name
     return b" ".join((name.encode(), *(b"%d %b" % (len(part), part) for part in parts), b"."))
 
 
 # Small enough for 32-bit offsets, and for little memory while a batch is built.
 ROWS_PER_BATCH = 4096
 CHARACTERS_PER_BATCH = 1 << 24
-COUNTS = ("num_positives", "num_negatives", MAX_NEGATIVES)
+COUNTS = ("num_positives", "num_negatives", "max_negatives")
 TEXT_NAMES = ("query", "positives", "negatives")
 METADATA = "metadata.json"  # of a piece, and of all pieces
 
@@ -317,8 +314,8 @@ def write_piece(
                 statistics.width = (len(texts.vectors[0]), part, line)
             statistics.add(texts, scored=texts is not read)
             writer.add(texts, line)
-    statistics.features, statistics.ignored = list(rows.layout.features), list(rows.layout.ignored)
-    statistics.num_left_out = rows.left_out
+    statistics.features, statistics.rows.ignored = list(rows.layout.features), list(rows.layout.ignored)
+    statistics.rows.num_left_out = rows.left_out
     metadata = {
         "part": part,
         "lines": rows.lines,
@@ -338,7 +335,7 @@ class _Writer:
         self.digest = RowDigest()
         self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
         self._path = path
-        self._pending: list[tuple[Texts, int]] = []
+        self._pending: list[tuple[Example, int]] = []
         self._pending_characters = 0
         self._counts = {name: array("i") for name in COUNTS}
         self._file: pa.NativeFile | None = None
@@ -358,13 +355,13 @@ class _Writer:
         for name, values in self._counts.items():
             write_array(self._path / f"{name}.bin", np.frombuffer(values, dtype=values.typecode))
 
-    def add(self, texts: Texts, line: int) -> None:
+    def add(self, texts: Example, line: int) -> None:
         """Add one row, with its line."""
         limit = -1 if texts.max_negatives is None else texts.max_negatives
         for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), limit), strict=True):
             self._counts[name].append(count)
         self._pending.append((texts, line))
-        self._pending_characters += len(texts.query) + sum(map(len, texts.positives + texts.negatives))
+        self._pending_characters += sum(map(len, texts.texts))
         self._pending_characters += 4 * sum(map(len, texts.vectors))
         if len(self._pending) >= ROWS_PER_BATCH or self._pending_characters >= CHARACTERS_PER_BATCH:
             self._flush()
@@ -374,11 +371,11 @@ class _Writer:
             return
         extra = {}
         for name in EXTRA_COLUMNS:
-            values = [getattr(texts, field_name(name)) for texts, _ in self._pending]
+            values = [value_of(name)(texts) for texts, _ in self._pending]
             if any(value is not None and value != () for value in values):
                 extra[name] = values
         self.extra_columns.update(extra)
-        texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
+        texts = [pa.array([value_of(name)(row) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
         self.digest.add(texts, extra)
         if self._writer is None or not extra.keys() <= set(self._names):
             self._open(list(extra))
@@ -443,27 +440,27 @@ def join_pieces(
         lines, is_empty = 0, True
         for name, piece in pieces:
             of_piece = RowStatistics.of(piece["statistics"]).after(lines)
-            is_empty &= not (of_piece.num_rows or of_piece.num_skipped or of_piece.num_left_out)
+            is_empty &= not (of_piece.rows.num_rows or of_piece.rows.num_skipped or of_piece.rows.num_left_out)
             _check_width(reading, statistics, of_piece)
-            if of_piece.num_rows:
-                row_ranges.append(RowRange(statistics.num_rows, part, lines))
+            if of_piece.rows.num_rows:
+                row_ranges.append(RowRange(statistics.rows.num_rows, part, lines))
                 files += [ArrowFile(f"{name}/{file}", *counts) for file, *counts in piece["files"]]
                 extra_columns.update(piece["extra_columns"])
             statistics.join(of_piece)
-            digest.join(RowDigest(piece["digest"]), of_piece.num_rows)
+            digest.join(RowDigest(piece["digest"]), of_piece.rows.num_rows)
             lines += piece["lines"]
         if is_empty:
             if on_error == OnError.stop:
                 raise DataError(f"{reading.parts[part].name}: holds no rows")
             statistics.skip(part, 0, "holds no rows")
-    if not statistics.num_rows:
+    if not statistics.rows.num_rows:
         first = statistics.report(reading.name, "", reading.parts, None, cached=False).problems
-        skipped = f" ({statistics.num_skipped:,} skipped, the first: {first[0]})" if first else ""
-        where = f"; where={reading.source.where} leaves out {statistics.num_left_out:,}"
+        skipped = f" ({statistics.rows.num_skipped:,} skipped, the first: {first[0]})" if first else ""
+        where = f"; where={reading.source.where} leaves out {statistics.rows.num_left_out:,}"
         raise DataError(
-            f"{reading.source.path}: no row that can be trained on{skipped}{where * (statistics.num_left_out > 0)}"
+            f"{reading.source.path}: no row that can be trained on{skipped}{where * (statistics.rows.num_left_out > 0)}"
         )
-    for array_name in COUNTS[: 3 if MAX_NEGATIVES in extra_columns else 2]:
+    for array_name in COUNTS[: 3 if "max_negatives" in extra_columns else 2]:
         concatenate_files((directory / name / f"{array_name}.bin" for name in names), path / f"{array_name}.bin")
     described = copy.deepcopy(layout)
     described.features.update(dict.fromkeys(statistics.features))

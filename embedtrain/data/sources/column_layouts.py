@@ -7,7 +7,7 @@ from typing import Any
 from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import (
     Content,
@@ -137,7 +137,7 @@ def _layout_of_keys(row: dict[str, Any], needs: RowRequirements) -> RowLayout | 
         return NemoRows(needs)
     is_flag = bool(OWN_KEYS & keys) and any(map(is_query, keys))
     single = [name for name in ("pos", "neg") if isinstance(row.get(name), str)]
-    # Texts instead of lists are columns, but for FlagEmbedding's own keys, of which one that is no list is a mistake.
+    # Example instead of lists are columns, but for FlagEmbedding's own keys, of which one that is no list is a mistake.
     has_positives = "pos" in keys or any(map(is_positive, keys))
     has_other_names = "query" not in keys or (has_positives and "pos" not in keys)
     is_answer = not has_positives and OWN_KEYS & keys == {"neg"} and any(map(is_document, keys))  # {"answer", "neg"}
@@ -196,7 +196,7 @@ class Columns(RowLayout):
         how = f" (by {'name' if self.by_name else 'order'}; override: columns=[QUERY,POSITIVE,...])"
         return ", ".join(parts) + (how if self.is_chosen and others else "")
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         required = self.names[:2] if self.score is None else [*self.names[:2], self.score]
         if len(row) > len(self.names) + (self.score is not None):
             self._ignore_except(row, *self.names, *([] if self.score is None else [self.score]))
@@ -218,7 +218,7 @@ class Columns(RowLayout):
                     value = values.list_in_cell(value)
                 negatives += values.texts(value, f'column "{name}"')
         if self.score is None:
-            return Texts(query, tuple(positives), tuple(negatives), 0)
+            return Example(query, Documents(tuple(positives)), Documents(tuple(negatives)))
         return self._with_score(row[self.score], query, positives, negatives)
 
     def _documents(self, value: Any, name: str) -> tuple[list[str], list[str]]:
@@ -239,7 +239,7 @@ class Columns(RowLayout):
         if self.is_chosen and name not in self.unused:
             super()._require_no_role(name, value)
 
-    def _with_score(self, value: object, query: str, positives: list[str], negatives: list[str]) -> Texts:
+    def _with_score(self, value: object, query: str, positives: list[str], negatives: list[str]) -> Example:
         name = f'column "{self.score}"'
         if self.is_cells:
             value = values.parse_cell(value)
@@ -249,17 +249,17 @@ class Columns(RowLayout):
             if not marked:
                 raise BadRow(f"{name} marks no document as a positive (1): a row needs at least one")
             unmarked = [text for text, mark in zip(positives, marks, strict=True) if not mark]
-            return Texts(query, tuple(marked), (*unmarked, *negatives), 0)
-        documents = (tuple(positives), tuple(negatives))
+            return Example(query, Documents(tuple(marked)), Documents((*unmarked, *negatives)))
+        documents = (Documents(tuple(positives)), Documents(tuple(negatives)))
         if self.needs.label:
-            return Texts(query, *documents, 0, label=values.class_label(value, name))
+            return Example(query, *documents, label=values.class_label(value, name))
         num_positives, num_negatives = len(positives), len(negatives)
         if self.needs.vectors:
             vectors = values.vectors(value, name, 1 + num_positives + num_negatives)
-            return Texts(query, *documents, 0, vectors=tuple(vectors))
+            return Example(query, *documents, vectors=tuple(vectors))
         scores = values.scores(value, name, num_positives, num_negatives, len(self.names))
         of_positives, of_negatives = tuple(scores[:num_positives]), tuple(scores[num_positives:])
-        return Texts(query, *documents, 0, positive_scores=of_positives, negative_scores=of_negatives)
+        return Example(query, replace(documents[0], scores=of_positives), replace(documents[1], scores=of_negatives))
 
 
 def _choose_columns(

@@ -1,11 +1,12 @@
 """Layouts with fixed keys: FlagEmbedding, Tevatron, ms-swift, NeMo and BEIR."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from embedtrain.config.row_requirements import ScoreRequirement
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import is_negative, is_positive, is_query
 from embedtrain.data.sources.layouts import (
@@ -44,7 +45,7 @@ class FlagEmbedding(RowLayout):
 
     name = "FlagEmbedding rows"
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         if not row.keys() <= _KNOWN_KEYS:
             row = self._with_own_keys(row)
         require_keys(row, "query", "pos")
@@ -61,11 +62,10 @@ class FlagEmbedding(RowLayout):
         document_instruction = _single_instruction(document_instructions)
         if instruction is not None or document_instruction is not None:
             self.features["instructions"] = None
-        texts = Texts(
+        texts = Example(
             query,
-            tuple(positives),
-            tuple(negatives),
-            0,
+            Documents(tuple(positives)),
+            Documents(tuple(negatives)),
             instruction=instruction,
             document_instruction=document_instruction,
         )
@@ -101,7 +101,7 @@ class FlagEmbedding(RowLayout):
             self.features[f"{key} = {role}"] = None
         return renamed
 
-    def _with_optional_values(self, texts: Texts, row: dict[str, Any]) -> Texts:
+    def _with_optional_values(self, texts: Example, row: dict[str, Any]) -> Example:
         has_scores = self.needs.scores != ScoreRequirement.none
         self._ignore_except(row, *_FLAG_KEYS, *(_FLAG_SCORES if has_scores else ()))
         ids: list[tuple[str, ...]] = []
@@ -117,7 +117,7 @@ class FlagEmbedding(RowLayout):
                 raise BadRow(f'"{key}" is {describe_value(prompt)}, and the row gives its query another instruction')
             instruction = instruction if prompt is None else prompt
         for feature, present in (
-            ("scores", texts.positive_scores),
+            ("scores", texts.positives.scores),
             ("ids", any(ids)),
             ("instructions", instruction is not None),
         ):
@@ -131,8 +131,8 @@ class FlagEmbedding(RowLayout):
                 self.ignored[f"type {row['type']} (of rows without a prompt)"] = None
         return replace(
             texts,
-            positive_ids=ids[0],
-            negative_ids=ids[1],
+            positives=replace(texts.positives, ids=ids[0]),
+            negatives=replace(texts.negatives, ids=ids[1]),
             instruction=instruction,
             document_instruction=document_instruction,
             max_negatives=max_negatives,
@@ -152,7 +152,7 @@ class FlagEmbedding(RowLayout):
                 self.ignored[f"type {value}"] = None
                 return None, False
 
-    def _with_scores(self, texts: Texts, row: dict[str, Any]) -> Texts:
+    def _with_scores(self, texts: Example, row: dict[str, Any]) -> Example:
         if self.needs.scores == ScoreRequirement.none:
             return texts
         num_positives, num_negatives = len(texts.positives), len(texts.negatives)
@@ -163,11 +163,7 @@ class FlagEmbedding(RowLayout):
             if isinstance(of_all, list) and len(of_all) != num_positives and num_negatives:
                 count = num_positives + num_negatives
                 scores = values.one_per_text(of_all, '"scores"', '"pos" and "neg"', count, values.number)
-                return replace(
-                    texts,
-                    positive_scores=tuple(scores[:num_positives]),
-                    negative_scores=tuple(scores[num_positives:]),
-                )
+                return _scored(texts, scores[:num_positives], scores[num_positives:])
             of_positives, positives_key = of_all, "scores"
         if self.needs.scores == ScoreRequirement.pairs and of_positives is None and of_negatives is None:
             return texts
@@ -182,7 +178,15 @@ class FlagEmbedding(RowLayout):
             of_positives or [], f'"{positives_key}"', '"pos"', num_positives, values.number
         )
         negative_scores = values.one_per_text(of_negatives or [], '"neg_scores"', '"neg"', num_negatives, values.number)
-        return replace(texts, positive_scores=tuple(positive_scores), negative_scores=tuple(negative_scores))
+        return _scored(texts, positive_scores, negative_scores)
+
+
+def _scored(texts: Example, of_positives: Sequence[float], of_negatives: Sequence[float]) -> Example:
+    return replace(
+        texts,
+        positives=replace(texts.positives, scores=tuple(of_positives)),
+        negatives=replace(texts.negatives, scores=tuple(of_negatives)),
+    )
 
 
 @cache
@@ -244,7 +248,7 @@ class TevatronPassages(RowLayout):
 
     name = "Tevatron passages"
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         require_keys(row, "query", "positive_passages")
         query = values.text(row["query"], '"query"')
         positives, positive_ids = passages(row["positive_passages"], '"positive_passages"', "docid")
@@ -253,7 +257,7 @@ class TevatronPassages(RowLayout):
         self._ignore_except(row, "query", "positive_passages", "negative_passages")
         if positive_ids or negative_ids:
             self.features["ids"] = None
-        return Texts(query, positives, negatives, 0, positive_ids=positive_ids, negative_ids=negative_ids)
+        return Example(query, Documents(positives, ids=positive_ids), Documents(negatives, ids=negative_ids))
 
 
 class TevatronIds(RowLayout):
@@ -264,7 +268,7 @@ class TevatronIds(RowLayout):
 
     name = "Tevatron rows with ids of documents of a corpus"
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         reject_media(row, "this row")
         key = "query" if "query_text" not in row and "query" in row else "query_text"
         require_keys(row, key, "positive_document_ids")
@@ -274,13 +278,10 @@ class TevatronIds(RowLayout):
         self._require_positives(positive_ids, '"positive_document_ids"')
         present = {name: value for name, value in row.items() if value is not None}
         self._ignore_except(present, key, "positive_document_ids", "negative_document_ids")
-        return Texts(
+        return Example(
             query,
-            lookup_texts(positive_ids, '"positive_document_ids"', documents),
-            lookup_texts(negative_ids, '"negative_document_ids"', documents),
-            0,
-            positive_ids=tuple(positive_ids),
-            negative_ids=tuple(negative_ids),
+            Documents(lookup_texts(positive_ids, '"positive_document_ids"', documents), ids=tuple(positive_ids)),
+            Documents(lookup_texts(negative_ids, '"negative_document_ids"', documents), ids=tuple(negative_ids)),
         )
 
 
@@ -293,7 +294,7 @@ class NemoRows(RowLayout):
 
     name = "NeMo rows"
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         key = "query" if "query" in row else "question"
         require_keys(row, key, "pos_doc")
         query = values.text(row[key], f'"{key}"')
@@ -303,11 +304,11 @@ class NemoRows(RowLayout):
         self._ignore_except(row, key, "pos_doc", "neg_doc")
         if positive_ids or negative_ids:
             self.features["ids"] = None
-        return Texts(query, positives, negatives, 0, positive_ids=positive_ids, negative_ids=negative_ids)
+        return Example(query, Documents(positives, ids=positive_ids), Documents(negatives, ids=negative_ids))
 
 
 def _nemo_documents(value: Any, name: str, documents: DocumentLookup | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Texts and ids."""
+    """Example and ids."""
     if value is None:
         return (), ()
     elements = value if isinstance(value, list) else [value]
@@ -329,7 +330,7 @@ class MsSwiftMessages(RowLayout):
 
     name = "messages (ms-swift)"
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         reject_media(row, "this row")
         require_keys(row, "messages", "positive_messages")
         instruction, query = _parse_conversation(row["messages"], '"messages"')
@@ -344,13 +345,10 @@ class MsSwiftMessages(RowLayout):
         if instruction is not None or document_instruction is not None:
             self.features["instructions"] = None
         scores = self._scores(row, len(positives), len(negatives))
-        return Texts(
+        return Example(
             query,
-            tuple(text for _, text in positives),
-            tuple(text for _, text in negatives),
-            0,
-            positive_scores=tuple(scores[: len(positives)]),
-            negative_scores=tuple(scores[len(positives) :]),
+            Documents(tuple(text for _, text in positives), tuple(scores[: len(positives)])),
+            Documents(tuple(text for _, text in negatives), tuple(scores[len(positives) :])),
             instruction=instruction,
             document_instruction=document_instruction,
         )
@@ -424,21 +422,18 @@ class BeirQueries(RowLayout):
 
     name = "BEIR's judged queries, documents above 0 = positives"
 
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         query = values.text(row["query"], "the query")
         if row["negative_ids"]:
             self.features["others that are judged = hard negatives"] = None
         has_scores = self.needs.scores != ScoreRequirement.none
-        return Texts(
-            query,
-            lookup_texts(row["positive_ids"], "the judgement", documents),
-            lookup_texts(row["negative_ids"], "the judgement", documents),
-            0,
-            positive_scores=tuple(row["positive_scores"]) if has_scores else (),
-            negative_scores=tuple(row["negative_scores"]) if has_scores else (),
-            positive_ids=tuple(row["positive_ids"]),
-            negative_ids=tuple(row["negative_ids"]),
-        )
+
+        def judged(kind: str) -> Documents:
+            ids = tuple(row[f"{kind}_ids"])
+            scores = tuple(row[f"{kind}_scores"]) if has_scores else ()
+            return Documents(lookup_texts(row[f"{kind}_ids"], "the judgement", documents), scores, ids)
+
+        return Example(query, judged("positive"), judged("negative"))
 
     def describe(self) -> str:
         """The layout, and whether there are hard negatives."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Documents, Example, take
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import is_negative, is_positive
 from embedtrain.data.sources.values import BadRow, describe_value, list_names
@@ -18,7 +18,7 @@ TEXTS_ONLY = RowRequirements()  # a query and a positive: what most losses need
 
 
 class DocumentLookup(Protocol):
-    """Texts of documents by id."""
+    """Example of documents by id."""
 
     def text(self, name: str) -> str | None:
         """The document's title and text; None where there is no such document."""
@@ -35,7 +35,7 @@ class RowLayout(ABC):
     features: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Example:
         """The texts of a row, and the values besides them that the loss needs. Raises BadRow if it cannot be used."""
         texts = _drop_repeated_negatives(self._parse(row, documents))
         return self._only_negatives(texts) if self.needs.lists and not texts.positives else texts
@@ -46,29 +46,21 @@ class RowLayout(ABC):
         return f"{self.name} with {', '.join(first)}{' and ' if first else ''}{last}" if self.features else self.name
 
     @abstractmethod
-    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts: ...
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example: ...
 
     def _require_positives(self, positives: Sequence[object], key: str) -> None:
         """Reject a row without positives, which only losses of all documents of a row can use."""
         if not positives and not self.needs.lists:
             raise BadRow(f"{key} is empty: a row needs at least one positive")
 
-    def _only_negatives(self, texts: Texts) -> Texts:
+    def _only_negatives(self, texts: Example) -> Example:
         """A row without positives as a list of documents with scores, which are 0 if it has none."""
-        if not texts.negatives:
+        documents = texts.negatives
+        if not documents:
             raise BadRow("this row has neither positives nor negatives")
-        scores = texts.negative_scores
-        if not scores and self.needs.scores is ScoreRequirement.pairs:
-            scores = (0.0,) * len(texts.negatives)
-        return replace(
-            texts,
-            positives=texts.negatives,
-            negatives=(),
-            positive_scores=scores,
-            negative_scores=(),
-            positive_ids=texts.negative_ids,
-            negative_ids=(),
-        )
+        if not documents.scores and self.needs.scores is ScoreRequirement.pairs:
+            documents = replace(documents, scores=(0.0,) * len(documents))
+        return replace(texts, positives=documents, negatives=Documents())
 
     def _ignore_except(self, row: dict[str, Any], *keys: str) -> None:
         for key, value in row.items():
@@ -90,26 +82,20 @@ class RowLayout(ABC):
             )
 
 
-def _drop_repeated_negatives(texts: Texts) -> Texts:
+def _drop_repeated_negatives(texts: Example) -> Example:
     """The row without negatives that are positives or repeat another negative, nor their scores, ids and vectors."""
     first_indices: dict[str, int] = {}
-    for index, text in enumerate(texts.negatives):
-        if text not in texts.positives:
+    for index, text in enumerate(texts.negatives.texts):
+        if text not in texts.positives.texts:
             first_indices.setdefault(text, index)
     if len(first_indices) == len(texts.negatives):
         return texts
-
-    def select(of_negatives: Sequence[T]) -> tuple[T, ...]:
-        return tuple(of_negatives[index] for index in first_indices.values()) if of_negatives else ()
-
-    num_others = 1 + len(texts.positives)
+    first, num_others = list(first_indices.values()), 1 + len(texts.positives)
     return replace(
         texts,
-        negatives=tuple(first_indices),
-        num_dropped=len(texts.negatives) - len(first_indices),
-        negative_scores=select(texts.negative_scores),
-        negative_ids=select(texts.negative_ids),
-        vectors=(*texts.vectors[:num_others], *select(texts.vectors[num_others:])),
+        negatives=texts.negatives.take(first),
+        num_dropped=len(texts.negatives) - len(first),
+        vectors=(*texts.vectors[:num_others], *take(texts.vectors[num_others:], first)),
     )
 
 
@@ -179,7 +165,7 @@ def id_list(value: object, name: str) -> list[str]:
 
 
 def passages(value: object, name: str, id_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Texts and ids of a list of objects with `text` and perhaps `title` and an id; no ids where none has one."""
+    """Example and ids of a list of objects with `text` and perhaps `title` and an id; no ids where none has one."""
     if value is None:
         return (), ()
     if not isinstance(value, list):

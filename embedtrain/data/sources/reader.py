@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Example
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_layouts import choose_layout
 from embedtrain.data.sources.column_roles import is_id, normalized
@@ -122,7 +122,7 @@ class PieceRows:
         self._reader, self._documents, self._score_scale = reader, documents, source.score_scale
         self._condition = None if source.where is None else RowCondition(source.where, piece.part.kind)
 
-    def __iter__(self) -> Iterator[tuple[int, Texts | BadRow]]:
+    def __iter__(self) -> Iterator[tuple[int, Example | BadRow]]:
         for line in self._reader.lines(self.piece):
             self.lines = line.number
             if line.row is None:
@@ -142,7 +142,7 @@ class PieceRows:
         for column in () if self._condition is None else self._condition.columns:
             self.layout.ignored.pop(column, None)
 
-    def _texts(self, row: dict[str, Any]) -> Texts | None:
+    def _texts(self, row: dict[str, Any]) -> Example | None:
         """The texts of a row; None if it is left out."""
         holds = None if self._condition is None else self._condition.holds(row)
         if holds is not None and not any(holds):

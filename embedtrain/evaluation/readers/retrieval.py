@@ -412,8 +412,8 @@ def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]
         for line, row in reader.rows(Piece(part), layout, documents):
             if isinstance(row, BadRow):
                 raise DataError(f"{part.location(line)}: {row}")
-            texts = (*row.positives, *row.negatives) or (row.query,)
-            ids = (*row.positive_ids, *row.negative_ids) if len(row.positive_ids) == len(row.positives) else ()
+            texts = row.texts[1:] or (row.query,)
+            ids = (*row.positives.ids, *row.negatives.ids) if len(row.positives.ids) == len(row.positives) else ()
             for index, text in enumerate(texts):
                 name = ids[index] if index < len(ids) and ids[index] else ""
                 yield name or f"{prefix}{line}" + (f"-{index + 1}" if index else ""), text

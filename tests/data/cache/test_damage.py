@@ -62,7 +62,7 @@ class Data:
         stores = read_sources(self.sources, OnError.stop, RowRequirements(), cache)
         contents: list[Any] = [[list(texts) for texts in documents.unique()], [documents.text("d7")]]
         for rows, tokens in zip(stores, self.tokens(stores, cache), strict=True):
-            contents.append([(row.query, row.positives, row.negatives, row.line) for row in rows])
+            contents.append([(row.query, row.positives.texts, row.negatives.texts, row.location.line) for row in rows])
             contents.append([array.tolist() for array in vars(tokens).values() if isinstance(array, np.ndarray)])
             contents.append(str(rows.report).replace("; cached", ""))
         return contents

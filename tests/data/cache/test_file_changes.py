@@ -89,7 +89,7 @@ def test_a_corpus_that_is_edited_while_it_is_read(tmp_path: Path) -> None:
                 os.utime(corpus, ns=(before, before))
 
         cache = Cache(directory=tmp_path / "cache", progress=progress)
-        return [example.positives for example in read_sources([source], OnError.stop, cache=cache)[0]]
+        return [example.positives.texts for example in read_sources([source], OnError.stop, cache=cache)[0]]
 
     for when in (0, 1):
         write(corpus, *documents("old"))

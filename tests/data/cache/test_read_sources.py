@@ -21,8 +21,8 @@ from embedtrain.data.cache import read_sources as stored
 from embedtrain.data.cache.cache import Cache, cache_directory, json_digest
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.reader import SourceReader
-from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import write, write_table
@@ -81,7 +81,7 @@ def test_skipped_rows_with_the_same_problem_are_reported_together(tmp_path: Path
         empty, other = report.skipped
         assert re.fullmatch(rf'{first}:2, 4, 6 and 3 more: .*"pos".*', empty), empty
         assert other.startswith(f"{first}:3: broken JSON")
-        assert report.num_skipped == 7
+        assert report.rows.num_skipped == 7
         assert f"7 bad rows skipped ({empty}; {other})" in str(report)
     report = store_of(second, cache, on_error=OnError.skip).report
     assert report.skipped[0].startswith(f"{second}:1: ")
@@ -106,7 +106,7 @@ def test_changes_that_build_the_rows_again(tmp_path: Path) -> None:
     assert not built()  # not one byte is another
     moved = (tmp_path / "a").rename(tmp_path / "b") / "a.jsonl"
     assert not built(moved)
-    assert {example.file for example in store_of(moved, cache)} == {str(moved)}
+    assert {example.location.file for example in store_of(moved, cache)} == {str(moved)}
     write(moved, *map(row, range(1, 3)))
     assert built(moved)
     data = moved.read_bytes()
@@ -175,7 +175,7 @@ def test_open_rows_outlive_their_cache(tmp_path: Path) -> None:
     rows, store = list(store_of(path, cache)), store_of(path, cache)
     shutil.rmtree(tmp_path / "cache")
     assert list(store) == rows
-    assert store.num_negatives.tolist() == [len(one.negatives) for one in rows]
+    assert store.num_negatives.tolist() == [len(one.negatives.texts) for one in rows]
 
 
 def test_rows_without_a_cache_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +220,14 @@ def test_pieces_hold_the_rows_of_the_whole(tmp_path: Path, small_pieces: None) -
     store = store_of(folder / "*", cache)
     assert len(list((tmp_path / "cache").rglob("*.arrow"))) > 10
     expected = [(number + 1, *row(number).values()) for number in range(400) if number % 7 != 3]
-    assert [(e.line, e.query, list(e.positives), list(e.negatives)) for e in store] == expected * 2
-    assert {Path(e.file).name for e in list(store)[: len(expected)]} == {"a.jsonl"}
-    assert {Path(e.file).name for e in list(store)[len(expected) :]} == {"b.jsonl.gz"}
+    assert [(e.location.line, e.query, list(e.positives.texts), list(e.negatives.texts)) for e in store] == expected * 2
+    assert {Path(e.location.file).name for e in list(store)[: len(expected)]} == {"a.jsonl"}
+    assert {Path(e.location.file).name for e in list(store)[len(expected) :]} == {"b.jsonl.gz"}
     assert store.num_positives.tolist() == [2] * len(store)
     assert store.num_negatives.tolist() == [len(one[3]) for one in expected] * 2
-    assert sorted(store.texts()) == sorted(t for e in store for t in (e.query, *e.positives, *e.negatives))
+    assert sorted(store.texts()) == sorted(t for e in store for t in (e.query, *e.positives.texts, *e.negatives.texts))
     table = store_of(tmp_path / "c.parquet", cache)
-    assert [(e.line, e.query) for e in table] == [(i + 1, f"q{i}") for i in range(300)]
+    assert [(e.location.line, e.query) for e in table] == [(i + 1, f"q{i}") for i in range(300)]
 
 
 def test_bad_rows_keep_their_lines_and_their_order(tmp_path: Path, small_pieces: None) -> None:
@@ -239,9 +239,9 @@ def test_bad_rows_keep_their_lines_and_their_order(tmp_path: Path, small_pieces:
         store_of(path)
     assert str(caught.value).startswith(f'{path}:71: "query" must be a text, not a number (70)')
     store = store_of(path, on_error=OnError.skip)
-    assert store.report.num_skipped == 4
+    assert store.report.rows.num_skipped == 4
     assert [problem.split(": ")[0] for problem in store.report.problems] == [f"{path}:{n}" for n in (71, 151, 152)]
-    assert [e.line for e in store] == [n for n in range(1, 301) if n not in (71, 151, 152, 291)]
+    assert [e.location.line for e in store] == [n for n in range(1, 301) if n not in (71, 151, 152, 291)]
 
 
 def test_vectors_have_one_dimension_in_all_pieces(tmp_path: Path, small_pieces: None) -> None:
@@ -258,7 +258,7 @@ def test_extra_columns_of_some_rows(tmp_path: Path) -> None:
     rows = [row(i) | ({"pos_id": ["x", "y"]} if i > 5000 else {}) for i in range(9000)]
     store = store_of(write(tmp_path / "a.jsonl", *rows))
     assert store.extra_columns == {"positive_ids"}
-    assert [e.positive_ids for e in store] == [("x", "y") if i > 5000 else () for i in range(9000)]
+    assert [e.positives.ids for e in store] == [("x", "y") if i > 5000 else () for i in range(9000)]
     assert {e.instruction for e in store} == {None}
     assert store.max_negatives is None
 
@@ -279,7 +279,7 @@ def test_each_source_has_its_own_needs(tmp_path: Path) -> None:
     classes = RowRequirements(documents=False, label=True, same_num_documents=True, loss="batch_triplet")
     stores = read_sources(sources, OnError.stop, [RowRequirements(), classes])
     assert [len(store) for store in stores] == [2, 1]
-    assert [e.source for store in stores for e in store] == [0, 0, 1]
+    assert [e.location.source for store in stores for e in store] == [0, 0, 1]
     assert stores[1][0].label == 1
     same_num_documents = replace(RowRequirements(), same_num_documents=True)
     with pytest.raises(ConfigError, match="1 to 2 negatives"):
@@ -315,8 +315,8 @@ def test_documents_are_found_by_their_ids(tmp_path: Path) -> None:
     path = corpus(tmp_path, 10_000)
     cache = Cache(directory=tmp_path / "cache")
     store = store_of(path, cache, documents=str(tmp_path / "corpus"))
-    assert [e.positives for e in store] == [(f"T{i} text {i}",) for i in range(10_000)]
-    assert store[3].negatives == ("T22 text 22",)
+    assert [e.positives.texts for e in store] == [(f"T{i} text {i}",) for i in range(10_000)]
+    assert store[3].negatives.texts == ("T22 text 22",)
     assert store_of(path, cache, documents=str(tmp_path / "corpus")).report.cached
     write(tmp_path / "corpus" / "0.jsonl", {"docid": "d0", "title": "", "text": "new"})
     with pytest.raises(DataError, match=r"train\.jsonl:1: .*d1"):
@@ -376,7 +376,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 stored.PIECE_BYTES = 50_000
 (store,) = read_sources([TrainSource(path=sys.argv[1])], OnError.stop, cache=Cache(directory=Path(sys.argv[2])))
-print(len(store), sum(one.line for one in store))
+print(len(store), sum(one.location.line for one in store))
 """
 
 

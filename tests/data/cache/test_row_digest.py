@@ -17,23 +17,23 @@ from embedtrain.data.cache import read_sources as stored
 from embedtrain.data.cache import row_store
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, field_name
-from embedtrain.data.rows import Texts
+from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, value_of
+from embedtrain.data.rows import Documents, Example
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table
 
-ROW = Texts("q", ("p", "r"), ("n",), 0)
+ROW = Example("q", Documents(("p", "r")), Documents(("n",)))
 
 
-def digest(*rows: Texts) -> str:
+def digest(*rows: Example) -> str:
     row_digest = RowDigest()
     add(row_digest, rows)
     return str(row_digest)
 
 
-def add(row_digest: RowDigest, rows: Sequence[Texts]) -> None:
-    texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_store.TEXT_NAMES]
-    row_digest.add(texts, {name: [getattr(row, field_name(name)) for row in rows] for name in EXTRA_COLUMNS})
+def add(row_digest: RowDigest, rows: Sequence[Example]) -> None:
+    texts = [pa.array([value_of(name)(row) for row in rows], type=TEXTS[name]) for name in row_store.TEXT_NAMES]
+    row_digest.add(texts, {name: [value_of(name)(row) for row in rows] for name in EXTRA_COLUMNS})
 
 
 def row(i: int) -> dict[str, Any]:
@@ -50,16 +50,16 @@ def content(path: Path, needs: RowRequirements | None = None, cache: Cache | Non
 def test_the_digest_depends_on_every_value_and_its_position() -> None:
     changed = [
         replace(ROW, query="Q"),
-        replace(ROW, positives=("r", "p")),
-        replace(ROW, positives=("p",), negatives=("r", "n")),
-        replace(ROW, positives=("pr",)),
-        replace(ROW, positives=("p", "", "r")),
-        Texts("", (), (), 0),
-        Texts("qprn", (), (), 0),
-        replace(ROW, positive_scores=(1.0, 0.5), negative_scores=(0.0,)),
-        replace(ROW, positive_scores=(1.0, 0.25), negative_scores=(0.0,)),
-        replace(ROW, positive_ids=("p", "r")),
-        replace(ROW, negative_ids=("n",)),
+        replace(ROW, positives=Documents(("r", "p"))),
+        replace(ROW, positives=Documents(("p",)), negatives=Documents(("r", "n"))),
+        replace(ROW, positives=Documents(("pr",))),
+        replace(ROW, positives=Documents(("p", "", "r"))),
+        Example(""),
+        Example("qprn"),
+        replace(ROW, positives=Documents(("p", "r"), (1.0, 0.5)), negatives=Documents(("n",), (0.0,))),
+        replace(ROW, positives=Documents(("p", "r"), (1.0, 0.25)), negatives=Documents(("n",), (0.0,))),
+        replace(ROW, positives=Documents(("p", "r"), ids=("p", "r"))),
+        replace(ROW, negatives=Documents(("n",), ids=("n",))),
         replace(ROW, label=1),
         replace(ROW, label=0),
         replace(ROW, vectors=((1.0, 2.0),)),

@@ -49,7 +49,7 @@ def rows_of(path: Path, cache: Cache, **options: Any) -> RowStore:
 
 
 def texts_of(rows: RowStore) -> list[list[str]]:
-    return [[e.query, *e.positives, *e.negatives] for e in rows]
+    return [[e.query, *e.positives.texts, *e.negatives.texts] for e in rows]
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
@@ -150,7 +150,7 @@ def test_instructions_of_rows_replace_prompts(tmp_path: Path) -> None:
             assert example.instruction == own[i % 3].get("prompt")
             expected = plain(tokenizer, [before(example.query)], 30)[0]
             assert tokens.tokens(tokens.row_starts[i : i + 1]).ids.tolist() == expected
-            expected = plain(tokenizer, [around(example.positives[0])], 40)[0]
+            expected = plain(tokenizer, [around(example.positives.texts[0])], 40)[0]
             assert tokens.tokens(tokens.row_starts[i : i + 1] + 1).ids.tolist() == expected
         assert (
             tokens.keys[tokens.row_starts[:-1]].tolist()

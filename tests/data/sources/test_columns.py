@@ -54,8 +54,8 @@ def test_roles_by_name(tmp_path: Path, row: dict[str, object], suffix: str) -> N
     if isinstance(row.get("tags"), dict) and suffix == ".csv":  # an object is a text there
         path.write_text("context,question,views\np,q,17\n")
     (example,), report = read(path)
-    assert (example.query, example.positives) == ("q", ("p",))
-    assert sorted(example.negatives) == sorted(str(value) for value in row.values() if value in ("n", "m"))
+    assert (example.query, example.positives.texts) == ("q", ("p",))
+    assert sorted(example.negatives.texts) == sorted(str(value) for value in row.values() if value in ("n", "m"))
     how = "order" if "deu" in row else "name"
     assert f"(by {how}; override: columns=[QUERY,POSITIVE,...])" in str(report)
     unused = [name for name, value in row.items() if value not in ("q", "p", "n", "m") and name != "tags"]
@@ -128,7 +128,7 @@ READ = [
 @pytest.mark.parametrize("row", READ, ids="-".join)
 def test_objects_and_mixed_names(tmp_path: Path, row: dict[str, object]) -> None:
     (example,), report = read(write(tmp_path / "t.jsonl", row))
-    assert (example.query, example.positives, sorted(example.negatives)) == ("q", ("p", "r"), ["m", "n"])
+    assert (example.query, example.positives.texts, sorted(example.negatives.texts)) == ("q", ("p", "r"), ["m", "n"])
     unused = str(report).partition("not used: ")[2]
     assert not any(name in unused for name in row if name.startswith(("pos", "neg")) and name != "neg_scores")
 
@@ -136,7 +136,7 @@ def test_objects_and_mixed_names(tmp_path: Path, row: dict[str, object]) -> None
 def test_titles_of_objects(tmp_path: Path) -> None:
     row = {"question": "q", "positive_ctxs": [{"title": "T", "text": "p", "score": 9.5}], "hard_negative_ctxs": []}
     (example,), report = read(write(tmp_path / "t.jsonl", {**row, "answers": ["a"]}))
-    assert (example.positives, example.negatives) == (("T p",), ())
+    assert (example.positives.texts, example.negatives.texts) == (("T p",), ())
     assert "not used: answers" in str(report)
 
 
@@ -168,7 +168,7 @@ def test_what_a_name_says_is_never_left_out(tmp_path: Path, row: dict[str, objec
 def test_columns_that_later_rows_have(tmp_path: Path) -> None:
     first = {"question": "q", "answer": "p"}
     path = write(tmp_path / "t.jsonl", first, {**first, "negative": "n"})
-    assert [e.negatives for e in read(path)[0]] == [(), ("n",)]
+    assert [e.negatives.texts for e in read(path)[0]] == [(), ("n",)]
     late = write(tmp_path / "u.jsonl", *[first] * 30, {**first, "negative": "n"})
     assert_error(f'^{late}:31: "negative" would not be used', late)
     assert len(read(late, columns=["question", "answer"])[0]) == 31
@@ -184,7 +184,7 @@ def test_a_column_that_may_hold_labels(tmp_path: Path) -> None:
     assert [e.query for e in read(path, where="good == 1")[0]] == ["q"]
     roles = {"query": "query", "positive": "passage", "label": "good"}
     scored, _ = read(path, columns=roles, needs=row_requirements(ContrastiveConfig()))
-    assert [e.positive_scores for e in scored] == [(1.0,), (0.0,)]
+    assert [e.positives.scores for e in scored] == [(1.0,), (0.0,)]
     assert_error("'good' makes these scored pairs", path, columns=roles)
     path.write_text("query,passage,level\nq,p,1\nr,n,2\n")
     assert len(read(path)[0]) == 2
@@ -194,10 +194,10 @@ def test_columns_by_role(tmp_path: Path) -> None:
     row = {"a": "p", "b": "q", "c": "n", "d": ["m"], "e": 0.5, "f": 3}
     path = write(tmp_path / "t.jsonl", row)
     (example,), report = read(path, columns={"query": "b", "positive": "a", "negative": ["c", "d"]})
-    assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
+    assert (example.query, example.positives.texts, example.negatives.texts) == ("q", ("p",), ("n", "m"))
     assert "columns b = query, a = positive, c + d = negatives" in str(report)
     pairs = {"sentence1": "b", "sentence2": "a", "score": "e"}
-    assert read(path, columns=pairs, needs=row_requirements(CoSENTConfig()))[0][0].positive_scores == (0.5,)
+    assert read(path, columns=pairs, needs=row_requirements(CoSENTConfig()))[0][0].positives.scores == (0.5,)
     text = {"text": "b", "label": "f"}
     assert read(path, columns=text, needs=row_requirements(BatchTripletConfig()))[0][0].label == 3
     assert_error("no column 'x'; there are: a, b", path, columns={"query": "b", "positive": "x"})
@@ -241,7 +241,7 @@ LISTS = {
 def test_a_cell_that_holds_a_list(tmp_path: Path, suffix: str, cell: str) -> None:
     path = write_table(tmp_path / f"t{suffix}", {"query": ["q"], "pos": ["['p']"], "neg": [cell]})
     (example,), _ = read(path)
-    assert (example.positives, list(example.negatives)) == (("p",), LISTS[cell])
+    assert (example.positives.texts, list(example.negatives.texts)) == (("p",), LISTS[cell])
 
 
 @pytest.mark.parametrize("cell", ["['n1' 'n2']", "['n1'\n 'n2']", "['n1', nan, 'n2']", "['n1, 'n2']"])
@@ -260,7 +260,7 @@ def test_delimiters(tmp_path: Path, delimiter: str, name: str) -> None:
         writer = csv.writer(file, delimiter=delimiter)
         writer.writerows([["id", "answer", "question"], [1, 'a, b; "c" | d', "q, r;\t|"], [2, "two\nlines", "s"]])
     examples, _ = read(tmp_path / name)
-    assert [(e.query, e.positives) for e in examples] == [
+    assert [(e.query, e.positives.texts) for e in examples] == [
         ("q, r;\t|", ('a, b; "c" | d',)),
         ("s", ("two\nlines",)),
     ]
@@ -269,7 +269,7 @@ def test_delimiters(tmp_path: Path, delimiter: str, name: str) -> None:
 def test_quotation_marks_of_a_plain_tsv_stay(tmp_path: Path) -> None:
     rows = [["question", "answer"], ['"Hello," he said.', '"All of it"'], ['5" pipe', 'say ""so""']]
     (tmp_path / "t.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
-    assert [[e.query, *e.positives] for e in read(tmp_path / "t.tsv")[0]] == rows[1:]
+    assert [[e.query, *e.positives.texts] for e in read(tmp_path / "t.tsv")[0]] == rows[1:]
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_a_bad_row_within_one_line_is_skipped(tmp_path: Path, line: str, problem
     path = tmp_path / "t.csv"
     path.write_text(HEAD + line + TAIL)
     examples, report = read(path, OnError.skip)
-    assert [e.line for e in examples] == [2, 3, 4, 6, 7, 8]
-    assert report.num_skipped == 1
+    assert [e.location.line for e in examples] == [2, 3, 4, 6, 7, 8]
+    assert report.rows.num_skipped == 1
     assert report.problems[0].startswith(f"{path}:5: {problem}")
 
 
@@ -95,8 +95,12 @@ def test_multiline_cells_and_marks_within_words_are_valid(tmp_path: Path) -> Non
     path = tmp_path / "t.csv"
     path.write_text(HEAD + '"a ""b""\n\nc",5" pipe\nx,"y\n"\n' + TAIL)
     examples, _ = read(path)
-    assert (examples[3].query, examples[3].positives, examples[4].positives) == ('a "b"\n\nc', ('5" pipe',), ("y\n",))
-    assert [e.line for e in examples] == [2, 3, 4, 5, 8, 10, 11, 12]
+    assert (examples[3].query, examples[3].positives.texts, examples[4].positives.texts) == (
+        'a "b"\n\nc',
+        ('5" pipe',),
+        ("y\n",),
+    )
+    assert [e.location.line for e in examples] == [2, 3, 4, 5, 8, 10, 11, 12]
 
 
 # Spreadsheets
@@ -123,7 +127,7 @@ def test_what_spreadsheets_write_around_the_rows(tmp_path: Path, text: str) -> N
     path.write_bytes(text.encode())
     examples, report = read(path)
     assert texts(examples) == [("q", ("p",), ()), ("r", ("s",), ())]
-    assert report.num_skipped == 0
+    assert report.rows.num_skipped == 0
 
 
 def test_lines_of_a_macintosh_file_are_counted(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def many(count: int) -> bytes:
 def test_zstd_files_of_every_kind_of_text(tmp_path: Path) -> None:
     path = zstd(tmp_path / "a.jsonl.zst", line(ROW) * 2)
     examples, report = read(path)
-    assert [e.line for e in examples] == [1, 2]
+    assert [e.location.line for e in examples] == [1, 2]
     assert str(report).startswith("a: FlagEmbedding rows, 2 rows from a.jsonl.zst")
     assert read(path.rename(tmp_path / "a.jsonl"))[0][1].query == "q"  # what it is counts, not its name
     assert len(read(zstd(tmp_path / "b.csv.zst", b"a,b\nq,p\n"))[0]) == 1
@@ -84,7 +84,7 @@ def test_json_files_of_one_value(tmp_path: Path, layout: str) -> None:
     assert [e.query for e in examples] == ["q0", "q1", "q2"]
     assert "FlagEmbedding rows, 3 rows" in str(report)
     if layout == "indented":
-        assert [e.line for e in examples] == [1, 2, 3]  # elements
+        assert [e.location.line for e in examples] == [1, 2, 3]  # elements
 
 
 BROKEN_JSON = {
@@ -122,9 +122,9 @@ def test_arrow_files(tmp_path: Path, name: str) -> None:
     with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
     examples, report = read(path)
-    assert [(e.query, e.line) for e in examples] == [("q1", 1), ("q2", 2), ("q3", 3)]
+    assert [(e.query, e.location.line) for e in examples] == [("q1", 1), ("q2", 2), ("q3", 3)]
     assert "FlagEmbedding rows" in str(report)
-    assert read(path, columns=["query", "pos"])[0][2].positives == ("r",)
+    assert read(path, columns=["query", "pos"])[0][2].positives.texts == ("r",)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     assert error_of(path).startswith(f"{path}: cannot be read as Arrow: ")
@@ -166,7 +166,7 @@ BAD = {
 def test_bad_rows(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path / "a.jsonl", ROW, b"\n", text.encode() + b"\n", ROW)
     assert error_of(path).startswith(f"{path}:3: {message}")
-    assert [e.line for e in read(path, OnError.skip)[0]] == [1, 4]
+    assert [e.location.line for e in read(path, OnError.skip)[0]] == [1, 4]
 
 
 def test_a_truncated_last_row(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_each_file_next_to_a_corpus(tmp_path: Path) -> None:
     expanded = expand_sources([TrainSource(path=str(tmp_path), each_file=True)])
     assert [Path(source.path).name for source in expanded] == ["a.jsonl", "b.jsonl"]
     stores: Any = read_sources(expanded, OnError.stop)
-    assert [store[0].positives for store in stores] == [("one",), ("one",)]
+    assert [store[0].positives.texts for store in stores] == [("one",), ("one",)]
 
 
 def test_folders_of_flagembedding(shared_data: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig
 from embedtrain.config.recipe import DataFormat, OnError
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.data.types import Example
+from embedtrain.data.rows import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
@@ -59,18 +59,18 @@ def test_files_of_flagembedding(shared_data: Path, name: str) -> None:
     examples, report = read(path)
     assert len(examples) == len(rows)
     for example, row in zip(examples, rows, strict=True):
-        assert (example.query, list(example.positives)) == (row["query"], row["pos"])
-        assert list(example.negatives) == [n for n in dict.fromkeys(row["neg"]) if n not in row["pos"]]
+        assert (example.query, list(example.positives.texts)) == (row["query"], row["pos"])
+        assert list(example.negatives.texts) == [n for n in dict.fromkeys(row["neg"]) if n not in row["pos"]]
         assert example.instruction == row.get("prompt")
         is_symmetric = row.get("type") in ("symmetric_sts", "symmetric_clustering")
         assert example.document_instruction == (row["prompt"] if is_symmetric else None)
         assert example.max_negatives == (1 if row.get("type") == "only_1neg" else None)
     ignored = {"category"} if "category" in rows[0] else set()
     ignored |= {"pos_scores", "neg_scores"} & rows[0].keys()
-    assert set(report.ignored) == ignored
+    assert set(report.rows.ignored) == ignored
     if "pos_scores" in rows[0]:
         scored, report = read(path, needs=TEACHER)
-        assert [list(e.positive_scores) for e in scored] == [pytest.approx(row["pos_scores"]) for row in rows]
+        assert [list(e.positives.scores) for e in scored] == [pytest.approx(row["pos_scores"]) for row in rows]
         assert "scores" in report.layout
     else:
         assert 'this row has no "pos_scores"' in error_of(path, needs=TEACHER)
@@ -88,34 +88,34 @@ def test_prompt_and_type(tmp_path: Path) -> None:
     assert only(tmp_path, {**ROW, "prompt_for_query": "find"}).instruction == "find"
     _, report = read(write(tmp_path / "a.jsonl", {**ROW, "type": "odd", "prompt": "x"}, {**ROW, "type": "only_1neg"}))
     assert report.layout == "FlagEmbedding rows with instructions and one negative used (only_1neg)"
-    assert report.ignored == ["type odd"]
+    assert report.rows.ignored == ["type odd"]
     _, report = read(write(tmp_path / "a.jsonl", {**ROW, "type": "symmetric_sts"}))
-    assert report.ignored == ["type symmetric_sts (of rows without a prompt)"]
+    assert report.rows.ignored == ["type symmetric_sts (of rows without a prompt)"]
     assert '"prompt" must be a text, not a number (3)' in bad(tmp_path, {**ROW, "prompt": 3})
     assert "another instruction" in bad(tmp_path, {**ROW, "prompt": "a", "prompt_for_query": "b"})
 
 
 def test_scores_of_pairs_in_one_list(tmp_path: Path) -> None:
     row = {"query": "q", "pos": ["a", "b"], "scores": [1, 0.25]}
-    assert only(tmp_path, row, needs=PAIRS).positive_scores == (1.0, 0.25)
+    assert only(tmp_path, row, needs=PAIRS).positives.scores == (1.0, 0.25)
     both = only(tmp_path, {**row, "neg": ["c"], "scores": [1, 0.5, 0]}, needs=TEACHER)
-    assert (both.positive_scores, both.negative_scores) == ((1.0, 0.5), (0.0,))
+    assert (both.positives.scores, both.negatives.scores) == ((1.0, 0.5), (0.0,))
     assert '"scores" has 1 element and "pos" has 2 texts' in bad(tmp_path, {**row, "scores": [1]}, needs=PAIRS)
     path = write(tmp_path / "a.jsonl", row)
     assert error_of(path).startswith(f'{path}: "scores" makes these scored pairs, which loss=infonce does not use')
-    assert read(path, columns=["query", "pos"])[0][0].positives == ("a", "b")
+    assert read(path, columns=["query", "pos"])[0][0].positives.texts == ("a", "b")
 
 
 def test_texts_with_instructions(tmp_path: Path) -> None:
     gritlm = {"query": ["find", "q"], "pos": [["", "p"]], "neg": [["", "n"], ["", "m"]]}
     example = only(tmp_path, gritlm)
-    assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
+    assert (example.query, example.positives.texts, example.negatives.texts) == ("q", ("p",), ("n", "m"))
     assert (example.instruction, example.document_instruction) == ("find", "")
     e5 = only(tmp_path, {"query": ["find", "q"], "pos": ["p", "o"], "neg": ["n"]})
-    assert (e5.instruction, e5.document_instruction, e5.positives) == ("find", None, ("p", "o"))
+    assert (e5.instruction, e5.document_instruction, e5.positives.texts) == ("find", None, ("p", "o"))
     medi = {"query": ["ask", "q"], "pos": ["look", "p"], "neg": ["look", "n"], "task_id": 3}
     example = only(tmp_path, medi)
-    assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n",))
+    assert (example.query, example.positives.texts, example.negatives.texts) == ("q", ("p",), ("n",))
     assert (example.instruction, example.document_instruction) == ("ask", "look")
     _, report = read(write(tmp_path / "a.jsonl", medi))
     assert str(report).startswith("a: FlagEmbedding rows with instructions, 1 rows")
@@ -131,7 +131,9 @@ def test_two_texts_in_a_list_are_an_instruction_only_where_the_query_has_one(tmp
     for key in ("pos", "neg"):
         row = {**ROW, key: ["a", ["x", "y"]]}
         assert f'element 2 of "{key}" is a list inside a list' in bad(tmp_path, row)
-    assert only(tmp_path, {**ROW, "query": ["", "q"], "pos": [["x", "y"]], "neg": [["x", "z"]]}).positives == ("y",)
+    assert only(tmp_path, {**ROW, "query": ["", "q"], "pos": [["x", "y"]], "neg": [["x", "z"]]}).positives.texts == (
+        "y",
+    )
 
 
 def test_gritlm_rows_without_a_query(tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_the_first_row_determines_the_layout(tmp_path: Path) -> None:
     path = write(tmp_path / "b.jsonl", {"error": "slow down"}, ROW)
     assert_error(f"^{path}: rows need a query and a positive.*error$", path)
     examples, report = read(path, OnError.skip)
-    assert [e.line for e in examples] == [2]
+    assert [e.location.line for e in examples] == [2]
     assert f'1 bad rows skipped ({path}:1: no "query" in this row, which has: error)' in str(report)
 
 
@@ -164,14 +166,14 @@ def test_tevatron_passages(tmp_path: Path) -> None:
         "negative_passages": [passage(2), passage(3, ""), passage(2)],
     }
     (example,), report = read(write(tmp_path / "a.jsonl", row))
-    assert example.positives == ("Title text 1",)
-    assert example.negatives == ("text 2", "text 3")
-    assert (example.positive_ids, example.negative_ids) == (("d1",), ("d2", "d3"))
+    assert example.positives.texts == ("Title text 1",)
+    assert example.negatives.texts == ("text 2", "text 3")
+    assert (example.positives.ids, example.negatives.ids) == (("d1",), ("d2", "d3"))
     assert str(report).startswith("a: Tevatron passages with ids, 1 rows")
-    assert report.ignored == ["query_id"]
-    assert only(tmp_path, {**row, "negative_passages": None}, format=DataFormat.tevatron).negatives == ()
+    assert report.rows.ignored == ["query_id"]
+    assert only(tmp_path, {**row, "negative_passages": None}, format=DataFormat.tevatron).negatives.texts == ()
     parquet = write_table(tmp_path / "a.parquet", {key: [value] for key, value in row.items()})
-    assert read(parquet)[0][0].positives == ("Title text 1",)
+    assert read(parquet)[0][0].positives.texts == ("Title text 1",)
     assert "is empty: a row needs" in bad(tmp_path, {**row, "positive_passages": []})
     assert 'element 1 of "positive_passages" must be an object' in bad(tmp_path, {**row, "positive_passages": ["p"]})
     assert "is an empty text" in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": " "}]})
@@ -210,10 +212,14 @@ def test_tevatron_ids_of_a_corpus(tmp_path: Path, where: str) -> None:
             options["documents"] = str(write(tmp_path / "texts.jsonl", *CORPUS))
     for path in (rows, rows.parent):
         (example,), report = read(path, **options)
-        assert (example.query, example.positives, example.negatives) == ("q", ("About apples",), ("pears", "plums"))
-        assert (example.positive_ids, example.negative_ids) == (("a",), ("2", "c"))
+        assert (example.query, example.positives.texts, example.negatives.texts) == (
+            "q",
+            ("About apples",),
+            ("pears", "plums"),
+        )
+        assert (example.positives.ids, example.negatives.ids) == (("a",), ("2", "c"))
         assert report.layout == "Tevatron rows with ids of documents of a corpus"
-        assert report.ignored == ["query_id"]
+        assert report.rows.ignored == ["query_id"]
 
 
 def test_unknown_document_ids(tmp_path: Path) -> None:
@@ -242,7 +248,7 @@ def test_a_bad_row_before_those_with_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", {"error": "slow down"}, BY_ID)
     write(tmp_path / "corpus.jsonl", *CORPUS)
     examples, report = read(path, OnError.skip)
-    assert [e.positives for e in examples] == [("About apples",)]
+    assert [e.positives.texts for e in examples] == [("About apples",)]
     assert f'{path}:1: no "query_text" in this row' in str(report)
     late = write(
         tmp_path / "late.jsonl", *[{"question": "q", "pos_doc": "p"}] * 20, {"question": "q", "pos_doc": [{"id": "a"}]}
@@ -279,7 +285,7 @@ CONVERSATION = {
 
 def test_messages(tmp_path: Path) -> None:
     (example,), report = read(write(tmp_path / "a.jsonl", CONVERSATION))
-    assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
+    assert (example.query, example.positives.texts, example.negatives.texts) == ("q", ("p",), ("n", "m"))
     assert (example.instruction, example.document_instruction) == (None, None)
     assert str(report).startswith("a: messages (ms-swift), 1 rows")
     system = message("be brief", role="system")
@@ -289,17 +295,20 @@ def test_messages(tmp_path: Path) -> None:
     }
     example = only(tmp_path, longer)
     assert (example.query, example.instruction, example.document_instruction) == ("q\nso", "be brief", "as")
-    assert only(tmp_path, {**CONVERSATION, "positive_messages": [message("p"), message("o")]}).positives == ("p", "o")
+    assert only(tmp_path, {**CONVERSATION, "positive_messages": [message("p"), message("o")]}).positives.texts == (
+        "p",
+        "o",
+    )
     parts = {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}]}
     assert only(tmp_path, parts).query == "q2"
     parquet = write_table(tmp_path / "a.parquet", {key: [value] for key, value in CONVERSATION.items()})
-    assert read(parquet)[0][0].negatives == ("n", "m")
+    assert read(parquet)[0][0].negatives.texts == ("n", "m")
 
 
 def test_scores_of_messages(tmp_path: Path) -> None:
     pair = {key: CONVERSATION[key] for key in ("messages", "positive_messages")}
-    assert only(tmp_path, {**pair, "label": 0.5}, needs=PAIRS).positive_scores == (0.5,)
-    assert only(tmp_path, {**pair, "score": 1}).positive_scores == ()
+    assert only(tmp_path, {**pair, "label": 0.5}, needs=PAIRS).positives.scores == (0.5,)
+    assert only(tmp_path, {**pair, "score": 1}).positives.scores == ()
     assert '"label" is a number (0.5): loss=infonce does not use' in bad(tmp_path, {**pair, "label": 0.5})
     assert 'needs scores, and this row has no "label"' in bad(tmp_path, pair, needs=TEACHER)
 
@@ -343,24 +352,28 @@ def test_conversations_without_documents(tmp_path: Path) -> None:
 def test_nemo_rows(tmp_path: Path) -> None:
     row = {"question": "q", "pos_doc": "p", "neg_doc": ["n", "m"]}
     (example,), report = read(write(tmp_path / "a.jsonl", row))
-    assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
+    assert (example.query, example.positives.texts, example.negatives.texts) == ("q", ("p",), ("n", "m"))
     assert str(report).startswith("a: NeMo rows, 1 rows")
     example = only(tmp_path, {"query": "q", "pos_doc": [{"id": 1, "text": "p"}], "neg_doc": [{"text": "n"}]})
-    assert (example.positives, example.negatives, example.positive_ids) == (("p",), ("n",), ("1",))
+    assert (example.positives.texts, example.negatives.texts, example.positives.ids) == (("p",), ("n",), ("1",))
     write(tmp_path / "corpus.jsonl", *CORPUS)
     example = only(tmp_path, {"question": "q", "pos_doc": [{"id": "a"}], "neg_doc": [{"id": 2}]})
-    assert (example.positives, example.negatives, example.negative_ids) == (("About apples",), ("pears",), ("2",))
+    assert (example.positives.texts, example.negatives.texts, example.negatives.ids) == (
+        ("About apples",),
+        ("pears",),
+        ("2",),
+    )
     assert '"pos_doc" is empty' in bad(tmp_path, {**row, "pos_doc": []})
 
 
 def test_mined_negatives_marked_in_a_list(tmp_path: Path) -> None:
     row = {"query": "q", "answer": ["a", "b", "c"], "labels": [1, 0, 0]}
     (example,), report = read(write(tmp_path / "a.jsonl", row))
-    assert (example.positives, example.negatives) == (("a",), ("b", "c"))
+    assert (example.positives.texts, example.negatives.texts) == (("a",), ("b", "c"))
     assert str(report).startswith(
         "a: columns query = query, answer = positive, labels = 1 for positives, 0 for negatives (by name; "
     )
-    assert only(tmp_path, row, needs=PAIRS).positive_scores == (1.0, 0.0, 0.0)
+    assert only(tmp_path, row, needs=PAIRS).positives.scores == (1.0, 0.0, 0.0)
     path = write(tmp_path / "b.jsonl", row, {**row, "labels": [0, 0, 0]}, {**row, "labels": [0.5, 0, 0]})
     assert_error(f'^{path}:2: column "labels" marks no document', path)
     _, report = read(path, OnError.skip)
@@ -384,22 +397,22 @@ HEADER = "query-id corpus-id score"
 def test_a_beir_folder(tmp_path: Path) -> None:
     folder = beir(tmp_path / "b", [HEADER, "q2 d0 1", "q0 d1 1", "q2 d3 0", "q0 d2 2", "q2 d0 1"])
     examples, report = read(folder)
-    assert [(e.query, e.positives, e.negatives, e.line) for e in examples] == [
+    assert [(e.query, e.positives.texts, e.negatives.texts, e.location.line) for e in examples] == [
         ("query 2", ("T text 0",), ("T text 3",), 2),
         ("query 0", ("T text 1", "T text 2"), (), 3),
     ]
-    assert examples[1].positive_ids == ("d1", "d2")
-    assert examples[0].file == str(folder / "qrels" / "train.tsv")
+    assert examples[1].positives.ids == ("d1", "d2")
+    assert examples[0].location.file == str(folder / "qrels" / "train.tsv")
     assert "BEIR's judged queries, documents above 0 = positives, others that are judged = hard negatives" in str(
         report
     )
     assert read(folder, format=DataFormat.beir)[0] == examples
     scored, _ = read(folder, needs=PAIRS)
-    assert [(e.positive_scores, e.negative_scores) for e in scored] == [((1.0,), (0.0,)), ((1.0, 2.0), ())]
+    assert [(e.positives.scores, e.negatives.scores) for e in scored] == [((1.0,), (0.0,)), ((1.0, 2.0), ())]
     beir(folder, ["score corpus-id query-id", "1 d0 q2", "1 d1 q0", "0 d3 q2", "2 d2 q0", "1 d0 q2"])
     assert read(folder)[0] == examples
     beir(folder, ["q1 d1 1"], "dev")
-    assert [(e.query, e.line) for e in read(folder, split="dev")[0]] == [("query 1", 1)]  # without a header
+    assert [(e.query, e.location.line) for e in read(folder, split="dev")[0]] == [("query 1", 1)]  # without a header
     assert_error(f"^{folder}: .*split=test, only of dev, train", folder, split="test")
 
 
@@ -410,10 +423,10 @@ def test_a_beir_folder_with_judgements_of_trec(tmp_path: Path, name: str) -> Non
     (folder / "qrels" / "train.tsv").unlink()
     (folder / "qrels" / name).write_text("q2 0 d0 1\nq2 0 d3 0\n")
     (example,), _ = read(folder)
-    assert (example.query, example.positives, example.negatives) == (
+    assert (example.query, example.positives.texts, example.negatives.texts) == (
         expected[0].query,
-        expected[0].positives,
-        expected[0].negatives,
+        expected[0].positives.texts,
+        expected[0].negatives.texts,
     )
 
 
@@ -432,7 +445,7 @@ def test_bad_judgements(tmp_path: Path, line: str, message: str) -> None:
     folder = beir(tmp_path / "b", [HEADER, "q1 d1 1", line, "q2 d2 1"])
     error = error_of(folder)
     assert error.startswith(f"{folder}/qrels/train.tsv:3: {message}")
-    assert [e.line for e in read(folder, OnError.skip)[0]] == [2, 4]
+    assert [e.location.line for e in read(folder, OnError.skip)[0]] == [2, 4]
 
 
 def test_broken_beir_folders(tmp_path: Path) -> None:
@@ -468,8 +481,8 @@ def test_a_retrieval_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         card.append(f"- {{config_name: {name}, data_files: [{{split: {split}, path: {name}.parquet}}]}}")
     (folder / "README.md").write_text("\n".join([*card, "---", ""]))
     (example,), report = read(folder, format=DataFormat.beir, split="dev")
-    assert (example.query, example.positives, example.negatives) == ("query", ("two",), ("T one",))
-    assert (example.positive_ids, example.line) == (("d2",), 1)
+    assert (example.query, example.positives.texts, example.negatives.texts) == ("query", ("two",), ("T one",))
+    assert (example.positives.ids, example.location.line) == (("d2",), 1)
     assert "BEIR's judged queries" in str(report)
     assert "no split 'train', only dev" in error_of(folder, format=DataFormat.beir)
 
@@ -482,5 +495,5 @@ def test_a_real_beir_folder(shared_data: Path) -> None:
     by_query: dict[str, list[str]] = {}
     for query, document, _ in judged:
         by_query.setdefault(query, []).append(document)
-    assert [list(e.positive_ids) for e in examples] == list(by_query.values())
+    assert [list(e.positives.ids) for e in examples] == list(by_query.values())
     assert "no negatives" in str(report)

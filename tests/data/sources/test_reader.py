@@ -13,7 +13,7 @@ import pytest
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.data.rows import Texts
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.files import BLOCK_BYTES, MAX_FULL_DIGEST_BYTES
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.reader import Document, SourceReader, open_sources
@@ -30,10 +30,10 @@ def reading(path: object, needs: RowRequirements = TEXTS_ONLY, **options: Any) -
     return one
 
 
-def all_rows(source: SourceReader, piece_bytes: int) -> list[tuple[int, Texts | str]]:
+def all_rows(source: SourceReader, piece_bytes: int) -> list[tuple[int, Example | str]]:
     """Every row and problem with its line in the file, piece by piece."""
     layout = source.detect_layout(OnError.skip)
-    numbered: list[tuple[int, Texts | str]] = []
+    numbered: list[tuple[int, Example | str]] = []
     lines = dict.fromkeys(source.parts, 0)
     for piece in source.pieces(piece_bytes):
         before = source.lines_before(piece)

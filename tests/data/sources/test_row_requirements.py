@@ -34,7 +34,7 @@ TRIPLE = {"anchor": ["q"], "positive": ["p"], "negative": ["n"]}
 def test_a_text_and_its_class(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, {"text": ["a", "b", "c"], "label": [3.0, 0.0, 12.0]})
     examples, report = read(path, needs=CLASSES)
-    assert [(e.query, e.positives, e.label) for e in examples] == [("a", (), 3), ("b", (), 0), ("c", (), 12)]
+    assert [(e.query, e.positives.texts, e.label) for e in examples] == [("a", (), 3), ("b", (), 0), ("c", (), 12)]
     assert str(report) == f"t: column text = query, label = class, 3 rows from {name}; one text a row"
     assert read(path, needs=CLASSES, columns=["text", "label"])[0] == examples
 
@@ -143,11 +143,11 @@ def test_a_dropped_negatives_vector_is_dropped(tmp_path: Path) -> None:
 def test_texts_alone(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {"text": ["a", "b"]})
     examples, report = read(path, needs=TEXTS)
-    assert [(e.query, e.positives, e.negatives) for e in examples] == [("a", (), ()), ("b", (), ())]
+    assert [(e.query, e.positives.texts, e.negatives.texts) for e in examples] == [("a", (), ()), ("b", (), ())]
     assert str(report) == "t: column text = query, 2 rows from t.csv; one text a row"
     assert "rows need a query and a positive, as two columns" in error_of(path)
-    assert len(read(write_table(tmp_path / "p.csv", PAIR), needs=TEXTS)[0][0].positives) == 1
-    assert read(write(tmp_path / "f.jsonl", ROW), needs=TEXTS)[0][0].positives == ("a", "b")
+    assert len(read(write_table(tmp_path / "p.csv", PAIR), needs=TEXTS)[0][0].positives.texts) == 1
+    assert read(write(tmp_path / "f.jsonl", ROW), needs=TEXTS)[0][0].positives.texts == ("a", "b")
 
 
 # Negatives, as many in every row, and what contradicts itself
@@ -222,12 +222,15 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
     drawn_documents = set()
     for k in range(50):
         drawn = data.batch(k).rows[0]
-        positive, *negatives = drawn.documents
-        assert drawn.scores == (10 + int(positive[1]), *(int(text[1]) for text in negatives))
-        assert drawn.ids == ("", *negatives)
+        positive, *negatives = drawn.documents.texts
+        assert drawn.documents.scores == (10 + int(positive[1]), *(int(text[1]) for text in negatives))
+        assert drawn.documents.ids == ("", *negatives)
         assert drawn.query == "q"
-        assert (drawn.documents, plain.batch(k).rows[0].scores) == (plain.batch(k).rows[0].documents, ())
-        drawn_documents.add(drawn.documents)
+        assert (drawn.documents.texts, plain.batch(k).rows[0].documents.scores) == (
+            plain.batch(k).rows[0].documents.texts,
+            (),
+        )
+        drawn_documents.add(drawn.documents.texts)
     assert len(drawn_documents) > 30
 
     texts = {"q": ["q"], "p": [["p1", "p2"]], "n": [["n3", "n4", "n5"]]}
@@ -237,7 +240,7 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
         data = load_train_data([source], needs=VECTORS, seed=1, global_batch_size=1)
         for k in range(20):
             drawn = data.batch(k).rows[0]
-            numbers = [0, *(int(text[-1]) for text in drawn.documents)] if name == "each.parquet" else [7] * 4
+            numbers = [0, *(int(text[-1]) for text in drawn.documents.texts)] if name == "each.parquet" else [7] * 4
             assert [list(vector) for vector in drawn.vectors] == [[number] for number in numbers]
 
 
@@ -245,7 +248,7 @@ def test_rows_of_one_text_are_drawn(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {"text": ["a", "b"], "label": [3, 4]})
     data = load_train_data([TrainSource(path=str(path))], needs=CLASSES, seed=1, global_batch_size=2)
     rows = sorted(data.batch(0).rows, key=lambda row: row.query)
-    assert [(row.query, row.documents, row.label, row.vectors) for row in rows] == [
+    assert [(row.query, row.documents.texts, row.label, row.vectors) for row in rows] == [
         ("a", (), 3, ()),
         ("b", (), 4, ()),
     ]

@@ -13,9 +13,9 @@ import pytest
 
 from embedtrain.config.recipe import DataFormat, OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.rows import Example
 from embedtrain.data.sources.parts import may_be_hub_id, stem_of
 from embedtrain.data.sources.resolve import source_names
-from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, line, read, write, write_table
@@ -24,7 +24,7 @@ GOOD = {"query": "what is rust", "pos": ["a language"], "neg": ["iron oxide", "a
 
 
 def texts(examples: list[Example]) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    return [(e.query, e.positives, e.negatives) for e in examples]
+    return [(e.query, e.positives.texts, e.negatives.texts) for e in examples]
 
 
 # Rows
@@ -38,7 +38,9 @@ def test_flagembedding_rows_with_location(tmp_path: Path) -> None:
         ("2", ("x", "y"), ()),
         ("what is rust", ("a language",), ()),
     ]
-    assert [(e.file, e.line, e.source) for e in examples] == [(str(path), n, 0) for n in (1, 3, 4)]
+    assert [(e.location.file, e.location.line, e.location.source) for e in examples] == [
+        (str(path), n, 0) for n in (1, 3, 4)
+    ]
     assert str(report) == "a: FlagEmbedding rows, 3 rows from a.jsonl; 0 to 2 negatives a row"
 
 
@@ -76,9 +78,9 @@ def test_examples_of_flagembedding(shared_data: Path, folder: str) -> None:
     examples, report = read(path)
     rows = [json.loads(text) for file in sorted(path.glob("*.jsonl")) for text in file.open(encoding="utf-8")]
     assert [e.query for e in examples] == [row["query"] for row in rows]
-    assert [list(e.positives) for e in examples] == [row["pos"] for row in rows]
+    assert [list(e.positives.texts) for e in examples] == [row["pos"] for row in rows]
     for example, row in zip(examples, rows, strict=True):
-        assert list(example.negatives) == [n for n in dict.fromkeys(row["neg"]) if n not in row["pos"]]
+        assert list(example.negatives.texts) == [n for n in dict.fromkeys(row["neg"]) if n not in row["pos"]]
     assert "FlagEmbedding rows" in str(report)
     assert "7 drawn each epoch" in str(report)
     assert "instructions" in str(report)
@@ -98,7 +100,7 @@ def test_scored_tables_are_rejected_and_bitexts_read(shared_data: Path) -> None:
     assert "columns deu = query, eng = positive" in str(report)
     chosen, _ = read(shared_data / "stsb" / "en" / "dev.tsv", columns=["sentence2", "sentence1"])
     plain, _ = read(shared_data / "stsb" / "en" / "dev.tsv", columns=["sentence1", "sentence2"])
-    assert [(e.query, e.positives) for e in chosen] == [(e.positives[0], (e.query,)) for e in plain]
+    assert [(e.query, e.positives.texts) for e in chosen] == [(e.positives.texts[0], (e.query,)) for e in plain]
     assert len(chosen) == 1500
 
 
@@ -142,14 +144,14 @@ def test_csv_quotes_and_tsv_does_not(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('a,b\n"x, ""y""\nz",p\nq,r\n')
     examples, _ = read(tmp_path / "t.csv")
     assert texts(examples) == [('x, "y"\nz', ("p",), ()), ("q", ("r",), ())]
-    assert [e.line for e in examples] == [2, 4]  # where they begin
+    assert [e.location.line for e in examples] == [2, 4]  # where they begin
     (tmp_path / "t.tsv").write_text('a\tb\n"x\t"y" z\n')
     assert texts(read(tmp_path / "t.tsv")[0]) == [('"x', ('"y" z',), ())]
 
 
 def test_long_cells(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\nq," + "x" * 300_000 + "\n")
-    assert len(read(tmp_path / "t.csv")[0][0].positives[0]) == 300_000
+    assert len(read(tmp_path / "t.csv")[0][0].positives.texts[0]) == 300_000
 
 
 def test_a_pandas_index_is_not_a_column(tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ def test_local_folder_as_hub_data_set(tmp_path: Path, monkeypatch: pytest.Monkey
     (folder / "README.md").write_text(card)
     examples, report = read(folder, subset="triplets")
     assert texts(examples) == TABLE_TEXTS
-    assert [e.line for e in examples] == [1, 2]
+    assert [e.location.line for e in examples] == [1, 2]
     assert "columns anchor = query" in str(report)
     assert texts(read(folder, split="test")[0]) == [("t", ("u",), ("v", "w"))]
     assert "split none" in error_of(folder, split="none")
@@ -246,7 +248,7 @@ def test_bad_row_in_the_middle(tmp_path: Path, bad: bytes, message: str, suffix:
     assert message in error
     assert len(error) < len(str(path)) + 200
     examples, report = read(path, OnError.skip)
-    assert [e.line for e in examples] == [1, 2, 4]
+    assert [e.location.line for e in examples] == [1, 2, 4]
     assert f"1 bad rows skipped ({path}:3: " in str(report)
     assert message in str(report)
 
@@ -263,7 +265,7 @@ def test_a_column_that_a_later_row_lacks(tmp_path: Path) -> None:
 def test_skipped_rows_are_counted_and_the_first_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[b"{\n"] * 5, GOOD)
     _, report = read(path, OnError.skip)
-    assert report.num_skipped == 5
+    assert report.rows.num_skipped == 5
     assert len(report.problems) == 3
     assert str(report).count("broken JSON") == 1
     assert f"{path}:1, 2, 3 and 2 more: broken JSON" in str(report)
@@ -350,8 +352,8 @@ def test_bad_rows_of_tables(tmp_path: Path) -> None:
     path.write_bytes(b"a,b\nq,p\nq\nq,p,x\nq,caf\xe9\n,p\nq,\nq,p\n")
     assert_error(f"^{path}:3: 1 cell .*header has 2", path)
     examples, report = read(path, OnError.skip)
-    assert [e.line for e in examples] == [2, 8]
-    assert report.num_skipped == 5
+    assert [e.location.line for e in examples] == [2, 8]
+    assert report.rows.num_skipped == 5
     assert report.problems[2].startswith(rf"{path}:5: not UTF-8 (byte 0xe9 in 'q,caf\xe9')")
     path.write_text("a,a\nq,p\n")
     assert "names a column twice" in error_of(path)
@@ -381,7 +383,7 @@ def test_sources_keep_their_rows_and_distinct_names(tmp_path: Path) -> None:
         TrainSource(path=str(tmp_path / "two" / "*.jsonl"), name="named"),
     ]
     stores = read_sources(sources, OnError.stop)
-    assert [[e.source for e in store] for store in stores] == [[0, 0], [1], [2]]
+    assert [[e.location.source for e in store] for store in stores] == [[0, 0], [1], [2]]
     assert [store.report.name for store in stores] == ["one/train", "two/train", "named"]
     assert source_names([TrainSource(path="a/b/*.jsonl"), TrainSource(path="org/set"), TrainSource(path="./d/")]) == [
         "b",
@@ -401,7 +403,7 @@ def test_many_rows_take_little_more_than_their_texts(tmp_path: Path) -> None:
     before = pa.total_allocated_bytes()
     (store,) = read_sources([TrainSource(path=str(path))], OnError.stop)
     assert len(store) == 50_000
-    assert store[49_999].line == 50_000
+    assert store[49_999].location.line == 50_000
     assert store[23_456].query == "q456"
     num_characters = sum(map(len, store.texts()))
     # Offsets and line numbers: some 40 bytes a row. As Python objects these rows take about 600 bytes each.

@@ -25,7 +25,7 @@ from embedtrain.config.losses import (
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.types import Example
+from embedtrain.data.rows import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
@@ -41,7 +41,7 @@ TRIPLE = {"anchor": ["q"], "positive": ["p"], "negative": ["n"]}
 
 
 def scores(examples: list[Example]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    return [(e.positive_scores, e.negative_scores) for e in examples]
+    return [(e.positives.scores, e.negatives.scores) for e in examples]
 
 
 # FlagEmbedding rows
@@ -63,8 +63,8 @@ def test_scores_that_no_loss_needs_are_not_used(tmp_path: Path) -> None:
 def test_ids_are_read_whatever_the_loss(tmp_path: Path) -> None:
     rows = [{**ROW, "pos_id": ["x", 7], "neg_id": [None, "y"]}, {**ROW, "neg_id": ["z", "y"]}, ROW]
     examples, report = read(write(tmp_path / "a.jsonl", *rows))
-    assert [e.positive_ids for e in examples] == [("x", "7"), (), ()]
-    assert [e.negative_ids for e in examples] == [("", "y"), ("z", "y"), ()]
+    assert [e.positives.ids for e in examples] == [("x", "7"), (), ()]
+    assert [e.negatives.ids for e in examples] == [("", "y"), ("z", "y"), ()]
     assert str(report).startswith("a: FlagEmbedding rows with ids, 3 rows")
     assert "not used" not in str(report)
 
@@ -73,8 +73,12 @@ def test_scores_and_ids_of_a_dropped_negative_are_dropped(tmp_path: Path) -> Non
     row = {"query": "q", "pos": ["a"], "neg": ["a", "c", "c", "d"]}
     more = {"pos_scores": [9], "neg_scores": [1, 2, 3, 4], "neg_id": ["1", "2", "3", "4"]}
     (example,), report = read(write(tmp_path / "a.jsonl", {**row, **more}), needs=TEACHER)
-    assert (example.negatives, example.negative_scores, example.negative_ids) == (("c", "d"), (2.0, 4.0), ("2", "4"))
-    assert report.num_dropped == 2
+    assert (example.negatives.texts, example.negatives.scores, example.negatives.ids) == (
+        ("c", "d"),
+        (2.0, 4.0),
+        ("2", "4"),
+    )
+    assert report.rows.num_dropped == 2
 
 
 def test_pairs_without_scores_count_1_and_0_and_the_report_says_so(tmp_path: Path) -> None:
@@ -127,10 +131,13 @@ def test_scores_of_only_positives_are_an_error(tmp_path: Path) -> None:
 def test_scored_pairs_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, {"Label": [4.75, 0], **PAIR})
     examples, report = read(path, needs=PAIRS)
-    assert [(e.query, e.positives, *e.positive_scores) for e in examples] == [("a", ("c",), 4.75), ("b", ("d",), 0.0)]
+    assert [(e.query, e.positives.texts, *e.positives.scores) for e in examples] == [
+        ("a", ("c",), 4.75),
+        ("b", ("d",), 0.0),
+    ]
     assert "columns sentence1 = query, sentence2 = positive, Label = score (by name; " in str(report)
     named, _ = read(path, needs=PAIRS, columns=["sentence2", "sentence1", "Label"])
-    assert [(e.query, *e.positive_scores) for e in named] == [("c", 4.75), ("d", 0.0)]
+    assert [(e.query, *e.positives.scores) for e in named] == [("c", 4.75), ("d", 0.0)]
     pattern = f"^{path}: .*neither scores nor hard negatives.*loss=cosent.*columns"
     assert_error(pattern, path, columns=["sentence1", "sentence2"], needs=PAIRS)
 
@@ -154,7 +161,7 @@ def test_scores_and_margins(
 ) -> None:
     path = write_table(tmp_path / name, {**{key: values[:1] for key, values in texts.items()}, "scores": [score]})
     (example,), _ = read(path, needs=PAIRS)
-    assert [*example.positive_scores, *example.negative_scores] == expected
+    assert [*example.positives.scores, *example.negatives.scores] == expected
 
 
 def test_scores_of_a_list_of_positives(tmp_path: Path) -> None:
@@ -213,7 +220,10 @@ def test_a_score_that_the_loss_does_not_use(tmp_path: Path) -> None:
     pattern = rf"^{path}: column 'score' .*loss=triplet .*columns=\[sentence1,sentence2\].*cosent, angle, cosine_mse"
     assert_error(pattern, path, needs=TRIPLET)
     assert "which loss=infonce does not use" in error_of(path)
-    assert [e.positives for e in read(path, columns=["sentence1", "score"])[0]] == [("1",), ("0",)]  # as the user says
+    assert [e.positives.texts for e in read(path, columns=["sentence1", "score"])[0]] == [
+        ("1",),
+        ("0",),
+    ]  # as the user says
 
 
 def test_pairs_that_are_all_alike(tmp_path: Path) -> None:
@@ -234,9 +244,9 @@ def test_many_rows_are_read_back_unchanged(tmp_path: Path) -> None:
         rows.append({**row, **(scored if i % 3 else {}), **({"neg_id": negatives} if i > 8500 else {})})
     (table,) = read_sources([TrainSource(path=str(write(tmp_path / "a.jsonl", *rows)))], OnError.stop, PAIRS)
     for row, example in zip(rows, table, strict=True):
-        assert example.positive_scores == tuple(row.get("pos_scores", [1]))
-        assert example.negative_scores == tuple(row.get("neg_scores", [0] * len(row["neg"])))
-        assert example.negative_ids == tuple(row.get("neg_id", []))
+        assert example.positives.scores == tuple(row.get("pos_scores", [1]))
+        assert example.negatives.scores == tuple(row.get("neg_scores", [0] * len(row["neg"])))
+        assert example.negatives.ids == tuple(row.get("neg_id", []))
         assert (example.label, example.vectors) == (None, ())
 
 
@@ -247,11 +257,11 @@ def test_real_scored_pairs(shared_data: Path) -> None:
     for language in ("en", "zh"):
         examples, report = read(shared_data / "stsb" / language / "train.tsv", needs=PAIRS)
         assert len(examples) == 5749
-        assert all(0 <= e.positive_scores[0] <= 5 for e in examples)
-        assert examples[0].positive_scores == (5.0,)
+        assert all(0 <= e.positives.scores[0] <= 5 for e in examples)
+        assert examples[0].positives.scores == (5.0,)
         assert "columns sentence1 = query, sentence2 = positive, score = score" in str(report)
     examples, report = read(shared_data / "pawsx-zh" / "dev.tsv", needs=SOFTMAX)
-    assert {e.positive_scores for e in examples} == {(0.0,), (1.0,)}
+    assert {e.positives.scores for e in examples} == {(0.0,), (1.0,)}
     assert "label = score (by name; " in str(report)
 
 
@@ -282,7 +292,7 @@ def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
     assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=row_requirements(softmax))
     assert len(read(path, needs=row_requirements(CoSENTConfig()))[0]) == 2
     table, _ = read(path, needs=row_requirements(CosineMSEConfig()), score_scale=5.0)
-    assert [row.positive_scores for row in table] == [pytest.approx((0.2,)), pytest.approx((0.9,))]
+    assert [row.positives.scores for row in table] == [pytest.approx((0.2,)), pytest.approx((0.9,))]
 
 
 # Lists
@@ -295,12 +305,12 @@ def test_positives_are_the_documents_above_a_score(tmp_path: Path) -> None:
         {"query": "q", "docs": ["a", "b"], "labels": [1, 0]},
     ]
     examples, _ = read(write(tmp_path / "a.jsonl", rows[0]), needs=needs)
-    assert [(e.positives, e.negatives) for e in examples] == [(("b",), ("a", "c"))]
+    assert [(e.positives.texts, e.negatives.texts) for e in examples] == [(("b",), ("a", "c"))]
     assert scores(examples) == [((2.0,), (0.0, 1.0))]
     keyed = {**ROW, "pos_scores": [3, 0], "neg_scores": [2, 1], "pos_id": ["x", "y"], "neg_id": ["z", "w"]}
     examples, _ = read(write(tmp_path / "b.jsonl", keyed), needs=needs)
-    assert [(e.positives, e.negatives) for e in examples] == [(("a", "c"), ("b", "d"))]
-    assert [(e.positive_ids, e.negative_ids) for e in examples] == [(("x", "z"), ("y", "w"))]
+    assert [(e.positives.texts, e.negatives.texts) for e in examples] == [(("a", "c"), ("b", "d"))]
+    assert [(e.positives.ids, e.negatives.ids) for e in examples] == [(("x", "z"), ("y", "w"))]
     path = write(tmp_path / "c.jsonl", *rows)
     assert_error(r"c\.jsonl:2: .*softmax.*positive_above=1.* 1; data.on_error=skip", path, needs=needs)
     # Nothing is left to compare the positives with.
@@ -334,13 +344,13 @@ def test_rows_of_negatives_alone(tmp_path: Path) -> None:
     for number, row in enumerate(rows):
         path = write(tmp_path / f"{number}.jsonl", row)
         (example,), _ = read(path, needs=bce)
-        assert (example.positives, example.positive_scores) == (("a", "b"), (0.0, 0.0))
-        assert (example.negatives, example.negative_scores, example.negative_ids) == ((), (), ())
+        assert (example.positives.texts, example.positives.scores) == (("a", "b"), (0.0, 0.0))
+        assert (example.negatives.texts, example.negatives.scores, example.negatives.ids) == ((), (), ())
         assert_error(rf"{number}\.jsonl:1: .* is empty: a row needs at least one positive", path, needs=softmax)
         assert_error(rf"{number}\.jsonl:1: loss=ranknet .*2 documents .* 0; data.on_error=skip", path, needs=ranknet)
     graded = {"query": "q", "pos": [], "neg": ["a", "b"], "neg_scores": [0, 2]}
     (example,), _ = read(write(tmp_path / "graded.jsonl", graded), needs=ranknet)
-    assert (example.positives, example.positive_scores) == (("a", "b"), (0.0, 2.0))
+    assert (example.positives.texts, example.positives.scores) == (("a", "b"), (0.0, 2.0))
     path = write(tmp_path / "none.jsonl", {"query": "q", "pos": [], "neg": []})
     assert_error(r"none\.jsonl:1: .*neither positives nor negatives", path, needs=bce)
 
@@ -352,7 +362,7 @@ def test_rows_that_get_documents_of_other_rows(tmp_path: Path, config: LossConfi
     path = write(tmp_path / "a.jsonl", {"query": "q", "pos": ["a"]})
     assert_error(rf"a\.jsonl.*{config.name}", path, needs=row_requirements(config))
     examples, _ = read(path, needs=needs)
-    assert [(e.positives, e.negatives) for e in examples] == [(("a",), ())]
+    assert [(e.positives.texts, e.negatives.texts) for e in examples] == [(("a",), ())]
     if config.name == "ranknet":
         path = write(tmp_path / "b.jsonl", {"query": "q", "pos": ["a"], "pos_scores": [0]})
         assert_error(r"b\.jsonl:1: loss=ranknet .* 0; data.on_error=skip", path, needs=needs)

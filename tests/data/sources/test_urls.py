@@ -83,7 +83,9 @@ def test_every_kind_of_file(files: Path, where: str, request: pytest.FixtureRequ
     for name in NAMES:
         here, report = read(files / name)
         there, same_report = read(f"{root}/{name}")
-        assert [(e.query, e.positives, e.line) for e in there] == [(e.query, e.positives, e.line) for e in here]
+        assert [(e.query, e.positives.texts, e.location.line) for e in there] == [
+            (e.query, e.positives.texts, e.location.line) for e in here
+        ]
         assert str(same_report) == str(report)
         assert there[0].file.endswith(name)
 
@@ -124,12 +126,12 @@ def test_corpora_and_beir_folders(memory: str) -> None:
     system.pipe("/train/ids/train.jsonl", line({"query": "q", "positive_document_ids": ["1"]}))
     system.pipe("/train/ids/corpus.jsonl", line({"docid": "1", "text": "one"}))
     for path in ("ids/train.jsonl", "ids"):
-        assert read(f"{memory}/{path}")[0][0].positives == ("one",)
+        assert read(f"{memory}/{path}")[0][0].positives.texts == ("one",)
     system.pipe("/train/beir/corpus.jsonl", line({"_id": "1", "title": "a", "text": "one"}))
     system.pipe("/train/beir/queries.jsonl", line({"_id": "7", "text": "seven"}))
     system.pipe("/train/beir/qrels/train.tsv", b"query-id\tcorpus-id\tscore\n7\t1\t1\n")
     (example,), _ = read(f"{memory}/beir")
-    assert (example.query, example.positives, example.line) == ("seven", ("a one",), 2)
+    assert (example.query, example.positives.texts, example.location.line) == ("seven", ("a one",), 2)
 
 
 def test_errors_of_remote_files(memory: str) -> None:

@@ -35,13 +35,13 @@ def test_rows_and_positives_for_which_it_holds(
 ) -> None:
     path = write(tmp_path / "a.jsonl", *ROWS)
     examples, report = read(path, where=where)
-    assert {row.query: row.positives for row in examples} == expected
-    assert report.num_left_out == len(ROWS) - len(expected)
-    assert f"{report.num_left_out} other rows left out by `where`" in str(report)
+    assert {row.query: row.positives.texts for row in examples} == expected
+    assert report.rows.num_left_out == len(ROWS) - len(expected)
+    assert f"{report.rows.num_left_out} other rows left out by `where`" in str(report)
     unused = {"rank", "score"} - {comparison.column for comparison in parse_condition(where)}
-    assert set(report.ignored) == unused
+    assert set(report.rows.ignored) == unused
     if "a" in expected:
-        assert examples[0].positive_ids == tuple(name[1:] for name in expected["a"])
+        assert examples[0].positives.ids == tuple(name[1:] for name in expected["a"])
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -55,7 +55,7 @@ def test_columns_of_tables(tmp_path: Path, suffix: str) -> None:
     else:
         write_table(path, table)
     examples, _ = read(path, columns=["question", "answer"], where="rank < 5")
-    assert [(row.query, row.positives) for row in examples] == [("a b", ("b c",)), ("e f", ("f g",))]
+    assert [(row.query, row.positives.texts) for row in examples] == [("a b", ("b c",)), ("e f", ("f g",))]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_wrong_values_are_errors_with_file_and_line(
     assert_error(rf"^{re.escape(str(path))}:2: .*({problem})", path, where=where)
     examples, report = read(path, where=where, on_error=OnError.skip)
     assert [row.query for row in examples] == ["b"]
-    assert report.num_skipped == 1
+    assert report.rows.num_skipped == 1
 
 
 def test_no_row_is_left(tmp_path: Path) -> None:

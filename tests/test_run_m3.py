@@ -9,7 +9,7 @@ import torch
 from embedtrain import evaluate, load_encoder
 from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
-from embedtrain.models.m3_files import LAYERS
+from embedtrain.formats.flag_embedding import LAYERS
 from embedtrain.models.source import open_model_source
 from tests.commands import call
 from tests.models.test_m3 import save_m3

@@ -1,20 +1,27 @@
 """Weights in the files of a model: where they are, their type, and a digest of them."""
 
 import hashlib
+import io
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from embedtrain.errors import ModelError
 from embedtrain.models.export_record import DESCRIPTIONS
-from embedtrain.models.m3_files import LAYERS
+from embedtrain.models.file_references import require_own_file
+from embedtrain.models.hub import one_line
 from embedtrain.models.security import weight_files
 from embedtrain.models.types import ModelSource
 
+_LAYERS = ("colbert_linear.pt", "sparse_linear.pt")  # of FlagEmbedding
+_MAX_BYTES = 1 << 30
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
@@ -64,7 +71,7 @@ def weights_digest(source: ModelSource) -> str:
     return _sampled_digest(
         (path.name, path)
         for directory in filter(None, directories)
-        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.stem in LAYERS)
+        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.name in _LAYERS)
     )
 
 
@@ -104,3 +111,55 @@ def shapes_match(locations: Mapping[str, TensorLocation], shapes: Mapping[str, t
             if any(file.get_slice(locations[name].key).get_shape() != list(shapes[name]) for name in names):
                 return False
     return True
+
+
+def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
+    """The finite floating-point tensors of a small file in torch's format, by name; a ModelError for anything else.
+
+    The format is a pickle. With `weights_only=True` torch builds tensors and mappings from it, and calls nothing else.
+    """
+    require_own_file(path, path.parent)
+    if path.stat().st_size > _MAX_BYTES:
+        raise ModelError(f"{path} has {path.stat().st_size:,} bytes; at most {_MAX_BYTES:,} are allowed")
+    try:
+        state: Any = torch.load(_uncompressed(path), map_location="cpu", weights_only=True)
+    except ModelError:
+        raise
+    except Exception as error:  # a damaged pickle raises nearly anything
+        reason = one_line(error)
+        if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
+            reason = "it is damaged, or a pickle with more than tensors"
+        raise ModelError(f"{path} cannot be read: {reason}") from None
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ModelError(f"{path} must contain tensors by name, and nothing else")
+    for key, tensor in state.items():
+        plain = tensor.device.type == "cpu" and not tensor.is_nested and tensor.layout is torch.strided
+        if not plain or tensor.dtype not in _DTYPES:
+            raise ModelError(f"{path}: {key!r:.100} must be a plain tensor of float32, float64, float16 or bfloat16")
+        # A tensor may repeat a small storage, and reading it would allocate its whole shape.
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ModelError(f"{path}: {key!r:.100} has the shape {list(tensor.shape)}, and fewer numbers are stored")
+        if not tensor.isfinite().all():
+            raise ModelError(f"{path}: {key!r:.100} must have finite numbers")
+    return state
+
+
+def _uncompressed(path: Path) -> io.BytesIO | Path:
+    """A file for `torch.load` whose parts are no longer than the file; a ModelError if a part is compressed.
+
+    A copy of a zip file: torch has a reader of its own, which may find other parts in the same file.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # torch's format before 1.6, whose tensors are read as they are
+            return path
+    copied = io.BytesIO()
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(copied, "w") as target:
+        size = sum(part.file_size for part in source.infolist())
+        if size > path.stat().st_size or any(part.compress_type for part in source.infolist()):
+            raise ModelError(
+                f"{path} is compressed, to {size:,} bytes of content: torch.save writes no compression; save it again"
+            )
+        for part in source.infolist():
+            target.writestr(part.filename, source.read(part))
+    copied.seek(0)
+    return copied

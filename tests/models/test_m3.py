@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.flag_embedding import LAYERS, write_m3_layer
 from embedtrain.kinds.m3.data import M3Layout
 from embedtrain.kinds.m3.model import M3Head
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.m3_files import LAYERS, write_m3_layer
 from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
 from tests.small import model_options, save_guide, save_small, small_model, small_tokenizer, text
@@ -93,7 +93,7 @@ def test_files_are_read_by_ranks_and_by_transformers(tmp_path):
 
 def test_new_layers_start_from_the_seed(tmp_path):
     directory = save_small(small_model("xlm-roberta"), tmp_path / "model")
-    source = open_model_source(opened(directory, dim=5))
+    source = open_model_source(opened(directory, dimension=5))
     assert source.has_new_head and source.settings.token_dimension == 5
     first, second, other = (full_state_dict(source, seed)["colbert_linear.weight"] for seed in (1, 1, 2))
     assert torch.equal(first, second) and not torch.equal(first, other)
@@ -130,13 +130,13 @@ def test_damaged_layers_are_rejected(tmp_path, state, message):
 
 def test_options_that_do_not_fit_the_files_are_rejected(tmp_path):
     directory, _ = save_m3(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model\.m3\.dim=9: .*colbert_linear\.pt has 8"):
-        open_model_source(opened(directory, dim=9))
+    with pytest.raises(ConfigError, match=r"model\.dimension=9: .*colbert_linear\.pt has 8"):
+        open_model_source(opened(directory, dimension=9))
 
 
 def test_an_embedding_model_of_another_pooling_is_only_the_backbone(tmp_path):
     mean = save_guide(small_model("xlm-roberta"), tmp_path / "mean")
-    source = open_model_source(opened(mean, dim=5))
+    source = open_model_source(opened(mean, dimension=5))
     assert source.has_new_head
     assert source.pooling is Pooling.cls
     directory, _ = save_m3(tmp_path / "model")

@@ -20,9 +20,8 @@ from embedtrain.errors import ModelError
 from embedtrain.models import adapters, chat_template
 from embedtrain.models.adapter_files import read_settings
 from embedtrain.models.build import build_encoder, full_state_dict
-from embedtrain.models.m3_files import read_pickled_tensors
 from embedtrain.models.source import open_model_source
-from embedtrain.models.stored_weights import stored_tensors
+from embedtrain.models.stored_weights import read_pickled_tensors, stored_tensors
 from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle

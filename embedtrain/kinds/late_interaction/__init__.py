@@ -62,7 +62,7 @@ class LateInteraction(BackboneKind):
 
     def recognise(self, directory: Path) -> str | None:
         """A directory of sentence-transformers 6, of PyLate, or of Stanford's ColBERT."""
-        from embedtrain.models.late_interaction_files import late_interaction_format
+        from embedtrain.formats.pylate import late_interaction_format
 
         return late_interaction_format(directory)
 

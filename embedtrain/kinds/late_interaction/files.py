@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.late_interaction import Expansion, QueryExpansion, TokenSimilarity, TokenVectors
+from embedtrain.config.late_interaction import Expansion, TokenVectors
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import CheckpointError
@@ -27,6 +26,7 @@ from embedtrain.formats.model_files import (
     rows_by_text,
     write_own_tokenizer,
 )
+from embedtrain.formats.pylate import PYLATE_DENSE, pylate_settings, why_not_pylate
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
     OLD_MODULE,
@@ -41,7 +41,6 @@ from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
-from embedtrain.models.late_interaction_files import PYLATE_DENSE
 from embedtrain.models.module_settings import MULTI_VECTOR, PYLATE, SETTINGS
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
@@ -50,9 +49,6 @@ _DENSE = "sentence_transformers.base.modules.dense.Dense"
 _MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
 _NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
 _TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
-_PYLATE_MAXSIM = "MaxSim"
-# Texts that show which token ids a prompt adds.
-_PREFIX_PROBES = ("a", "two words", "What is it?")
 
 
 class LateInteractionFiles(ModelFiles):
@@ -174,7 +170,7 @@ def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokeniz
     keys: dict[str, Any]
     if is_pylate := why_not_pylate(settings, tokenizer.tokenizer) is None:
         kinds, dense, keys = {"": OLD_MODULE + "Transformer"}, PYLATE_DENSE, {"use_residual": False}
-        top |= _pylate_settings(source, tokenizer.tokenizer, lengths, words)
+        top |= pylate_settings(source, tokenizer.tokenizer, lengths, words)
     else:
         kinds, dense, keys = {"": TRANSFORMER_MODULE}, _DENSE, dict(_TOKENS)
         stored |= _transformer_settings(settings, lengths)
@@ -196,63 +192,6 @@ def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokeniz
     write_modules(directory, kinds)
     write_json(directory / TRANSFORMER_SETTINGS, stored)
     write_json(directory / SETTINGS, top)
-
-
-def why_not_pylate(settings: TokenVectors, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The setting that PyLate does not have; None if it computes the same vectors."""
-    expansion = settings.expansion
-    if expansion is not None and expansion.strategy is not QueryExpansion.fixed:
-        return f"expands queries with the strategy {expansion.strategy.value}"
-    default = tokenizer.eos_token if tokenizer.mask_token is None else tokenizer.mask_token
-    if expansion is not None and expansion.token not in (None, default):
-        return f"expands queries with the token {expansion.token}"
-    return "leaves out vectors of queries" if settings.skiplist_queries and settings.skiplist_words else None
-
-
-def _pylate_settings(
-    source: ModelSource, tokenizer: PreTrainedTokenizerBase, lengths: Mapping[str, int], words: list[str]
-) -> dict[str, Any]:
-    """PyLate's settings, from which sentence-transformers makes its own.
-
-    PyLate inserts prefixes always, and the other prompts if it is asked for them by name.
-    """
-    settings = source.settings
-    assert settings is not None
-    prefixes = {role: pylate_prefix(tokenizer, source.prompts.get(role, "")) for role in ("query", "document")}
-    mean = settings.similarity is TokenSimilarity.meanmaxsim
-    return {
-        "model_type": PYLATE,
-        "prompts": source.prompts | {role: prompt for role, (_, prompt) in prefixes.items()},
-        "similarity_fn_name": settings.similarity.value if mean else _PYLATE_MAXSIM,
-        **{f"{role}_prefix": prefix for role, (prefix, _) in prefixes.items()},
-        **{f"{role}_length": length for role, length in lengths.items()},
-        "attend_to_expansion_tokens": settings.expansion is not None and settings.expansion.attend,
-        "skiplist_words": words,
-        "do_query_expansion": settings.expansion is not None,
-    }
-
-
-def pylate_prefix(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, str]:
-    """The prefix of PyLate and the prompt after it that give the same ids as a prompt.
-
-    PyLate inserts the id of the prefix after the first token of a text. Without such a token the prefix is empty.
-    """
-    added = tokenizer.get_added_vocab()
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text)["input_ids"])
-
-    for token in sorted(filter(prompt.startswith, added), key=len, reverse=True):
-        rest = prompt.removeprefix(token)
-        for shown in dict.fromkeys(("", rest) if not rest.strip() else (rest,)):
-            inserted = [[*ids(shown + text)[:1], added[token], *ids(shown + text)[1:]] for text in _PREFIX_PROBES]
-            if (
-                inserted
-                == [ids(prompt + text) for text in _PREFIX_PROBES]
-                == [ids(token + shown + t) for t in _PREFIX_PROBES]
-            ):
-                return token, shown
-    return "", prompt
 
 
 def _transformer_settings(settings: TokenVectors, lengths: Mapping[str, int]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from embedtrain.config.late_interaction import (
     TokenVectors,
 )
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.pylate import late_interaction_format, read_late_interaction
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions
 from embedtrain.models.encoder import hidden_size
-from embedtrain.models.late_interaction_files import late_interaction_format, read_late_interaction
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.source import adapted_config, read_files, require_own_transformer, source_of
 from embedtrain.models.types import ModelSource, Tokenization

@@ -64,7 +64,7 @@ class M3(BackboneKind):
 
     def recognise(self, directory: Path) -> str | None:
         """A directory of FlagEmbedding, of an export or of a run."""
-        from embedtrain.models.m3_files import is_m3
+        from embedtrain.formats.flag_embedding import is_m3
 
         return "a model of three representations" if is_m3(directory) else None
 
@@ -96,8 +96,8 @@ class M3(BackboneKind):
 
     def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
         """Those of both layers, which are in files of torch."""
+        from embedtrain.formats.flag_embedding import read_m3_layers
         from embedtrain.models.encoder import hidden_size
-        from embedtrain.models.m3_files import read_m3_layers
 
         if source.settings.is_new or source.directory is None:
             return {}
@@ -107,7 +107,7 @@ class M3(BackboneKind):
         self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
     ) -> tuple[dict[str, "TensorLocation"], set[str]]:
         """Both layers have no safetensors file; new ones are nowhere."""
-        from embedtrain.models.m3_files import LAYERS
+        from embedtrain.formats.flag_embedding import LAYERS
 
         return {}, set() if source.settings.is_new else {name for name in shapes if name.startswith(LAYERS)}
 

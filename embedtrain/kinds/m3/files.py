@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
+from embedtrain.formats.flag_embedding import LAYERS, write_m3_layer, write_m3_settings
 from embedtrain.formats.model_files import (
     HIDDEN,
     VECTORS,
@@ -28,7 +29,6 @@ from embedtrain.kinds.m3.model import M3Head, m3_rows
 from embedtrain.kinds.m3.score import split_rows
 from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.m3_files import LAYERS, write_m3_layer, write_m3_settings
 from embedtrain.models.types import ModelSource
 
 # FlagEmbedding's names of what it computes.

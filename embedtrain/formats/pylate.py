@@ -1,6 +1,7 @@
-"""Reads the directories of late-interaction models: of sentence-transformers 6, PyLate and Stanford's ColBERT.
+"""Directories of late-interaction models: of PyLate, sentence-transformers 6 and Stanford's ColBERT.
 
-Each becomes the same settings. What none of our models computes, such as pooled tokens, is a ModelError.
+PyLate's are also written. All that are read become the same settings; what none of our models computes, such as pooled
+tokens, is a ModelError.
 """
 
 import string
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.late_interaction import (
     DEFAULT_EXPANSION_LENGTH,
@@ -33,6 +35,7 @@ from embedtrain.models.module_settings import (
 )
 from embedtrain.models.score_head import IDENTITY
 from embedtrain.models.security import weight_files
+from embedtrain.models.types import ModelSource
 
 STANFORD = "HF_ColBERT"
 METADATA = "artifact.metadata"  # of Stanford's ColBERT
@@ -49,11 +52,14 @@ _PYLATE_KEYS = (
     "skiplist_words",
     "do_query_expansion",
 )
+_MAXSIM = "MaxSim"  # the similarity of PyLate by default
+# Texts that show which token ids a prompt adds.
+_PREFIX_PROBES = ("a", "two words", "What is it?")
 _EXPANSION_KEYS = {"strategy", "attend", "token", "length"}
 _MAX_LENGTH, _MAX_WORDS, _MAX_CHARACTERS = 1 << 20, 100_000, 1000
 _MAX_METADATA_BYTES = 1 << 20
 # Scores of one vector per text, which sentence-transformers ignores in a late-interaction model.
-_OTHER_SIMILARITIES = ("MaxSim", "cosine", "dot", "euclidean", "manhattan")
+_OTHER_SIMILARITIES = (_MAXSIM, "cosine", "dot", "euclidean", "manhattan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,3 +326,59 @@ def _stanford_projection(directory: Path) -> DenseSource:
         f"{directory} has no safetensors with {PROJECTION}, the projection of Stanford's ColBERT, and pickles of it "
         "are not read: convert the weights to safetensors"
     )
+
+
+def why_not_pylate(settings: TokenVectors, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The setting that PyLate does not have; None if it computes the same vectors."""
+    expansion = settings.expansion
+    if expansion is not None and expansion.strategy is not QueryExpansion.fixed:
+        return f"expands queries with the strategy {expansion.strategy.value}"
+    default = tokenizer.eos_token if tokenizer.mask_token is None else tokenizer.mask_token
+    if expansion is not None and expansion.token not in (None, default):
+        return f"expands queries with the token {expansion.token}"
+    return "leaves out vectors of queries" if settings.skiplist_queries and settings.skiplist_words else None
+
+
+def pylate_settings(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, lengths: Mapping[str, int], words: list[str]
+) -> dict[str, Any]:
+    """PyLate's settings, from which sentence-transformers makes its own.
+
+    PyLate inserts prefixes always, and the other prompts if it is asked for them by name.
+    """
+    settings = source.settings
+    prefixes = {role: pylate_prefix(tokenizer, source.prompts.get(role, "")) for role in ("query", "document")}
+    mean = settings.similarity is TokenSimilarity.meanmaxsim
+    return {
+        "model_type": PYLATE,
+        "prompts": source.prompts | {role: prompt for role, (_, prompt) in prefixes.items()},
+        "similarity_fn_name": settings.similarity.value if mean else _MAXSIM,
+        **{f"{role}_prefix": prefix for role, (prefix, _) in prefixes.items()},
+        **{f"{role}_length": length for role, length in lengths.items()},
+        "attend_to_expansion_tokens": settings.expansion is not None and settings.expansion.attend,
+        "skiplist_words": words,
+        "do_query_expansion": settings.expansion is not None,
+    }
+
+
+def pylate_prefix(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, str]:
+    """The prefix of PyLate and the prompt after it that give the same ids as a prompt.
+
+    PyLate inserts the id of the prefix after the first token of a text. Without such a token the prefix is empty.
+    """
+    added = tokenizer.get_added_vocab()
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    for token in sorted(filter(prompt.startswith, added), key=len, reverse=True):
+        rest = prompt.removeprefix(token)
+        for shown in dict.fromkeys(("", rest) if not rest.strip() else (rest,)):
+            inserted = [[*ids(shown + text)[:1], added[token], *ids(shown + text)[1:]] for text in _PREFIX_PROBES]
+            if (
+                inserted
+                == [ids(prompt + text) for text in _PREFIX_PROBES]
+                == [ids(token + shown + t) for t in _PREFIX_PROBES]
+            ):
+                return token, shown
+    return "", prompt

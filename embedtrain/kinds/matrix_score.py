@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.losses import VECTOR_TEMPERATURE
 from embedtrain.inference.exact import norms
 from embedtrain.inference.store import TILE, DocumentStore, DocumentTile, require_kept_in_memory
 from embedtrain.losses.encoded import Encoded, Part, concatenate
@@ -29,6 +30,8 @@ class MatrixScore(TiledScore):
     A score is a sum of inner products of rows of the query with rows of the document, at most one for each row of the
     query, such as a maximum over rows: this bounds its rounding error.
     """
+
+    default_temperature = VECTOR_TEMPERATURE  # as that of a `Kind`
 
     @abstractmethod
     def matrix(self, anchors: Part, candidates: Part) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.measure import markdown, measure_call, require, unit
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import BatchInfo
 
@@ -159,7 +159,7 @@ def _ours(case: Case, implementation: str) -> Call:
     options = InfoNCEConfig(
         temperature=TEMPERATURE,
         implementation=Implementation(implementation),
-        matryoshka_dims=list(MATRYOSHKA_DIMS) if case.matryoshka else None,
+        matryoshka=MatryoshkaConfig(dims=list(MATRYOSHKA_DIMS) if case.matryoshka else None),
     )
     loss = build_loss(options, dimension=DIMS, seed=0)
 

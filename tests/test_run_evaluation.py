@@ -125,7 +125,7 @@ def test_the_best_by_the_mean_of_several_sets(ranks, run_inputs, tmp_path):
 def test_a_model_with_matryoshka_dims_is_evaluated_and_exported_at_them(ranks, run_inputs, tmp_path):
     """At those of its loss by default, and in another run at none; the run also measures compressed vectors."""
     form = "evaluation.vectors=[{dims: 8, documents: binary, rescore: {times: 2}}]"
-    common = ("train.steps=1", "loss.matryoshka_dims=[12,4]", "checkpoint.best_metric=dev@4/ndcg@10")
+    common = ("train.steps=1", "loss.matryoshka.dims=[12,4]", "checkpoint.best_metric=dev@4/ndcg@10")
     export = ("export.truncate_dim=4", "export.check=true")
     output, _ = ranks(2, run, *options(run_inputs, tmp_path / "run", *common, form, *export))
     rows = {row["set"]: row for row in metric_rows(tmp_path / "run") if "set" in row}

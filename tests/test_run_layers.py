@@ -40,8 +40,9 @@ def test_a_run_is_resumed_and_pruned(ranks, tmp_path):
         "name=t", f"model.path={model}", "model.pooling=mean", f"data.train=[{tmp_path / 'train.jsonl'}]",
         "train.steps=6", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
         "checkpoint.every=3", "checkpoint.keep=9", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3",
-        "loss.matryoshka_dims=[32,16,8]", "loss.matryoshka_per_step=2",
-        "loss.matryoshka_layers=[1,2,3]", "loss.layers_per_step=1", "loss.layer_kl=0.5", "loss.temperature=0.2",
+        "loss.matryoshka.dims=[32,16,8]", "loss.matryoshka.dims_per_step=2",
+        "loss.matryoshka.layers=[1,2,3]", "loss.matryoshka.layers_per_step=1", "loss.matryoshka.layer_kl=0.5",
+        "loss.temperature=0.2",
     ]  # fmt: skip
     whole = tmp_path / "whole"
     ranks(2, run, *options, f"output_dir={whole}")

@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "siglip": ("triplets", []),
     "cosent": ("pairs", []),
     "angle": ("pairs", []),
-    "cosine_mse": ("pairs", ["loss.matryoshka_dims=[32,8]"]),
+    "cosine_mse": ("pairs", ["loss.matryoshka.dims=[32,8]"]),
     "contrastive": ("triplets", []),
     "online_contrastive": ("triplets", []),
     "triplet": ("teacher", []),
@@ -171,7 +171,11 @@ def test_ranges_of_a_loss_are_resumed_and_exported(ranks, inputs, tmp_path):
     """Bit-equal on the same number of ranks; the exports of the run and of its checkpoint have the same file."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     more = [
-        *("loss.precisions=[float,int8,binary]", "loss.precision_warmup=0.5", "loss.matryoshka_dims=[32,16]"),
+        *(
+            "loss.matryoshka.precisions=[float,int8,binary]",
+            "loss.matryoshka.precision_warmup=0.5",
+            "loss.matryoshka.dims=[32,16]",
+        ),
         *("train.steps=4", "checkpoint.every=2", "checkpoint.keep=9", "checkpoint.layout=full"),
     ]
     ranks(2, run, *options(inputs, "triplets", whole, *more))
@@ -224,7 +228,7 @@ def _with_guide(arguments: list[str], inputs: Path) -> list[str]:
 
 BAD_OPTIONS = [
     ("triplets", ["loss=infonce", "loss.temperature=0"], r"loss\.temperature=0\.0: must be above 0"),
-    ("triplets", ["loss.matryoshka_dims=[64,16]"], r"loss\.matryoshka_dims=\[64, 16\]: .* 32"),
+    ("triplets", ["loss.matryoshka.dims=[64,16]"], r"loss\.matryoshka\.dims=\[64, 16\]: .* 32"),
     ("triplets", ["loss=distill_scores"], r"distill_scores needs .*score.*anchor, positive, negative"),
     ("pairs", ["loss=triplet"], r"loss=triplet"),
     ("triplets", ["loss=batch_triplet"], r"batch_triplet"),

@@ -123,7 +123,7 @@ def test_weights_of_scores_are_for_models_of_three(inputs, tmp_path):
     ("option", "message"),
     [
         ("loss=infonce", r"loss=infonce: .*loss=m3"),
-        ("loss.matryoshka_dims=[4]", r"loss\.matryoshka_dims"),
+        ("loss.matryoshka.dims=[4]", r"loss\.matryoshka\.dims"),
         ("loss.loss_weights=[1,1]", r"loss\.loss_weights=\[1\.0, ?1\.0\]: must be 4"),
         ("loss.kd_loss_type=mse", r"loss\.kd_loss_type.*m3_kd_loss"),
         ("model.hybrid_weights=[1,2]", r"model\.hybrid_weights"),

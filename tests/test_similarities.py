@@ -24,6 +24,7 @@ from embedtrain.config.losses import (
     CoSENTConfig,
     InfoNCEConfig,
     MarginMSEConfig,
+    MatryoshkaConfig,
     MSEConfig,
     TripletConfig,
 )
@@ -186,7 +187,7 @@ def test_a_loss_that_lacks_the_similarity_of_the_directory_is_refused(directorie
         ("euclidean", [TripletConfig()], "euclidean"),
         ("cosine", [MarginMSEConfig()], "dot"),
         ("dot", [CoSENTConfig()], "cosine"),
-        ("cosine", [InfoNCEConfig(similarity=Similarity.dot, matryoshka_dims=[16])], "cosine"),
+        ("cosine", [InfoNCEConfig(similarity=Similarity.dot, matryoshka=MatryoshkaConfig(dims=[16]))], "cosine"),
         ("dot", [CombinedConfig(losses=[InfoNCEConfig(), MSEConfig()])], "dot"),
         ("cosine", [CombinedConfig(losses=[InfoNCEConfig(), MSEConfig()])], "cosine"),  # two of them
     ],

@@ -62,10 +62,8 @@ def section(name: str) -> str:
     """
     match name:
         case "losses":
-            shared = table(LossConfig, "loss.")
-            return "\n\n".join(
-                [f"## Every loss\n\n{docstring_line(LossConfig)}\n\n{shared}", *map(_loss, LOSSES.values())]
-            )
+            shared = tree(LossConfig, "loss.")
+            return "\n\n".join([f"## Every loss\n\n{shared}", *map(_loss, LOSSES.values())])
         case "commands":
             return "\n\n".join(f"## {name}\n\n{tree(kind, '', f'{name}.')}" for name, kind in commands().items())
         case _ if name.startswith("migration_"):

@@ -165,7 +165,7 @@ class EvaluationConfig:
     subset: int | None = option(None, at_least=1, hint="null takes all queries or rows", is_measured=True)
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
     metrics: list[str] | None = option(None, is_measured=True)
-    # Also measure the first so many dimensions of the vectors, as SET@256. Default: those of loss.matryoshka_dims.
+    # Also measure the first so many dimensions of the vectors, as SET@256. Default: those of loss.matryoshka.dims.
     truncate_dims: list[int] | None = None
     # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
     vectors: list[Any] = option(factory=list, is_measured=True)

@@ -24,17 +24,17 @@ def check_kind_loss(loss: LossConfig, kind: Kind, option: str = "loss") -> None:
 
 def _check_vectors(loss: LossConfig, kind: Kind, prefix: str) -> None:
     """Reject what is computed from the vectors of texts, in a loss or a part of one, for a kind that has none."""
-    check = OptionChecks(loss, prefix)
-    if loss.precisions is not None:
-        check_kind_of_vectors(kind, f"{prefix}precisions")
+    check = OptionChecks(loss.matryoshka, f"{prefix}matryoshka.")
+    if loss.matryoshka.precisions is not None:
+        check_kind_of_vectors(kind, f"{prefix}matryoshka.precisions")
     check.require(
-        loss.matryoshka_dims is None or not kind.why_no_dimensions,
-        "matryoshka_dims",
+        loss.matryoshka.dims is None or not kind.why_no_dimensions,
+        "dims",
         f"{kind.why_no_dimensions}; leave it out",
     )
     check.require(
-        kind.has_one_vector or loss.matryoshka_layers is None,
-        "matryoshka_layers",
+        kind.has_one_vector or loss.matryoshka.layers is None,
+        "layers",
         f"is for the vectors of model.kind=dense, not {kind.name}; leave it out",
     )
 

@@ -59,7 +59,7 @@ class Kind(ABC):
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         losses: the losses that train it, by `loss.name`, the first as an example; None: all but those of other kinds.
         why_no_other_loss: why another one does not, for a message.
-        why_no_dimensions: why the first dimensions of a vector are none (`loss.matryoshka_dims`); empty: they are one.
+        why_no_dimensions: why the first dimensions of a vector are none (`loss.matryoshka.dims`); empty: they are one.
         why_no_similarity: why a loss names no similarity; empty: it does.
         has_sparsity: whether `sparsity` regularizes its weights of words.
         is_symmetric: whether the score of two texts is that of the texts exchanged.

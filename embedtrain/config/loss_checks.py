@@ -28,6 +28,7 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
+    MatryoshkaConfig,
     OnMissing,
     OrthogonalConfig,
     SentenceTransformersConfig,
@@ -79,9 +80,10 @@ def _check(loss: LossConfig, option: str) -> None:
         f"does not choose a loss; write loss={loss.name}",
     )
     check_values(loss, f"{option}.")
-    check_matryoshka(loss, check)
-    _check_precisions(loss, check)
-    check_layers(loss, check)
+    of_matryoshka = OptionChecks(loss.matryoshka, f"{option}.matryoshka.")
+    _check_dims(of_matryoshka)
+    _check_precisions(loss, of_matryoshka)
+    _check_layers(loss, of_matryoshka)
     match loss:
         case InfoNCEConfig():
             _check_temperature_bounds(loss, check)
@@ -104,7 +106,7 @@ def _check(loss: LossConfig, option: str) -> None:
             check_sentence_transformers(loss, option)
         case CombinedConfig():
             _check_combined(loss, option)
-    check_layer_kl(loss, check)
+    _check_layer_kl(loss, of_matryoshka)
 
 
 def _check_m3(loss: M3LossConfig, check: OptionChecks) -> None:
@@ -137,7 +139,8 @@ def _check_custom(loss: CustomConfig, check: OptionChecks) -> None:
 
 
 def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
-    precisions, weights = loss.precisions, loss.precision_weights
+    wrapper: MatryoshkaConfig = check.options
+    precisions, weights = wrapper.precisions, wrapper.precision_weights
     check.require(
         precisions is None or (bool(precisions) and len(set(precisions)) == len(precisions)),
         "precisions",
@@ -154,24 +157,21 @@ def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
         )
         check.require(all(0 < weight < math.inf for weight in weights), "precision_weights", "must be above 0")
     check.require(
-        loss.precisions_per_step is None or 2 <= loss.precisions_per_step <= len(precisions or ()),
+        wrapper.precisions_per_step is None or 2 <= wrapper.precisions_per_step <= len(precisions or ()),
         "precisions_per_step",
         f"must be from 2 to the number of precisions={written(precisions)}; null trains on all of them",
     )
     is_quantised = any(precision is not VectorPrecision.float for precision in precisions or ())
-    check.require(0 <= loss.precision_warmup <= 1, "precision_warmup", "is a share of the run, from 0 to 1")
-    for name, is_set in (
-        ("precision_warmup", loss.precision_warmup > 0),
-        ("precision_sides", loss.precision_sides is not PrecisionSides.both),
-    ):
+    for name in ("precision_warmup", "precision_sides"):
+        is_set = getattr(wrapper, name) != getattr(MatryoshkaConfig, name)
         check.require(is_quantised or not is_set, name, "has no effect without int8 or binary in precisions")
     check.require(
-        not loss.precision_warmup or VectorPrecision.float in (precisions or ()),
+        not wrapper.precision_warmup or VectorPrecision.float in (precisions or ()),
         "precision_warmup",
         f"starts with float vectors, which precisions={written(precisions)} leaves out; add float",
     )
     check.require(
-        loss.precision_sides is PrecisionSides.both or row_requirements(loss).documents,
+        wrapper.precision_sides is PrecisionSides.both or row_requirements(loss).documents,
         "precision_sides",
         f"loss={loss.name} takes rows of one text, without documents; leave it out",
     )
@@ -246,17 +246,21 @@ def _check_combined(loss: CombinedConfig, option: str) -> None:
         part_option = f"{option}.losses[{index}]"
         if isinstance(part, CombinedConfig):
             raise ConfigError(f"{part_option}.name=combined: a combination cannot hold another; list its parts here")
-        for name in ("matryoshka_dims", "matryoshka_layers"):
-            OptionChecks(part, f"{part_option}.").require(
-                getattr(loss, name) is None or getattr(part, name) is None,
+        check = OptionChecks(part.matryoshka, f"{part_option}.matryoshka.")
+        for name in ("dims", "layers"):
+            check.require(
+                getattr(loss.matryoshka, name) is None or getattr(part.matryoshka, name) is None,
                 name,
-                f"{option}.{name} is set as well; keep one",
+                f"{option}.matryoshka.{name} is set as well; keep one",
             )
-        OptionChecks(part, f"{part_option}.").require(
-            part.precisions is None, "precisions", f"is for the whole loss; write {option}.precisions"
+        check.require(
+            part.matryoshka.precisions is None,
+            "precisions",
+            f"is for the whole loss; write {option}.matryoshka.precisions",
         )
         # The dimensions of the combination are those of each part.
-        _check(replace(part, matryoshka_dims=loss.matryoshka_dims or part.matryoshka_dims), part_option)
+        dims = loss.matryoshka.dims or part.matryoshka.dims
+        _check(replace(part, matryoshka=replace(part.matryoshka, dims=dims)), part_option)
     _check_same_rows(loss, option)
 
 
@@ -305,9 +309,9 @@ def check_teacher_loss(loss: TeacherConfig, check: OptionChecks) -> None:
             _check_distill_similarities(loss, check)
         case DistillEmbeddingsConfig():
             check.require(
-                not loss.project or loss.matryoshka_dims is None,
+                not loss.project or loss.matryoshka.dims is None,
                 "project",
-                "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
+                "a projection takes all dimensions; it cannot be combined with matryoshka.dims",
             )
             check.require(
                 loss.teacher_map is None or not loss.project,
@@ -350,34 +354,34 @@ def _check_distill_similarities(loss: DistillSimilaritiesConfig, check: OptionCh
 def matryoshka_dims_of(loss: LossConfig) -> set[int]:
     """The dimensions on which a loss, or a part of it, also trains."""
     if isinstance(loss, CombinedConfig):
-        return set(loss.matryoshka_dims or ()).union(*(matryoshka_dims_of(part) for part in loss.losses))
+        return set(loss.matryoshka.dims or ()).union(*(matryoshka_dims_of(part) for part in loss.losses))
     of_class = loss.arguments if isinstance(loss, SentenceTransformersConfig) else None
-    return set(loss.matryoshka_dims or (of_class or {}).get("matryoshka_dims") or ())
+    return set(loss.matryoshka.dims or (of_class or {}).get("matryoshka_dims") or ())
 
 
 def matryoshka_layers_of(loss: LossConfig) -> set[int]:
     """The numbers of layers after which a loss, or a part of it, also trains."""
     parts = loss.losses if isinstance(loss, CombinedConfig) else []
-    return set(loss.matryoshka_layers or ()).union(*(matryoshka_layers_of(part) for part in parts))
+    return set(loss.matryoshka.layers or ()).union(*(matryoshka_layers_of(part) for part in parts))
 
 
-def matryoshka_weights(loss: LossConfig) -> list[float]:
-    """The weight of each of `matryoshka_dims`, in the order of the option."""
-    dims = loss.matryoshka_dims or []
-    if loss.matryoshka_weights is not None:
-        return loss.matryoshka_weights
-    if loss.matryoshka_weighting is MatryoshkaWeighting.uniform:
+def dim_weights(wrapper: MatryoshkaConfig) -> list[float]:
+    """The weight of each of `dims`, in the order of the option."""
+    dims = wrapper.dims or []
+    if wrapper.dim_weights is not None:
+        return wrapper.dim_weights
+    if wrapper.dim_weighting is MatryoshkaWeighting.uniform:
         return [1.0] * len(dims)
     largest_first = sorted(dims, reverse=True)
     return [math.sqrt(dim / largest_first[0]) / (largest_first.index(dim) + 1) for dim in dims]
 
 
-def layer_weights(loss: LossConfig) -> list[float]:
-    """The weight of each of `matryoshka_layers`, in the order of the option."""
-    layers = loss.matryoshka_layers or []
-    if loss.layer_weights is not None:
-        return loss.layer_weights
-    match loss.layer_weighting:
+def layer_weights(wrapper: MatryoshkaConfig) -> list[float]:
+    """The weight of each of `layers`, in the order of the option."""
+    layers = wrapper.layers or []
+    if wrapper.layer_weights is not None:
+        return wrapper.layer_weights
+    match wrapper.layer_weighting:
         case LayerWeighting.uniform:
             return [1.0] * len(layers)
         case LayerWeighting.log:
@@ -386,57 +390,55 @@ def layer_weights(loss: LossConfig) -> list[float]:
             return [1 / layer for layer in layers]
 
 
-def check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
-    """Reject dimensions that are not different numbers, and options without them."""
-    dims = loss.matryoshka_dims
-    _check_numbers(loss, check, "matryoshka_dims", "matryoshka_weights", "[768,256,64]")
+def _check_dims(check: OptionChecks) -> None:
+    wrapper: MatryoshkaConfig = check.options
+    dims = wrapper.dims
+    _check_numbers(check, "dims", "dim_weights", "[768,256,64]")
     check.require(
-        loss.matryoshka_weighting is MatryoshkaWeighting.uniform
-        or (dims is not None and loss.matryoshka_weights is None),
-        "matryoshka_weighting",
-        "chooses the weights of matryoshka_dims, without matryoshka_weights",
+        wrapper.dim_weighting is MatryoshkaWeighting.uniform or (dims is not None and wrapper.dim_weights is None),
+        "dim_weighting",
+        "chooses the weights of dims, without dim_weights",
     )
     check.require(
-        loss.matryoshka_per_step is None or 2 <= loss.matryoshka_per_step <= len(dims or ()),
-        "matryoshka_per_step",
-        f"must be from 2 to the number of matryoshka_dims={written(dims)}; null trains on all of them",
+        wrapper.dims_per_step is None or 2 <= wrapper.dims_per_step <= len(dims or ()),
+        "dims_per_step",
+        f"must be from 2 to the number of dims={written(dims)}; null trains on all of them",
     )
 
 
-def check_layers(loss: LossConfig, check: OptionChecks) -> None:
-    """The same of layers."""
-    layers = loss.matryoshka_layers
-    _check_numbers(loss, check, "matryoshka_layers", "layer_weights", "[3,6]")
+def _check_layers(loss: LossConfig, check: OptionChecks) -> None:
+    wrapper: MatryoshkaConfig = check.options
+    layers = wrapper.layers
+    _check_numbers(check, "layers", "layer_weights", "[3,6]")
     check.require(
-        loss.layer_weighting is LayerWeighting.uniform or (layers is not None and loss.layer_weights is None),
+        wrapper.layer_weighting is LayerWeighting.uniform or (layers is not None and wrapper.layer_weights is None),
         "layer_weighting",
-        "chooses the weights of matryoshka_layers, without layer_weights",
+        "chooses the weights of layers, without layer_weights",
     )
     check.require(
-        loss.layers_per_step is None or 1 <= loss.layers_per_step <= len(layers or ()),
+        wrapper.layers_per_step is None or 1 <= wrapper.layers_per_step <= len(layers or ()),
         "layers_per_step",
-        f"must be from 1 to the number of matryoshka_layers={written(layers)}; null trains all of them",
+        f"must be from 1 to the number of layers={written(layers)}; null trains all of them",
     )
     check.require(
-        loss.precisions is None or layers is not None or not matryoshka_layers_of(loss),
+        wrapper.precisions is None or layers is not None or not matryoshka_layers_of(loss),
         "precisions",
-        "is for the whole loss, and a part has matryoshka_layers; write them for the whole loss as well",
+        "is for the whole loss, and a part has layers; write them for the whole loss as well",
     )
-    check.at_least(0, "layer_kl")
-    check.require(loss.layer_kl == 0 or layers is not None, "layer_kl", "has no effect without matryoshka_layers")
+    check.require(wrapper.layer_kl == 0 or layers is not None, "layer_kl", "has no effect without layers")
 
 
-def check_layer_kl(loss: LossConfig, check: OptionChecks) -> None:
+def _check_layer_kl(loss: LossConfig, check: OptionChecks) -> None:
     """Reject `layer_kl` of a loss, whose other options are checked, without pairs of queries and documents."""
     check.require(
-        loss.layer_kl == 0 or not row_requirements(loss).label,
+        loss.matryoshka.layer_kl == 0 or not row_requirements(loss).label,
         "layer_kl",
         f"compares queries with documents, and loss={loss.name} takes rows of one text; leave it out",
     )
 
 
-def _check_numbers(loss: LossConfig, check: OptionChecks, option: str, weights_option: str, example: str) -> None:
-    numbers, weights = getattr(loss, option), getattr(loss, weights_option)
+def _check_numbers(check: OptionChecks, option: str, weights_option: str, example: str) -> None:
+    numbers, weights = getattr(check.options, option), getattr(check.options, weights_option)
     check.require(
         numbers is None or (bool(numbers) and min(numbers) >= 1 and len(set(numbers)) == len(numbers)),
         option,

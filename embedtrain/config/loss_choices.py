@@ -105,7 +105,7 @@ class KDLossType(str, Enum):
 
 
 class MatryoshkaWeighting(str, Enum):
-    """Weights of `matryoshka_dims`."""
+    """Weights of `dims`."""
 
     uniform = "uniform"  # 1 each
     sqrt = "sqrt"  # sqrt(dimensions / largest) / k for the k-th largest, as F2LLM-v2
@@ -119,7 +119,7 @@ class PrecisionSides(str, Enum):
 
 
 class LayerWeighting(str, Enum):
-    """Weights of `matryoshka_layers`, for the vectors after l layers."""
+    """Weights of `layers`, for the vectors after l layers."""
 
     uniform = "uniform"  # 1 each
     log = "log"  # 1 / (1 + ln l) (Li et al., 2024)

@@ -31,29 +31,41 @@ TOKEN_TEMPERATURE_BOUNDS = (0.01, 32.0)
 
 
 @dataclass(kw_only=True)
+class MatryoshkaConfig:
+    """What a loss is trained on besides whole vectors: first dimensions, precisions, and vectors of inner layers.
+
+    Each loss has this section, a part of loss=combined and the loss of a source as well.
+    """
+
+    dims: list[int] | None = None  # also train on the first n dimensions, for each n (Kusupati et al., 2022)
+    dim_weights: list[float] | None = None  # of each of `dims`; default: by `dim_weighting`
+    dim_weighting: MatryoshkaWeighting = MatryoshkaWeighting.uniform
+    # Train on so many of `dims` in each batch: the largest, and others that `seed` draws; default: on all.
+    dims_per_step: int | None = None
+    # Also train on quantised vectors, as [float,int8,binary], at each of `dims`; default: float alone.
+    precisions: list[VectorPrecision] | None = None
+    precision_weights: list[float] | None = None  # of each of `precisions`; default: 1 each
+    # Train on so many of `precisions` in each batch: the most precise, and others that `seed` draws; default: on all.
+    precisions_per_step: int | None = None
+    # share of the run over which the weights of quantised losses rise linearly from 0
+    precision_warmup: float = option(0.0, within=(0, 1), hint="it is a share of the run")
+    precision_sides: PrecisionSides = PrecisionSides.both
+    # Also train the vectors after these numbers of layers, such as [3,6] of 12: those of a model of only these layers.
+    layers: list[int] | None = None
+    layers_per_step: int | None = None  # so many of `layers` in each batch, drawn by `seed`; default: all
+    layer_weights: list[float] | None = None  # of each of `layers`; default: by `layer_weighting`
+    layer_weighting: LayerWeighting = LayerWeighting.uniform
+    # weight of the KL divergence of their similarities from those of the last layer
+    layer_kl: float = option(0.0, at_least=0)
+
+
+@dataclass(kw_only=True)
 class LossConfig:
     """Options of every loss."""
 
     name: str = "infonce"  # set by `loss=NAME`
     weight: float = option(1.0, above=0, hint="leave the loss out instead")  # factor of this loss within loss=combined
-    matryoshka_dims: list[int] | None = None  # also train on the first n dimensions, for each n (Kusupati et al., 2022)
-    matryoshka_weights: list[float] | None = None  # of each of `matryoshka_dims`; default: by `matryoshka_weighting`
-    matryoshka_weighting: MatryoshkaWeighting = MatryoshkaWeighting.uniform
-    # Train on so many of `matryoshka_dims` in each batch: the largest, and others that `seed` draws; default: on all.
-    matryoshka_per_step: int | None = None
-    # Also train on quantised vectors, as [float,int8,binary], at each of `matryoshka_dims`; default: float alone.
-    precisions: list[VectorPrecision] | None = None
-    precision_weights: list[float] | None = None  # of each of `precisions`; default: 1 each
-    # Train on so many of `precisions` in each batch: the most precise, and others that `seed` draws; default: on all.
-    precisions_per_step: int | None = None
-    precision_warmup: float = 0.0  # share of the run over which the weights of quantised losses rise linearly from 0
-    precision_sides: PrecisionSides = PrecisionSides.both
-    # Also train the vectors after these numbers of layers, such as [3,6] of 12: those of a model of only these layers.
-    matryoshka_layers: list[int] | None = None
-    layers_per_step: int | None = None  # so many of `matryoshka_layers` in each batch, drawn by `seed`; default: all
-    layer_weights: list[float] | None = None  # of each of `matryoshka_layers`; default: by `layer_weighting`
-    layer_weighting: LayerWeighting = LayerWeighting.uniform
-    layer_kl: float = 0.0  # weight of the KL divergence of their similarities from those of the last layer
+    matryoshka: MatryoshkaConfig = field(default_factory=MatryoshkaConfig)
 
 
 @dataclass(kw_only=True)

@@ -409,7 +409,7 @@ class ExportConfig:
     # tokens as a causal language model again, in a directory inside it.
     formats: list[str] = option(factory=lambda: ["sentence_transformers"], in_result=True)
     dtype: ExportDtype = option(ExportDtype.source, in_result=True)
-    # vectors have only the first so many dimensions; needs loss.matryoshka_dims
+    # vectors have only the first so many dimensions; needs loss.matryoshka.dims
     truncate_dim: int | None = option(None, at_least=1, hint="null keeps all dimensions", in_result=True)
     # Smallest cosine of a vector of onnx_fp16, onnx_int8 or openvino to that of onnx, on probe texts; of vectors of
     # tokens, the mean of a text; of a cross-encoder, 1 minus the largest difference of a probability. An export below

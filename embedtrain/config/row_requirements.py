@@ -146,8 +146,8 @@ SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
 }
 # The loss classes that need more than embeddings, and what they need.
 UNSUPPORTED_LOSSES: dict[str, str] = {
-    "AdaptiveLayerLoss": "the embeddings of inner layers, which loss.matryoshka_layers of any loss trains",
-    "Matryoshka2dLoss": "the embeddings of inner layers, which loss.matryoshka_layers of any loss trains",
+    "AdaptiveLayerLoss": "the embeddings of inner layers, which loss.matryoshka.layers of any loss trains",
+    "Matryoshka2dLoss": "the embeddings of inner layers, which loss.matryoshka.layers of any loss trains",
     "ContrastiveTensionLoss": "a second model that is trained as well",
     "ContrastiveTensionLossInBatchNegatives": "a second model that is trained as well",
     "DenoisingAutoEncoderLoss": "a decoder",

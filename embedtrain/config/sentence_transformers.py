@@ -55,29 +55,30 @@ def check_sentence_transformers(loss: SentenceTransformersConfig, option: str = 
     """Reject options, named `option` in the recipe, that no supported version of sentence-transformers accepts.
 
     A ConfigError for an unknown class, one that needs more than embeddings, an argument that cannot be set, a function
-    that is not known by name, a missing or superfluous guide, and `matryoshka_dims` for a class that takes whole
+    that is not known by name, a missing or superfluous guide, and `matryoshka.dims` for a class that takes whole
     embeddings.
     """
     _check_class(loss.class_name, loss.arguments, option)
     name = loss.class_name
     if name == MATRYOSHKA:
         name = _check_matryoshka_arguments(loss.arguments, option)
-    check = OptionChecks(loss, f"{option}.")
+    check = OptionChecks(loss.matryoshka, f"{option}.matryoshka.")
     check.require(
-        loss.matryoshka_dims is None or loss.class_name != MATRYOSHKA,
-        "matryoshka_dims",
+        loss.matryoshka.dims is None or loss.class_name != MATRYOSHKA,
+        "dims",
         f"{MATRYOSHKA} shortens embeddings itself; leave it out",
     )
     check.require(
-        loss.precisions is None or loss.class_name != MATRYOSHKA,
+        loss.matryoshka.precisions is None or loss.class_name != MATRYOSHKA,
         "precisions",
-        f"{MATRYOSHKA} would truncate vectors after they are quantised; write loss.matryoshka_dims instead of it",
+        f"{MATRYOSHKA} would truncate vectors after they are quantised; write loss.matryoshka.dims instead of it",
     )
     check.require(
-        loss.matryoshka_dims is None or (name != "SoftmaxLoss" and not SENTENCE_TRANSFORMERS_LOSSES[name].vectors),
-        "matryoshka_dims",
+        loss.matryoshka.dims is None or (name != "SoftmaxLoss" and not SENTENCE_TRANSFORMERS_LOSSES[name].vectors),
+        "dims",
         f"{name} takes whole embeddings; leave it out",
     )
+    check = OptionChecks(loss, f"{option}.")
     if name in LOSSES_WITH_GUIDE:
         check.require(loss.guide is not None, "guide", f"{name} needs a guide; write a directory or a Hub id")
     check.require(

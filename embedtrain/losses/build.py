@@ -11,7 +11,7 @@ import torch
 from embedtrain.config.code import load_code
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kinds import own_loss
-from embedtrain.config.loss_checks import layer_weights, matryoshka_layers_of, matryoshka_weights
+from embedtrain.config.loss_checks import dim_weights, layer_weights, matryoshka_layers_of
 from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import (
     LOSSES,
@@ -22,6 +22,7 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,
+    MatryoshkaConfig,
     SentenceTransformersConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
@@ -147,10 +148,9 @@ def require_dimensions(config: LossConfig, dimension: int) -> None:
     """Raise ConfigError if a loss, or a part of it, trains on more dimensions than the model's vectors have."""
     parts = config.losses if isinstance(config, CombinedConfig) else []
     for part in (config, *parts):
-        if part.matryoshka_dims is not None and max(part.matryoshka_dims) > dimension:
-            raise ConfigError(
-                f"loss.matryoshka_dims={part.matryoshka_dims}: the model's vectors have only {dimension} dimensions"
-            )
+        dims = part.matryoshka.dims
+        if dims is not None and max(dims) > dimension:
+            raise ConfigError(f"loss.matryoshka.dims={dims}: the model's vectors have only {dimension} dimensions")
 
 
 @dataclass(frozen=True)
@@ -168,52 +168,53 @@ class _Builder:
     def build(self, config: LossConfig, exits: Sequence[int]) -> Loss:
         """The loss of an encoder with these early exits, of which a part after the last layer's is of each text."""
         # The parts of a combination choose their layers, unless the combination does.
-        in_parts = isinstance(config, CombinedConfig) and config.matryoshka_layers is None
+        wrapper = config.matryoshka
+        in_parts = isinstance(config, CombinedConfig) and wrapper.layers is None
         loss = self._of_dimensions(config, exits if in_parts else ())
         if not exits or in_parts:
             return loss
-        weights = zip(config.matryoshka_layers or (), layer_weights(config), strict=True)
+        weights = zip(wrapper.layers or (), layer_weights(wrapper), strict=True)
         used = [Exit(layer, 1 + exits.index(layer), weight) for layer, weight in sorted(weights)]
         temperature = getattr(config, "temperature", None)
         similarity = Similarity(getattr(config, "similarity", None) or Similarity.cosine)
         kl = None
-        if config.layer_kl:
+        if wrapper.layer_kl:
             kl = DistillSimilaritiesConfig(teacher=LAST_LAYER, temperature=temperature, similarity=similarity)
         return LayerLoss(
             loss,
             used,
-            per_step=config.layers_per_step,
+            per_step=wrapper.layers_per_step,
             divergence=None if kl is None else DistillSimilarities(kl, {LAST_LAYER: self.dimension}),
-            divergence_weight=config.layer_kl,
+            divergence_weight=wrapper.layer_kl,
             similarity=similarity,
             seed=self.seed,
         )
 
     def _of_dimensions(self, config: LossConfig, exits: Sequence[int]) -> Loss:
-        loss = self._whole(config, exits)
-        if config.precisions is not None:
-            loss = self._quantised(loss, config, config.precisions)
-        if config.matryoshka_dims is None:
+        loss, wrapper = self._whole(config, exits), config.matryoshka
+        if wrapper.precisions is not None:
+            loss = self._quantised(loss, wrapper, wrapper.precisions)
+        if wrapper.dims is None:
             return loss
         require_dimensions(config, self.dimension)
-        largest_first = sorted(zip(config.matryoshka_dims, matryoshka_weights(config), strict=True), reverse=True)
+        largest_first = sorted(zip(wrapper.dims, dim_weights(wrapper), strict=True), reverse=True)
         dims, weights = zip(*largest_first, strict=True)
-        return Matryoshka(loss, dims, weights, per_step=config.matryoshka_per_step, seed=self.seed)
+        return Matryoshka(loss, dims, weights, per_step=wrapper.dims_per_step, seed=self.seed)
 
-    def _quantised(self, loss: Loss, config: LossConfig, precisions: Sequence[VectorPrecision]) -> Quantised:
-        weights = dict(zip(precisions, config.precision_weights or [1.0] * len(precisions), strict=True))
+    def _quantised(self, loss: Loss, wrapper: MatryoshkaConfig, precisions: Sequence[VectorPrecision]) -> Quantised:
+        weights = dict(zip(precisions, wrapper.precision_weights or [1.0] * len(precisions), strict=True))
         if VectorPrecision.int8 in weights:
-            for dim, layer in itertools.product(config.matryoshka_dims or [self.dimension], (None, *self.layers)):
+            for dim, layer in itertools.product(wrapper.dims or [self.dimension], (None, *self.layers)):
                 self.ranges.add(dim, layer)
         most_precise_first = {precision: weights[precision] for precision in VectorPrecision if precision in weights}
-        warmup = config.precision_warmup * self.num_batches
+        warmup = wrapper.precision_warmup * self.num_batches
         return Quantised(
             loss,
             most_precise_first,
             self.ranges,
-            config.precision_sides,
+            wrapper.precision_sides,
             warmup,
-            per_step=config.precisions_per_step,
+            per_step=wrapper.precisions_per_step,
             seed=self.seed,
         )
 
@@ -279,10 +280,10 @@ def loss_notes(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, 
     if parameters:
         notes.append(f"the loss has trained parameters: {parameters}")
     notes += [
-        f"loss.matryoshka_dims={config.matryoshka_dims} leaves out the model's full {dimension} dimensions: "
+        f"loss.matryoshka.dims={config.matryoshka.dims} leaves out the model's full {dimension} dimensions: "
         f"the loss is not computed on full vectors"
         for config in unique
-        if config.matryoshka_dims is not None and dimension not in config.matryoshka_dims
+        if config.matryoshka.dims is not None and dimension not in config.matryoshka.dims
     ]
     return notes
 
@@ -290,11 +291,15 @@ def loss_notes(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, 
 def _describe(config: LossConfig, configs: Sequence[LossConfig]) -> str:
     """The name of a loss, with the options in which losses of its kind differ."""
     same_kind = [other for other in configs if type(other) is type(config)]
-    options = [
-        f"{field.name}={getattr(config, field.name)}"
-        for field in fields(config)
-        if any(getattr(other, field.name) != getattr(config, field.name) for other in same_kind)
-    ]
+    options = []
+    for prefix, sections in (
+        ("", [config, *same_kind]),
+        ("matryoshka.", [loss.matryoshka for loss in (config, *same_kind)]),
+    ):
+        for field in fields(sections[0]):
+            value, *others = [getattr(section, field.name) for section in sections]
+            if field.name != "matryoshka" and any(other != value for other in others):
+                options.append(f"{prefix}{field.name}={value}")
     return config.name + (f" ({', '.join(options)})" if options else "")
 
 

@@ -52,7 +52,7 @@ def exit_path(encoder: nn.Module, config: PretrainedConfig, layers: Sequence[int
     Raises ConfigError for layers that it has not, and for a model whose first layers are no model of their own: the
     input of each block has to be the output of the one before, and only a norm may follow the last.
     """
-    option = f"loss.matryoshka_layers={list(layers)}"
+    option = f"loss.matryoshka.layers={list(layers)}"
     num_layers = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
     blocks = block_list(encoder, num_layers)
     if blocks is None:

@@ -79,14 +79,14 @@ class StepWorkload:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the encoder whose vectors are computed: the last, and `loss.matryoshka_layers`."""
+        """Layers of the encoder whose vectors are computed: the last, and `loss.matryoshka.layers`."""
         return 1 + len(matryoshka_layers_of(self.loss))
 
     @property
     def trained_layers(self) -> int:
-        """Those of a batch, each with a loss of its own, and a divergence from the last one with `loss.layer_kl`."""
-        exits = self.loss.layers_per_step or self.num_layers - 1
-        return 1 + exits * (1 + (self.loss.layer_kl > 0))
+        """Those of a batch, each with a loss of its own, and a divergence from the last one with `layer_kl`."""
+        exits = self.loss.matryoshka.layers_per_step or self.num_layers - 1
+        return 1 + exits * (1 + (self.loss.matryoshka.layer_kl > 0))
 
     @classmethod
     def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int | None = None) -> "StepWorkload":

@@ -302,7 +302,9 @@ def _similarities(loss: LossConfig) -> list[VectorSimilarity]:
     if isinstance(loss, CombinedConfig):
         return [similarity for part in loss.losses for similarity in _similarities(part)]
     option = _option(loss)
-    if isinstance(loss, _COSINE) or (option and (loss.matryoshka_dims or loss.precisions)):  # on normalised vectors
+    if isinstance(loss, _COSINE) or (
+        option and (loss.matryoshka.dims or loss.matryoshka.precisions)
+    ):  # on normalised vectors
         return [VectorSimilarity.cosine]
     return [] if option is None else [VectorSimilarity(getattr(loss, option).value)]
 

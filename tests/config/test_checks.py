@@ -151,7 +151,7 @@ CASES = [
     option("model.score_head", ScoreHead.tokens, model__pair_template=OWN_TEMPLATE, **CROSS_ENCODER),
     option("export.formats", ["adapter"], model__kind="late_interaction", model__lora__rank=4),
     option("export.truncate_dim", 8, model__kind="late_interaction"),
-    option("loss.matryoshka_dims", [8], **CROSS_ENCODER),
+    option("loss.matryoshka.dims", [8], **CROSS_ENCODER),
     option("evaluation.truncate_dims", [8], **CROSS_ENCODER),
     option("export.truncate_dim", 8, **CROSS_ENCODER),
     case(r"loss=infonce: .*loss=softmax", **CROSS_ENCODER),

@@ -20,7 +20,15 @@ from embedtrain.commands.search.options import compose as compose_search
 from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.limits import limited_files, limited_interpolations
-from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig, TripletConfig
+from embedtrain.config.losses import (
+    LOSSES,
+    CombinedConfig,
+    CoSENTConfig,
+    InfoNCEConfig,
+    MarginMSEConfig,
+    MatryoshkaConfig,
+    TripletConfig,
+)
 from embedtrain.config.optim import ScheduleKind
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, Strategy, TrainSource
 from embedtrain.config.recipe_files import choices
@@ -119,7 +127,7 @@ def test_every_choice_composes(group):
 @pytest.mark.parametrize("name", slow_but(["infonce", "combined", "m3", "sentence_transformers", "custom"], LOSSES))
 def test_every_loss_is_saved_and_loaded(tmp_path, name):
     """Resuming and exporting read the recipe.yaml of a run."""
-    option = "loss.temperature=0.5" if name == "m3" else "loss.matryoshka_dims=[8,4]"
+    option = "loss.temperature=0.5" if name == "m3" else "loss.matryoshka.dims=[8,4]"
     (recipe,) = compose_recipes([*GOOD, f"loss={name}", option, *REQUIRED.get(name, [])])
     assert type(recipe.loss) is LOSSES[name]
     path = tmp_path / "recipe.yaml"
@@ -147,7 +155,7 @@ OWN_LOSS = """# @package _global_
 defaults:
   - override /loss: cosent
 name: own
-loss: {temperature: 0.5, matryoshka_dims: [4]}
+loss: {temperature: 0.5, matryoshka: {dims: [4]}}
 """
 
 
@@ -157,11 +165,11 @@ loss: {temperature: 0.5, matryoshka_dims: [4]}
         (["loss=infonce"], InfoNCEConfig()),
         (["loss=triplet", "loss.margin=0.1"], TripletConfig(margin=0.1)),
         (["loss=infonce", "loss.temperature=0.3"], InfoNCEConfig(temperature=0.3)),
-        (["loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka_dims=[4])),
-        (["loss.temperature=0.7"], CoSENTConfig(temperature=0.7, matryoshka_dims=[4])),
+        (["loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka=MatryoshkaConfig(dims=[4]))),
+        (["loss.temperature=0.7"], CoSENTConfig(temperature=0.7, matryoshka=MatryoshkaConfig(dims=[4]))),
         # All other forms in which Hydra reads a choice.
         *(
-            ([form], CoSENTConfig(temperature=0.5, matryoshka_dims=[4]))
+            ([form], CoSENTConfig(temperature=0.5, matryoshka=MatryoshkaConfig(dims=[4])))
             for form in (
                 "loss='cosent'",
                 'loss="cosent"',
@@ -176,8 +184,8 @@ loss: {temperature: 0.5, matryoshka_dims: [4]}
             for form in ("loss='triplet'", "+loss=triplet", "loss=[triplet]", "loss.name=triplet")
         ),
         (["loss={name: triplet, margin: 0.1}"], TripletConfig(margin=0.1)),
-        (["loss={temperature: 0.7}"], CoSENTConfig(temperature=0.7, matryoshka_dims=[4])),
-        (["loss=infonce", "loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka_dims=[4])),
+        (["loss={temperature: 0.7}"], CoSENTConfig(temperature=0.7, matryoshka=MatryoshkaConfig(dims=[4]))),
+        (["loss=infonce", "loss=cosent"], CoSENTConfig(temperature=0.5, matryoshka=MatryoshkaConfig(dims=[4]))),
         (["loss=cosent", "loss='triplet'"], TripletConfig()),
     ],
 )

@@ -17,6 +17,7 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     M3LossConfig,
     MarginMSEConfig,
+    MatryoshkaConfig,
     RankNetConfig,
     SigLIPConfig,
     XTRConfig,
@@ -38,32 +39,40 @@ ALLOWED = {
 CASES = [
     (M3LossConfig(), "dense", r"loss=m3: .*loss=infonce.*model\.kind=m3"),
     (InfoNCEConfig(), "m3", r"loss=infonce: .*loss=m3"),
-    (M3LossConfig(matryoshka_layers=[1]), "m3", r"loss\.matryoshka_layers=\[1\]: .*m3"),
-    (M3LossConfig(matryoshka_dims=[4]), "m3", r"loss\.matryoshka_dims=\[4\]: "),
+    (M3LossConfig(matryoshka=MatryoshkaConfig(layers=[1])), "m3", r"loss\.matryoshka\.layers=\[1\]: .*m3"),
+    (M3LossConfig(matryoshka=MatryoshkaConfig(dims=[4])), "m3", r"loss\.matryoshka\.dims=\[4\]: "),
     # Parts of a combination: on a score, the first dimension of a vector is the whole vector.
     (
-        CombinedConfig(losses=[BCEConfig(), RankNetConfig(matryoshka_dims=[1])]),
+        CombinedConfig(losses=[BCEConfig(), RankNetConfig(matryoshka=MatryoshkaConfig(dims=[1]))]),
         "cross_encoder",
-        r"loss\.losses\[1\]\.matryoshka_dims=\[1\]: .*cross_encoder",
+        r"loss\.losses\[1\]\.matryoshka\.dims=\[1\]: .*cross_encoder",
     ),
     (
-        CombinedConfig(losses=[BCEConfig()], matryoshka_dims=[1]),
+        CombinedConfig(losses=[BCEConfig()], matryoshka=MatryoshkaConfig(dims=[1])),
         "cross_encoder",
-        r"loss\.matryoshka_dims=\[1\]: ",
+        r"loss\.matryoshka\.dims=\[1\]: ",
     ),
-    (CombinedConfig(losses=[M3LossConfig()], matryoshka_dims=[4]), "m3", r"loss\.matryoshka_dims=\[4\]: "),
     (
-        CombinedConfig(losses=[InfoNCEConfig(), MarginMSEConfig(matryoshka_layers=[1])]),
+        CombinedConfig(losses=[M3LossConfig()], matryoshka=MatryoshkaConfig(dims=[4])),
+        "m3",
+        r"loss\.matryoshka\.dims=\[4\]: ",
+    ),
+    (
+        CombinedConfig(losses=[InfoNCEConfig(), MarginMSEConfig(matryoshka=MatryoshkaConfig(layers=[1]))]),
         LATE,
-        r"loss\.losses\[1\]\.matryoshka_layers=\[1\]: ",
+        r"loss\.losses\[1\]\.matryoshka\.layers=\[1\]: ",
     ),
     (RankNetConfig(similarity=Similarity.dot), "cross_encoder", r"loss\.similarity=dot: .*score itself"),
     (DistillScoresConfig(similarity=Similarity.dot), "m3", r"loss\.similarity=dot: .*three scores"),
     (SigLIPConfig(), "sparse", r"loss=siglip: .*loss=infonce"),
     (InfoNCEConfig(similarity=Similarity.dot), "sparse", r"loss\.similarity=dot: "),
-    (InfoNCEConfig(matryoshka_dims=[4]), "sparse", r"loss\.matryoshka_dims=\[4\]: "),
+    (InfoNCEConfig(matryoshka=MatryoshkaConfig(dims=[4])), "sparse", r"loss\.matryoshka\.dims=\[4\]: "),
     (InfoNCEConfig(mixed_list=True), "sparse", r"loss\.mixed_list=true: .*sparse"),
-    (InfoNCEConfig(precisions=[VectorPrecision.int8]), "late_interaction", r"loss\.precisions: .*dense"),
+    (
+        InfoNCEConfig(matryoshka=MatryoshkaConfig(precisions=[VectorPrecision.int8])),
+        "late_interaction",
+        r"loss\.matryoshka\.precisions: .*dense",
+    ),
     (XTRConfig(), "dense", r"loss=xtr: .*loss=infonce.*model\.kind=late_interaction"),
     (InfoNCEConfig(), "cross_encoder", r"loss=infonce: .*loss=softmax"),
     (SigLIPConfig(), LATE, r"loss=siglip: .*write one of infonce, xtr, bce, "),
@@ -128,8 +137,8 @@ def test_the_losses_of_sources_are_checked():
     with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss=xtr: "):
         check_recipe(recipe)
     recipe.model, recipe.loss = model_options("cross_encoder", path="dir"), RankNetConfig()
-    recipe.data.train[1].loss = CombinedConfig(losses=[BCEConfig(matryoshka_dims=[1])])
-    with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss\.losses\[0\]\.matryoshka_dims=\[1\]: "):
+    recipe.data.train[1].loss = CombinedConfig(losses=[BCEConfig(matryoshka=MatryoshkaConfig(dims=[1]))])
+    with pytest.raises(ConfigError, match=r"^data\.train\[1\]\.loss\.losses\[0\]\.matryoshka\.dims=\[1\]: "):
         check_recipe(recipe)
 
 

@@ -47,7 +47,7 @@ GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
         ("parallel=fsdp", "parallel.strategy=fsdp"),
         ("loss=MultipleNegativesRankingLoss", "loss=infonce"),
         ("loss=mnrl", "loss=infonce"),
-        ("loss=Matryoshka", "loss.matryoshka_dims"),
+        ("loss=Matryoshka", "loss.matryoshka.dims"),
         ("loss=MegaBatchMarginLoss", "loss=sentence_transformers loss.class_name=MegaBatchMarginLoss"),
         ("--learning_rate=1e-4", "optim.lr=1e-4"),
         ("loss=SpladeLoss", "model.kind=sparse"),
@@ -265,7 +265,7 @@ def test_every_loss_class_of_sentence_transformers_is_answered():
         assert loss[1] in LOSSES
     for name, reason in UNSUPPORTED_LOSSES.items():
         message = unknown_loss("loss", name)
-        assert reason in message or "write loss.matryoshka_layers" in message
+        assert reason in message or "write loss.matryoshka.layers" in message
 
 
 def test_every_evaluator_of_sentence_transformers_is_answered():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.losses import SentenceTransformersConfig
+from embedtrain.config.losses import MatryoshkaConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE, check_sentence_transformers
 from embedtrain.errors import ConfigError
@@ -35,7 +35,7 @@ def test_every_class_passes(name):
         SentenceTransformersConfig(class_name="CoSENTLoss", arguments={"similarity_fct": "pairwise_angle_sim"}),
         SentenceTransformersConfig(class_name="CachedMultipleNegativesRankingLoss", arguments={"mini_batch_size": 8}),
         SentenceTransformersConfig(class_name="EmbedDistillLoss", arguments={"distance_metric": "l2"}),
-        SentenceTransformersConfig(class_name="TripletLoss", matryoshka_dims=[8, 4]),
+        SentenceTransformersConfig(class_name="TripletLoss", matryoshka=MatryoshkaConfig(dims=[8, 4])),
     ],
 )
 def test_options_that_pass(config):
@@ -84,17 +84,17 @@ def case(pattern: str, class_name: str, **options: object) -> object:
         case(r"loss\.guide=null: GISTEmbedLoss", "GISTEmbedLoss"),
         case(r"loss\.guide=some/guide: .*GISTEmbedLoss.*CoSENTLoss", "CoSENTLoss", guide="some/guide"),
         case(
-            r"loss\.precisions=.*: MatryoshkaLoss .*write loss\.matryoshka_dims",
+            r"loss\.matryoshka\.precisions=.*: MatryoshkaLoss .*write loss\.matryoshka\.dims",
             "MatryoshkaLoss",
             arguments=matryoshka(),
-            precisions=[VectorPrecision.binary],
+            matryoshka=MatryoshkaConfig(precisions=[VectorPrecision.binary]),
         ),
-        case(r"loss\.matryoshka_dims=\[4\]: MSELoss", "MSELoss", matryoshka_dims=[4]),
+        case(r"loss\.matryoshka\.dims=\[4\]: MSELoss", "MSELoss", matryoshka=MatryoshkaConfig(dims=[4])),
         case(
-            r"loss\.matryoshka_dims=\[4\]: MatryoshkaLoss",
+            r"loss\.matryoshka\.dims=\[4\]: MatryoshkaLoss",
             "MatryoshkaLoss",
             arguments=matryoshka(),
-            matryoshka_dims=[4],
+            matryoshka=MatryoshkaConfig(dims=[4]),
         ),
         case(r"loss\.arguments\.loss=None: .*mapping", "MatryoshkaLoss"),
         case("loss='CoSENTLoss': .*mapping", "MatryoshkaLoss", arguments=matryoshka("CoSENTLoss")),

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_checks import matryoshka_weights
+from embedtrain.config.loss_checks import dim_weights
 from embedtrain.config.loss_choices import LayerWeighting, MatryoshkaWeighting
-from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LossConfig
+from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LossConfig, MatryoshkaConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_losses
 from embedtrain.losses.combine import Drawn, draw
@@ -38,15 +38,15 @@ def truncated_sum(weights: dict[int, float]):
 
 def test_weights_of_f2llm(ranks):
     """1 / (k sqrt(d / n)) for the k-th largest n of a vector of d dimensions, in any order of the option."""
-    config = CosineMSEConfig(matryoshka_dims=[4, 8, 2], matryoshka_weighting=MatryoshkaWeighting.sqrt)
+    config = CosineMSEConfig(matryoshka=MatryoshkaConfig(dims=[4, 8, 2], dim_weighting=MatryoshkaWeighting.sqrt))
     weights = {8: 1.0, 4: (4 / 8) ** 0.5 / 2, 2: (2 / 8) ** 0.5 / 3}
-    assert matryoshka_weights(config) == pytest.approx([weights[4], weights[8], weights[2]])
+    assert dim_weights(config.matryoshka) == pytest.approx([weights[4], weights[8], weights[2]])
     check(ranks, config, vectors(SIZES, scores=True), truncated_sum(weights))
 
 
 def test_a_batch_is_trained_on_the_largest_and_drawn_dimensions(ranks):
     config = CosineMSEConfig(
-        matryoshka_dims=[2, 4, 8, 6], matryoshka_weights=[0.1, 0.2, 1.0, 0.5], matryoshka_per_step=2
+        matryoshka=MatryoshkaConfig(dims=[2, 4, 8, 6], dim_weights=[0.1, 0.2, 1.0, 0.5], dims_per_step=2)
     )
     batch = vectors(SIZES, scores=True)
     (actual, *_) = ranks(1, run, config, batch, [[0, 1, 2, 3]], torch.float64, 8)
@@ -70,7 +70,7 @@ def of_layers(world: World, configs: list[LossConfig]) -> list[dict[str, float]]
     return actual
 
 
-OTHER = CosineMSEConfig(matryoshka_layers=[5, 2])
+OTHER = CosineMSEConfig(matryoshka=MatryoshkaConfig(layers=[5, 2]))
 
 
 def test_layers_of_sources_and_of_parts(ranks):
@@ -79,16 +79,20 @@ def test_layers_of_sources_and_of_parts(ranks):
     last, second, fifth = (
         float(cosine_mse(batch.queries + number, batch.documents + number, batch)) for number in range(3)
     )
-    parts = [CosineMSEConfig(weight=3.0), CosineMSEConfig(matryoshka_layers=[2])]
+    parts = [CosineMSEConfig(weight=3.0), CosineMSEConfig(matryoshka=MatryoshkaConfig(layers=[2]))]
     cases = {
         last: CosineMSEConfig(),
         last + (second + fifth) / 2: replace(OTHER),
-        last + (second / 2 + fifth / 5) / 2: replace(OTHER, layer_weighting=LayerWeighting.linear),
-        last + 0.7 * fifth: CosineMSEConfig(matryoshka_layers=[5], layer_weights=[0.7]),
+        last + (second / 2 + fifth / 5) / 2: replace(
+            OTHER, matryoshka=replace(OTHER.matryoshka, layer_weighting=LayerWeighting.linear)
+        ),
+        last + 0.7 * fifth: CosineMSEConfig(matryoshka=MatryoshkaConfig(layers=[5], layer_weights=[0.7])),
         4 * last + second: CombinedConfig(losses=parts),
-        4 * last + 4 * fifth: CombinedConfig(losses=[parts[0], CosineMSEConfig()], matryoshka_layers=[5]),
+        4 * last + 4 * fifth: CombinedConfig(
+            losses=[parts[0], CosineMSEConfig()], matryoshka=MatryoshkaConfig(layers=[5])
+        ),
     }
-    drawn = replace(OTHER, layers_per_step=1)
+    drawn = replace(OTHER, matryoshka=replace(OTHER.matryoshka, layers_per_step=1))
     *actual, of_drawn = ranks(1, of_layers, [*cases.values(), drawn])[0]
     assert [each["loss"] for each in actual] == pytest.approx(list(cases))
     assert actual[1]["loss@layer5"] == pytest.approx(fifth)

@@ -15,6 +15,7 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     EmbeddingDistance,
     MarginMSEConfig,
+    MatryoshkaConfig,
     TeacherMap,
 )
 from embedtrain.distributed.world import World
@@ -211,7 +212,7 @@ def test_vectors_equal_to_the_teachers_have_loss_zero(ranks):
     batch = vectors((1, 1))
     batch = replace(batch, guides={FROM_ROWS: Guide(batch.queries, batch.documents)})
     for distance, dims in itertools.product(EmbeddingDistance, (None, [8, 4])):
-        config = DistillEmbeddingsConfig(distance=distance, matryoshka_dims=dims)
+        config = DistillEmbeddingsConfig(distance=distance, matryoshka=MatryoshkaConfig(dims=dims))
         (answer,) = ranks(1, run, config, batch, [[0, 1]], torch.float64, 8)
         assert answer["local_loss"] == pytest.approx(0.0, abs=1e-12)
         if dims is None:  # otherwise the vectors are normalised again, and the gradient of a length does not vanish

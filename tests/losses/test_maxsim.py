@@ -13,6 +13,7 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     InfoNCEConfig,
     MarginMSEConfig,
+    MatryoshkaConfig,
     XTRConfig,
 )
 from embedtrain.errors import ConfigError
@@ -30,7 +31,7 @@ OPTIONS = (
     {"hardness": Hardness.all, "hardness_strength": 2.0},
     {"hardness": Hardness.hard, "hardness_strength": 2.0},
     {"guide": GUIDE},
-    {"matryoshka_dims": [6, 3, 2], "matryoshka_weights": [1.0, 0.5, 0.25]},
+    {"matryoshka": MatryoshkaConfig(dims=[6, 3, 2], dim_weights=[1.0, 0.5, 0.25])},
 )
 
 
@@ -102,7 +103,7 @@ def test_distillation(ranks):
 def test_xtr(ranks, top_k):
     """The tokens of all ranks' documents are retrieved; with more than there are, it is MeanMaxSim."""
     trained = XTRConfig(top_k=top_k, temperature=0.7, learn_temperature=True)
-    options = ({}, {"mask_duplicates": False}, {"matryoshka_dims": [6, 2]})
+    options = ({}, {"mask_duplicates": False}, {"matryoshka": MatryoshkaConfig(dims=[6, 2])})
     cases = [
         TokenCase(replace(trained, implementation=implementation, **given), mean=True)
         for given in options

@@ -1,5 +1,6 @@
 """Losses of quantised vectors against a plain computation in one process, and the ranges that they smooth."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from embedtrain.checkpoint.snapshot import checkpointed_weights
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_choices import PrecisionSides
-from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, OrthogonalConfig
+from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, MatryoshkaConfig, OrthogonalConfig
 from embedtrain.distributed.world import World
 from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges, write_trained_ranges
 from embedtrain.losses.build import build_loss, build_losses
@@ -25,14 +26,16 @@ DIMS, PRECISIONS = {8: 1.0, 4: 0.7}, {"float": 1.0, "int8": 0.5, "binary": 0.2}
 COUNTS = [(5,), (2, 3), (3, 0, 2)]
 
 
-def config(**options: Any) -> InfoNCEConfig:
+def config(**of_matryoshka: Any) -> InfoNCEConfig:
     return InfoNCEConfig(
         temperature=TEMPERATURE,
-        matryoshka_dims=list(DIMS),
-        matryoshka_weights=list(DIMS.values()),
-        precisions=list(map(VectorPrecision, reversed(PRECISIONS))),
-        precision_weights=list(reversed(PRECISIONS.values())),
-        **options,
+        matryoshka=MatryoshkaConfig(
+            dims=list(DIMS),
+            dim_weights=list(DIMS.values()),
+            precisions=list(map(VectorPrecision, reversed(PRECISIONS))),
+            precision_weights=list(reversed(PRECISIONS.values())),
+            **of_matryoshka,
+        ),
     )
 
 
@@ -146,10 +149,11 @@ def test_values_are_those_of_the_codes_of_an_index():
 
 def of_layers(world: World) -> tuple[list[float], list[float], list[set[str]]]:
     """The losses of three layers, together and each of its own; metrics of batches with drawn precisions."""
-    options: dict[str, Any] = {"temperature": 0.1, "precisions": [VectorPrecision.float, VectorPrecision.int8]}
-    layers = InfoNCEConfig(matryoshka_layers=[2, 1], layer_weights=[0.25, 0.5], **options)
+    precisions = MatryoshkaConfig(precisions=[VectorPrecision.float, VectorPrecision.int8])
+    layers = InfoNCEConfig(temperature=0.1, matryoshka=replace(precisions, layers=[2, 1], layer_weights=[0.25, 0.5]))
     combined = build_loss(layers, dimension=8, seed=0)
-    alone = [build_loss(InfoNCEConfig(**options), dimension=8, seed=0) for _ in range(3)]
+    one = InfoNCEConfig(temperature=0.1, matryoshka=precisions)
+    alone = [build_loss(one, dimension=8, seed=0) for _ in range(3)]
     actual, expected = [], []
     for batch in batches()[:2]:
         queries, documents, info = batch.of_rank(range(5), torch.float32)
@@ -176,10 +180,10 @@ def test_layers_have_ranges_of_their_own_and_precisions_are_drawn(ranks):
 
 def of_sources(world: World) -> list[float]:
     """Two sources have losses of their own, and the same ranges."""
-    options = {"precisions": [VectorPrecision.float, VectorPrecision.int8]}
+    precisions = MatryoshkaConfig(precisions=[VectorPrecision.float, VectorPrecision.int8])
     configs = [
-        InfoNCEConfig(temperature=0.1, **options),
-        CombinedConfig(losses=[InfoNCEConfig(), OrthogonalConfig(weight=0.5)], **options),
+        InfoNCEConfig(temperature=0.1, matryoshka=precisions),
+        CombinedConfig(losses=[InfoNCEConfig(), OrthogonalConfig(weight=0.5)], matryoshka=precisions),
     ]
     loss = build_losses(configs, dimension=8, guide_dimensions=[{}, {}], seed=0)
     for source, batch in enumerate(batches()[:2]):

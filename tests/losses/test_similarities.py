@@ -12,6 +12,7 @@ from embedtrain.config.losses import (
     CandidateSet,
     DistillSimilaritiesConfig,
     Divergence,
+    MatryoshkaConfig,
     SimilarityMSEConfig,
 )
 from embedtrain.distributed.world import World
@@ -109,7 +110,7 @@ def distilled(config: DistillSimilaritiesConfig):
         return total / max(1, count)
 
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
-        return sum(of_dimension(batch, dimension) for dimension in config.matryoshka_dims or [None])
+        return sum(of_dimension(batch, dimension) for dimension in config.matryoshka.dims or [None])
 
     return textbook
 
@@ -123,12 +124,14 @@ VARIANTS = [
     DistillSimilaritiesConfig(**WARM),
     DistillSimilaritiesConfig(temperature=0.2, directions=[QD, DQ, QQ, DD]),
     DistillSimilaritiesConfig(**WARM, divergence=Divergence.reverse_kl, similarity=Similarity.dot),
-    DistillSimilaritiesConfig(**WARM, divergence=Divergence.js, matryoshka_dims=[8, 3]),
+    DistillSimilaritiesConfig(**WARM, divergence=Divergence.js, matryoshka=MatryoshkaConfig(dims=[8, 3])),
     DistillSimilaritiesConfig(divergence=Divergence.mse, directions=[DQ, QD]),
 ]
 WITHIN_ROWS = [
     DistillSimilaritiesConfig(**WARM, candidates=CandidateSet.row),
-    DistillSimilaritiesConfig(divergence=Divergence.js, candidates=CandidateSet.row, matryoshka_dims=[4, 8]),
+    DistillSimilaritiesConfig(
+        divergence=Divergence.js, candidates=CandidateSet.row, matryoshka=MatryoshkaConfig(dims=[4, 8])
+    ),
 ]
 
 
@@ -207,7 +210,7 @@ def test_agreement(ranks):
 def all_pairs(config: SimilarityMSEConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
         guide, total = batch.guides[FROM_ROWS], 0.0
-        for dimension in config.matryoshka_dims or [8]:
+        for dimension in config.matryoshka.dims or [8]:
             student = torch.cat([batch.queries, batch.documents])[:, :dimension]
             teacher = torch.cat([guide.queries, guide.documents])
             terms = []
@@ -221,6 +224,6 @@ def all_pairs(config: SimilarityMSEConfig):
 
 
 def test_similarity_mse(ranks):
-    configs = SimilarityMSEConfig(), SimilarityMSEConfig(matryoshka_dims=[4, 8])
+    configs = SimilarityMSEConfig(), SimilarityMSEConfig(matryoshka=MatryoshkaConfig(dims=[4, 8]))
     check_all(ranks, [Case(config, with_teacher(), all_pairs(config)) for config in configs], only=[0, 2, 6])
     check(ranks, configs[0], with_teacher((0, 0, 0)), all_pairs(configs[0]), only=[5])

@@ -21,6 +21,7 @@ from embedtrain.config.losses import (
     InfoNCEConfig,
     LossConfig,
     MarginMSEConfig,
+    MatryoshkaConfig,
     XTRConfig,
 )
 from embedtrain.distributed.world import World
@@ -148,10 +149,10 @@ def xtr_scores(batch: TokenBatch, top_k: int) -> Tensor:
 
 def formula(config: LossConfig, batch: TokenBatch, scale: Tensor, *, mean: bool) -> Tensor:
     """The loss of the global batch; `scale` is one over the temperature."""
-    if config.matryoshka_dims is not None:
-        inner = replace(config, matryoshka_dims=None, matryoshka_weights=None)
-        terms = [formula(inner, _truncated(batch, dim), scale, mean=mean) for dim in config.matryoshka_dims]
-        weights = config.matryoshka_weights or [1.0] * len(terms)
+    if config.matryoshka.dims is not None:
+        inner = replace(config, matryoshka=MatryoshkaConfig())
+        terms = [formula(inner, _truncated(batch, dim), scale, mean=mean) for dim in config.matryoshka.dims]
+        weights = config.matryoshka.dim_weights or [1.0] * len(terms)
         return torch.stack([weight * term for weight, term in zip(weights, terms, strict=True)]).sum()
     match config:
         case CombinedConfig(losses=losses):

@@ -8,7 +8,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Recipe
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
@@ -96,8 +96,8 @@ def test_sentence_transformers_opens_an_export(model, tmp_path, activation):
 
 def test_losses_train_on_the_dimensions_of_the_last_head(model):
     source = open_model_source(with_heads(model, HeadConfig(out=48)))
-    recipe = Recipe(name="a", loss=InfoNCEConfig(matryoshka_dims=[48, 8]))
+    recipe = Recipe(name="a", loss=InfoNCEConfig(matryoshka=MatryoshkaConfig(dims=[48, 8])))
     check_dimensions(recipe, source)
-    recipe.loss = InfoNCEConfig(matryoshka_dims=[49, 8])
+    recipe.loss = InfoNCEConfig(matryoshka=MatryoshkaConfig(dims=[49, 8]))
     with pytest.raises(ConfigError, match="49"):
         check_dimensions(recipe, source)

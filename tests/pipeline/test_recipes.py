@@ -67,7 +67,7 @@ SIZES: dict[str, dict[str, object]] = {
         "shared.dims": [32, 16], "stages.teacher.dims": 32, "stages.weak.model.heads": [{"out": 64}, {"out": 32}],
     },
     "f2llm_v2": {
-        "shared.loss.matryoshka_dims": [32, 16], "shared.small_dims": [32, 16], "stages.teacher.dims": 32,
+        "shared.loss.matryoshka.dims": [32, 16], "shared.small_dims": [32, 16], "stages.teacher.dims": 32,
         "stages.pruned.keep": 1,
     },
     "jina_embeddings_v5": {"shared.dims": [32, 16], "shared.lora": {"rank": 2, "alpha": 2}},

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
 from embedtrain.config.recipe import GradientReduction, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.planning.memory import (
@@ -84,8 +84,8 @@ def test_every_layer_that_is_trained_has_vectors_and_a_loss():
     """In a step whose memory peaks in the loss."""
     losses = (
         InfoNCEConfig(),
-        InfoNCEConfig(matryoshka_layers=[6, 12], layers_per_step=1),
-        InfoNCEConfig(matryoshka_layers=[6, 12]),
+        InfoNCEConfig(matryoshka=MatryoshkaConfig(layers=[6, 12], layers_per_step=1)),
+        InfoNCEConfig(matryoshka=MatryoshkaConfig(layers=[6, 12])),
     )
     uses = [memory_of(XLMR, DDP, rows=2**20, chunk_tokens=512, loss=loss) for loss in losses]
     assert {use.phase for use in uses} == {"the loss"}

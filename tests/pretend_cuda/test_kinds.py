@@ -68,7 +68,7 @@ KINDS = {
     "late interaction": Kind(("model.kind=late_interaction", *EXPANSION)),
     "late interaction, XTR": Kind(
         ("model.kind=late_interaction", *EXPANSION, "loss=xtr", "loss.top_k=9",
-         "loss.learn_temperature=true", "loss.matryoshka_dims=[8,4]")
+         "loss.learn_temperature=true", "loss.matryoshka.dims=[8,4]")
     ),
     "sparse": Kind(
         ("model.kind=sparse", "sparsity.query_weight=0.01", "sparsity.document_weight=0.01"), save_words
@@ -83,11 +83,13 @@ KINDS = {
          "model.tokenizer={model}")
     ),
     "heads, dimensions and precisions": Kind(
-        ("model.pooling=mean", "model.heads=[{out: 24, activation: tanh}]", "loss.matryoshka_dims=[24,16,8]",
-         "loss.matryoshka_per_step=2", "loss.precisions=[float,int8,binary]", "loss.precisions_per_step=2")
+        ("model.pooling=mean", "model.heads=[{out: 24, activation: tanh}]", "loss.matryoshka.dims=[24,16,8]",
+         "loss.matryoshka.dims_per_step=2", "loss.matryoshka.precisions=[float,int8,binary]",
+         "loss.matryoshka.precisions_per_step=2")
     ),
     "layers": Kind(
-        ("model.pooling=mean", "loss.matryoshka_layers=[1,2,3]", "loss.layers_per_step=1", "loss.layer_kl=0.5",
+        ("model.pooling=mean", "loss.matryoshka.layers=[1,2,3]", "loss.matryoshka.layers_per_step=1",
+         "loss.matryoshka.layer_kl=0.5",
          "optim.ema=0.5"),
         lambda folder: save_backbone(folder, "modernbert", 4),
     ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embedtrain.config.loss_choices import Implementation, Similarity
-from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, XTRConfig
+from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, MatryoshkaConfig, XTRConfig
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.data.text_format import TextFormat
 from embedtrain.distributed.world import World
@@ -89,7 +89,7 @@ TOKEN_LOSSES = (
     XTRConfig(top_k=4),
     XTRConfig(top_k=4, implementation=Implementation.ring),
     DistillScoresConfig(normalize_scores=True),
-    MarginMSEConfig(matryoshka_dims=[6, 3]),
+    MarginMSEConfig(matryoshka=MatryoshkaConfig(dims=[6, 3])),
 )
 
 

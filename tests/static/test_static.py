@@ -104,7 +104,7 @@ def test_trained_resumed_and_exported(ranks, tmp_path):
     arguments = [
         f"model.path={model}", "model.max_length=9", f"data.train=[{rows}]", f"evaluation.sets=[{dev}]",
         "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9", "optim.lr=0.05", "export.check=true",
-        "loss.matryoshka_dims=[32,8]",
+        "loss.matryoshka.dims=[32,8]",
     ]  # fmt: skip
     whole, resumed = tmp_path / "run", tmp_path / "resumed"
     for size, output_dir in ((3, whole), (1, tmp_path / "one")):

@@ -68,8 +68,8 @@ def test_dimensions_before_weights(tmp_path):
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.unlink()
     options = ["name=t", "train.steps=1", "data.train=[rows.jsonl]", "model.path=model", "model.pooling=mean"]
-    (recipe,) = compose_recipes([*options, "loss.matryoshka_dims=[4096,8]"])
-    with pytest.raises(EmbedtrainError, match=r"matryoshka_dims=\[4096, 8\]"):
+    (recipe,) = compose_recipes([*options, "loss.matryoshka.dims=[4096,8]"])
+    with pytest.raises(EmbedtrainError, match=r"matryoshka\.dims=\[4096, 8\]"):
         check_dimensions(recipe, open_model_source(recipe.model))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.loss_choices import LayerWeighting
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig
 from embedtrain.data.types import Chunk, GlobalBatch
 from embedtrain.distributed.world import World
@@ -41,10 +41,7 @@ LAYERS, DIMS, TEMPERATURE, KL = [1, 3], [24, 8], 0.2, 0.5
 LOSS = InfoNCEConfig(
     temperature=TEMPERATURE,
     mask_duplicates=False,
-    matryoshka_dims=DIMS,
-    matryoshka_layers=LAYERS,
-    layer_weighting=LayerWeighting.log,
-    layer_kl=KL,
+    matryoshka=MatryoshkaConfig(dims=DIMS, layers=LAYERS, layer_weighting=LayerWeighting.log, layer_kl=KL),
 )
 Gradients = dict[str, Tensor]
 
@@ -209,13 +206,13 @@ def test_layers_are_found(architecture):
 
 def test_layers_that_do_not_exist_are_named():
     source = open_model_source(deep_model("bert"))
-    with pytest.raises(ConfigError, match=r"matryoshka_layers=\[1, 4\]: .*from 1 to 3"):
+    with pytest.raises(ConfigError, match=r"matryoshka\.layers=\[1, 4\]: .*from 1 to 3"):
         exit_path(build_encoder(source), source.config, [1, 4])
 
 
 def test_a_model_whose_layers_share_weights_is_rejected():
     source = open_model_source(small_model("albert"))
-    with pytest.raises(ConfigError, match=r"matryoshka_layers=\[1\]: .*albert"):
+    with pytest.raises(ConfigError, match=r"matryoshka\.layers=\[1\]: .*albert"):
         exit_path(build_encoder(source), source.config, [1])
 
 

@@ -33,6 +33,7 @@ from embedtrain.config.losses import (
     LambdaLossConfig,
     LossConfig,
     MarginMSEConfig,
+    MatryoshkaConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
     PListMLEConfig,
@@ -94,23 +95,27 @@ LOSSES: dict[str, LossConfig] = {
         temperature=0.2, hardness=Hardness.all, hardness_strength=2.0, false_negative_margin=0.3
     ),
     "matryoshka": InfoNCEConfig(
-        temperature=0.2, learn_temperature=True, matryoshka_dims=[8, 32, 16], matryoshka_weights=[0.5, 1.0, 0.7]
+        temperature=0.2,
+        learn_temperature=True,
+        matryoshka=MatryoshkaConfig(dims=[8, 32, 16], dim_weights=[0.5, 1.0, 0.7]),
     ),
     "matryoshka, ring": InfoNCEConfig(
-        temperature=0.2, matryoshka_dims=[32, 16, 8], matryoshka_per_step=2, implementation=WAYS.ring
+        temperature=0.2, matryoshka=MatryoshkaConfig(dims=[32, 16, 8], dims_per_step=2), implementation=WAYS.ring
     ),
     # Not int8, whose codes differ between float32 and float64: see tests/losses/test_quantised.py.
     "quantised": InfoNCEConfig(
         temperature=0.2,
-        matryoshka_dims=[32, 8],
-        precisions=[VectorPrecision.float, VectorPrecision.binary],
-        precision_weights=[1.0, 0.5],
+        matryoshka=MatryoshkaConfig(
+            dims=[32, 8], precisions=[VectorPrecision.float, VectorPrecision.binary], precision_weights=[1.0, 0.5]
+        ),
     ),
     "siglip": SigLIPConfig(temperature=0.3, bias=-2.0),
-    "siglip, ring": SigLIPConfig(temperature=0.3, bias=-2.0, matryoshka_dims=[32, 8], implementation=WAYS.ring),
+    "siglip, ring": SigLIPConfig(
+        temperature=0.3, bias=-2.0, matryoshka=MatryoshkaConfig(dims=[32, 8]), implementation=WAYS.ring
+    ),
     "cosent": CoSENTConfig(temperature=0.2),
     "angle": AnglEConfig(temperature=0.2),
-    "cosine_mse": CosineMSEConfig(matryoshka_dims=[32, 16]),
+    "cosine_mse": CosineMSEConfig(matryoshka=MatryoshkaConfig(dims=[32, 16])),
     "contrastive": ContrastiveConfig(),
     "online_contrastive": OnlineContrastiveConfig(),
     "triplet": TripletConfig(),
@@ -123,10 +128,10 @@ LOSSES: dict[str, LossConfig] = {
     "plistmle": PListMLEConfig(temperature=0.2),
     "lambdaloss": LambdaLossConfig(temperature=0.2, similarity=Similarity.dot),
     "adr_mse": ADRMSEConfig(temperature=0.2),
-    "distill_embeddings": DistillEmbeddingsConfig(matryoshka_dims=[32, 8]),
+    "distill_embeddings": DistillEmbeddingsConfig(matryoshka=MatryoshkaConfig(dims=[32, 8])),
     "distill_embeddings, projected": DistillEmbeddingsConfig(project=True),
     "distill_similarities, ring": DistillSimilaritiesConfig(
-        temperature=0.2, divergence=Divergence.js, matryoshka_dims=[32, 8], implementation=WAYS.ring
+        temperature=0.2, divergence=Divergence.js, matryoshka=MatryoshkaConfig(dims=[32, 8]), implementation=WAYS.ring
     ),
     "similarity_mse": SimilarityMSEConfig(),
     "combined": CombinedConfig(

@@ -55,7 +55,7 @@ def prune_model(options: PruneOptions, output_dir: Path, console: Console) -> Ex
     console.note(f"{num_parameters(pruned):,} of {num_parameters(source):,} parameters")
     what = (
         f"the layers {', '.join(map(str, kept))} of {{}}, kept by embedtrain {__version__}. Without further training "
-        "its outputs are poor, unless these are first layers that were trained with `loss.matryoshka_layers`."
+        "its outputs are poor, unless these are first layers that were trained with `loss.matryoshka.layers`."
     )
     derived = DerivedModel(pruned, weights, tokenizer, options.model, what)
     settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=pruned.truncate_dim)

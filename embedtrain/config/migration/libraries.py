@@ -55,7 +55,7 @@ SENTENCE_TRANSFORMERS = (
     ),
     Row(
         "truncate_dim",
-        "`loss.matryoshka_dims`, a list: the first dimensions are trained and evaluated as well; `export.truncate_dim` "
+        "`loss.matryoshka.dims`, a list: the first dimensions are trained and evaluated as well; `export.truncate_dim` "
         "exports them",
     ),
     Row("prompts", "`model.query_prompt`, `model.document_prompt`, or those of a source"),
@@ -154,7 +154,7 @@ FLAGEMBEDDING = (
     Row("sub_batch_size", "not needed: gradients are cached in chunks of `train.chunk_tokens`"),
     Row("use_lora lora_rank", "`model.lora.rank=16`, or another rank", _rank),
     Row("tokenizer_name", "`model.tokenizer`", same),
-    Row("use_mrl", "`loss.matryoshka_dims`, a list of dimensions", integers, also="mrl_dims"),
+    Row("use_mrl", "`loss.matryoshka.dims`, a list of dimensions", integers, also="mrl_dims"),
     Row("unified_finetuning", "`model.kind=m3 loss=m3`"),
     Row("", "`optim.groups=[{match: backbone, lr: 0}]`, which trains the new layers only", also="fix_encoder"),
     Row("use_self_distill", "`loss.self_distillation`", same),

@@ -23,7 +23,7 @@ LOSS_ARGUMENTS = (
     Row("similarity_fct", "`loss.similarity`", one_of({"cos_sim": "cosine", "dot_score": "dot"})),
     Row("guide", "`loss.guide`", same, also="guide_model"),
     Row("triplet_margin", "`loss.margin`", same),
-    Row("matryoshka_dims", "`loss.matryoshka_dims`", integers, also="dims matryoshka matryoshka_dimensions"),
+    Row("matryoshka_dims", "`loss.matryoshka.dims`", integers, also="dims matryoshka matryoshka_dimensions"),
     Row("distance_metric", "`loss.distance`", one_of(_DISTANCES)),
 )
 
@@ -67,13 +67,17 @@ LOSSES = (
         "`loss=infonce` with `loss.guide=DIR`, `loss.guide_margin` and `loss.temperature=0.01`, its default",
         also="GIST",
     ),
-    Row("MatryoshkaLoss", "`loss.matryoshka_dims=[768,256,64]`, an option of every loss", also="MRL"),
+    Row("MatryoshkaLoss", "`loss.matryoshka.dims=[768,256,64]`, an option of every loss", also="MRL"),
     Row(
         "AdaptiveLayerLoss",
-        "`loss.matryoshka_layers=[3,6]`, an option of every loss, with `loss.layers_per_step=1`; `loss.layer_kl` "
-        "compares similarities of texts where theirs compares dimensions",
+        "`loss.matryoshka.layers=[3,6]`, an option of every loss, with "
+        "`loss.matryoshka.layers_per_step=1`; `loss.matryoshka.layer_kl` compares "
+        "similarities of texts where theirs compares dimensions",
     ),
-    Row("Matryoshka2dLoss", "`loss.matryoshka_layers` and `loss.matryoshka_dims`, with `loss.layers_per_step=1`"),
+    Row(
+        "Matryoshka2dLoss",
+        "`loss.matryoshka.layers` and `loss.matryoshka.dims`, with `loss.matryoshka.layers_per_step=1`",
+    ),
     Row("CoSENTLoss", "`loss=cosent`"),
     Row("AnglELoss", "`loss=angle`"),
     Row("CosineSimilarityLoss", "`loss=cosine_mse`", also="CosineEmbeddingLoss"),

@@ -55,6 +55,7 @@ class Kind(ABC):
         command_options: options of `model` that commands have as well, for models of this kind.
         scores_pairs: whether a query and a document are read together, and a text alone has no embedding.
         reranks: whether it orders the documents that something else has found.
+        new_part: what of the model starts from the seed if its files lack it.
         has_tables: whether a table of static embeddings can be such a model.
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         losses: the losses that train it, by `loss.name`, the first as an example; None: all but those of other kinds.
@@ -77,6 +78,7 @@ class Kind(ABC):
     options: ClassVar[type[Any]]
     backbone_options: ClassVar[tuple[str, ...]] = ()
     command_options: ClassVar[tuple[str, ...]] = ()
+    new_part: ClassVar[str] = "layers"
     has_tables: ClassVar[bool] = False
     aliases: ClassVar[tuple[str, ...]] = ()
     losses: ClassVar[tuple[str, ...] | None] = None
@@ -149,6 +151,20 @@ class Kind(ABC):
     @abstractmethod
     def new(self, source: "ModelSource", model: Any) -> "ModelSource":
         """A model of random weights, whose configuration `source` has, with the options of a recipe."""
+
+    def dimension(self, source: "ModelSource") -> int:
+        """The columns of what the encoder returns."""
+        from embedtrain.models.encoder import hidden_size
+
+        return source.dense[-1].num_out if source.dense else hidden_size(source.config)
+
+    def outputs(self, source: "ModelSource") -> str:
+        """What the model computes in a few words, such as `mean pooling, normalised`."""
+        return self.summary
+
+    def notes(self, source: "ModelSource") -> list[str]:
+        """Lines for the user about how the model was opened."""
+        return []
 
     @abstractmethod
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":

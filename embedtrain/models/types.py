@@ -11,7 +11,6 @@ from embedtrain.config.kinds import Kind
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
-from embedtrain.models.encoder import hidden_size
 from embedtrain.models.module_settings import DenseSource
 
 
@@ -55,11 +54,7 @@ class ModelSource:
     @property
     def dimension(self) -> int:
         """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder, V of sparse ones."""
-        if self.kind.name == "sparse":
-            return int(self.config.get_text_config().vocab_size)
-        if self.kind.name == "cross_encoder":
-            return 1
-        return self.dense[-1].num_out if self.dense else hidden_size(self.config)
+        return self.kind.dimension(self)
 
     def require_inner_products(self, option: str) -> None:
         """Raise a ConfigError if the vectors are compared by a distance, as compressed ones are not."""
@@ -71,8 +66,10 @@ class ModelSource:
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
         """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions."""
-        if self.kind.name == "m3" and any(dim is not None for dim in dims):
-            raise ConfigError(f"{option}: is for one vector of each text, and model.kind=m3 has others; leave it out")
+        if self.kind.views and any(dim is not None for dim in dims):
+            raise ConfigError(
+                f"{option}: is for one vector of each text, and model.kind={self.kind.name} has others; leave it out"
+            )
         available = min(self.dimension, self.truncate_dim or self.dimension) if truncated else self.dimension
         for dim in dims:
             if dim is not None and dim > available:

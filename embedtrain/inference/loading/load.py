@@ -282,9 +282,7 @@ def _read_weights(
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
-    parts = {"m3": "layers", "late_interaction": "projection", "dense": "heads"}
-    part = parts.get(source.kind.name, "score head")
-    new = f", the new {part} from seed {seed}"
+    new = f", the new {source.kind.new_part} from seed {seed}"
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
 
 

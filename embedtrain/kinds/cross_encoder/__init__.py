@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import SCORE_LOSSES
+from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions, check_cross_encoder
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
 
+_POOLED = {
+    Pooling.cls: "first token",
+    Pooling.mean: "mean of the tokens",
+    Pooling.last: "last token",
+    Pooling.max: "maximum of the tokens",
+    Pooling.weighted_mean: "weighted mean of the tokens",
+}
+
 
 class CrossEncoder(Kind):
     """A score per pair of query and document (a reranker)."""
@@ -32,6 +41,7 @@ class CrossEncoder(Kind):
     aliases = ("reranker", "ranker", "reranking", "crossencoder", "cross")
     scores_pairs = True
     options = CrossEncoderOptions
+    new_part = "score head"
     losses = ("softmax", *SCORE_LOSSES, "custom", "combined")
     why_no_other_loss = "compares vectors, and model.kind=cross_encoder scores pairs"
     why_no_dimensions = "is for vectors, and model.kind=cross_encoder computes a score"
@@ -39,6 +49,19 @@ class CrossEncoder(Kind):
     command_options = ("pair_template", "score_tokens", "score_labels")
     reranks = True
     backbone_options = ("pooling",)
+
+    def dimension(self, source: "ModelSource") -> int:
+        """That of a score."""
+        return 1
+
+    def outputs(self, source: "ModelSource") -> str:
+        """The head, and the token that it reads."""
+        kind = "a new score head" if source.settings.is_new else "a score head"
+        return f"{'the score of a token' if source.settings.tokens else kind} on the {_POOLED[source.pooling]}"
+
+    def notes(self, source: "ModelSource") -> list[str]:
+        """About the template of pairs, and the directory that a new head is added to."""
+        return [source.settings.note] if source.settings.note else []
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Pairs of a query and a document."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.config.recipe import ADAPTER, Pooling
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.kinds.backbone import BackboneKind
 from embedtrain.kinds.dense.options import DenseOptions, check_dense
 
@@ -32,8 +32,20 @@ class Dense(BackboneKind):
     has_one_vector = True
     measures_classes = True
     options = DenseOptions
+    new_part = "heads"
     command_options = ("pooling", "normalize", "similarity")
     has_tables = True
+
+    def outputs(self, source: "ModelSource") -> str:
+        """Pooling, heads and normalisation."""
+        from embedtrain.config.loss_choices import VectorSimilarity
+        from embedtrain.models.static_embedding import is_static
+
+        sizes = "".join(f" -> {dense.num_out}" for dense in source.dense)
+        heads = f", {'new ' * source.has_new_head}heads {source.dense[0].num_in}{sizes}" if source.dense else ""
+        pooling = "mean of the tokens' rows" if is_static(source.config) else f"{written(source.pooling)} pooling"
+        similarity = "" if source.similarity is VectorSimilarity.cosine else f", compared by {source.similarity.value}"
+        return f"{pooling}{heads}{', normalised' if source.normalize else ''}{similarity}"
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; those of a static table have no special tokens."""

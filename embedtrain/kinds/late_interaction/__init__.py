@@ -31,6 +31,7 @@ class LateInteraction(BackboneKind):
     summary = "a vector per token of a text (ColBERT)"
     aliases = ("colbert", "multivector", "multivectorencoder")
     options = LateInteractionOptions
+    new_part = "projection"
     losses = ("infonce", "xtr", *SCORE_LOSSES, "custom", "combined")
     why_no_other_loss = "compares one vector of each text, and model.kind=late_interaction has one of each token"
     why_no_similarity = "has model.similarity; write that"
@@ -39,6 +40,11 @@ class LateInteraction(BackboneKind):
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     reranks = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
+
+    def outputs(self, source: "ModelSource") -> str:
+        """The projection."""
+        new = "new " * source.settings.is_new
+        return f"a {new}projection of tokens to {source.dimension} dimensions, {source.settings.similarity.value}"
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts with a vector for each of several tokens."""

@@ -41,6 +41,14 @@ class M3(BackboneKind):
     own_losses: ClassVar[Mapping[str, str]] = {"m3": "embedtrain.kinds.m3.loss:M3Loss"}
     views = HybridWeights._fields
 
+    def outputs(self, source: "ModelSource") -> str:
+        """The representations and their layers."""
+        layers = "new layers" if source.settings.is_new else "layers"
+        return (
+            f"dense, lexical and multi-vector representations, {layers} of lexical weights and of token vectors of "
+            f"{source.settings.token_dimension} dimensions"
+        )
+
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts with a row for each token."""
         from embedtrain.kinds.m3.data import M3Layout

@@ -42,6 +42,18 @@ class Sparse(Kind):
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     backbone_options = ("pooling",)
 
+    def dimension(self, source: "ModelSource") -> int:
+        """The words of the vocabulary."""
+        return int(source.config.get_text_config().vocab_size)
+
+    def outputs(self, source: "ModelSource") -> str:
+        """Weights of words."""
+        from embedtrain.models.static_queries import describe_static_queries
+
+        queries = source.settings.queries
+        static = f", {describe_static_queries(queries)}" if queries is not None else ""
+        return f"weights of {source.dimension:,} words, {source.settings.pooling.value} over tokens{static}"
+
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; static queries are not encoded."""
         from embedtrain.data.tokens import Layout

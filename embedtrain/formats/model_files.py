@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
-from embedtrain.config.recipe import LOGIT_SCORE
+from embedtrain.config.recipe import LOGIT_SCORE, ExportConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
@@ -93,6 +93,13 @@ class ModelFiles(ABC):
     def is_transformers(self, source: ModelSource) -> bool:
         """Whether transformers opens the directory without another library; else it cannot be a graph either."""
         return True
+
+    def check_export(self, config: ExportConfig, kind: str) -> None:
+        """Raise a ConfigError for options of an export that do not fit models of this `kind`."""
+        if config.truncate_dim is not None:
+            raise ConfigError(
+                f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not {kind}; leave it out"
+            )
 
     # Weights
 

@@ -140,7 +140,7 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_r
             f"{shown}: its base model was quantized (model.lora.load_in_4bit), which the directory cannot store; "
             "export it alone"
         )
-    if recipe.model.kind != "dense":
+    if not load_kind(recipe.model.kind).has_one_vector:
         raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind}; export it alone")
     source = open_model_source(
         load_kind(recipe.model.kind).options(

@@ -8,12 +8,9 @@ from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.commands.export.runs import ExportedRun
 from embedtrain.config.compose import to_plain
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.late_interaction import NO_PROJECTION
 from embedtrain.config.loss_checks import matryoshka_dims_of
-from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig
-from embedtrain.config.validation import written
+from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ExportConfig
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import ConfigError
 from embedtrain.formats.export import (
     ExportResult,
     checkpoint_weights,
@@ -108,12 +105,7 @@ def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_c
             trust_remote_code=trust_remote_code,
         )
     )
-    if kind != "dense" and config.truncate_dim is not None:
-        raise ConfigError(
-            f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not {kind}; leave it out"
-        )
-    if kind == "late_interaction" and ADAPTER in config.formats:
-        raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
+    source.kind.files.check_export(config, kind)
     source.require_dimensions([config.truncate_dim], "truncate_dim")
     return source
 

@@ -37,7 +37,7 @@ class GraphMetrics:
     def __call__(self, source: ModelSource, name: str) -> dict[str, float]:
         """The metrics of the graph of a format, by set and metric. Raises CheckpointError if one is too low."""
         model = load_graph(source, Backend(name), self.world)
-        is_scorer = source.kind.name == "cross_encoder"
+        is_scorer = source.kind.scores_pairs
         encoder = (PairScorer if is_scorer else SentenceEncoder).from_model(
             model, self.world, chunk_tokens=_CHUNK_TOKENS
         )
@@ -66,7 +66,7 @@ def graph_metrics(options: ExportOptions, kind: str, console: Console) -> Iterat
     with joined_world() as world:
         sets = load_sets(options.sets, world, subset=options.subset, option="sets")
         check_sets_of_kind(sets, load_kind(kind), "sets")
-        if kind == "cross_encoder":
+        if load_kind(kind).scores_pairs:
             sets = [_with_candidates(loaded, world) for loaded in sets]
         yield GraphMetrics(sets, world, console, options.max_metric_loss)
 

@@ -113,7 +113,7 @@ class _Candidate:
         if self._evaluator is None:
             # Packing is verified with weights that are not random.
             self._loaded = verify_packing(self._loaded, self._config, self._parallel, self._world)
-            kind = PairScorer if self._loaded.source.kind.name == "cross_encoder" else SentenceEncoder
+            kind = PairScorer if self._loaded.source.kind.scores_pairs else SentenceEncoder
             encoder = kind.from_model(self._loaded, self._world, chunk_tokens=self._chunk_tokens)
             self._evaluator = Evaluator(self._sets, encoder, self._world)
         with self._console.progress() as progress:

@@ -20,7 +20,6 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model, load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.losses.encoded import Part
-from embedtrain.models.file_references import read_json
 from embedtrain.models.types import ModelSource
 
 _CHUNK_TOKENS = 16384
@@ -42,7 +41,7 @@ class Probe:
 
 def probe_model(directory: Path, world: World) -> Probe:
     """Load the model of a directory and encode the probe texts, or score pairs of them. A collective."""
-    if _is_cross_encoder(directory):
+    if kind_of_files(directory)[0].scores_pairs:
         return _scored(directory, world)
     model = load_encoder_model(ModelConfig(path=str(directory)), Precision.fp32, world)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
@@ -63,15 +62,8 @@ def probe_model(directory: Path, world: World) -> Probe:
     return Probe(model.source, request | model.tokenizer.layout.client_settings(model.tokenizer.max_length), expected)
 
 
-def _is_cross_encoder(directory: Path) -> bool:
-    config = directory / "config.json"
-    names = read_json(config).get("architectures") if config.is_file() else None
-    is_classifier = any(str(name).endswith("ForSequenceClassification") for name in names or ())
-    return is_classifier or kind_of_files(directory)[0].name == "cross_encoder"
-
-
 def _scored(directory: Path, world: World) -> Probe:
-    """The pairs of a cross-encoder that are read by all libraries alike, and their scores."""
+    """The pairs that are read by all libraries alike, and their scores."""
     config = RerankerConfig(path=str(directory))
     source = open_reranker(config, world, trust_remote_code=False)
     assert source is not None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import Pooling
+from embedtrain.config.recipe import ExportConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError
@@ -110,6 +110,9 @@ class DenseFiles(ModelFiles):
                 "",
             ]
         return lines
+
+    def check_export(self, config: ExportConfig, kind: str) -> None:
+        """Vectors may be cut."""
 
     def is_transformers(self, source: ModelSource) -> bool:
         """A table is none of its models."""

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embedtrain.config.late_interaction import Expansion, TokenVectors
+from embedtrain.config.late_interaction import NO_PROJECTION, Expansion, TokenVectors
+from embedtrain.config.recipe import ADAPTER, ExportConfig
+from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.model_files import (
     HIDDEN,
     TOKEN_VECTORS,
@@ -95,6 +97,12 @@ class LateInteractionFiles(ModelFiles):
                 "documents_embeddings=documents))",
             ),
         ]
+
+    def check_export(self, config: ExportConfig, kind: str) -> None:
+        """An adapter alone would lack the projection."""
+        super().check_export(config, kind)
+        if ADAPTER in config.formats:
+            raise ConfigError(f"formats={written(config.formats)}: {NO_PROJECTION}")
 
     def probe(
         self, encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str], device: torch.device

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from embedtrain.config.recipe import ExportConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.formats.flag_embedding import LAYERS, write_m3_layer, write_m3_settings
@@ -70,6 +71,10 @@ class M3Files(DenseFiles):
                 'model.encode(["a text"], return_dense=True, return_sparse=True, return_colbert_vecs=True)',
             ),
         ]
+
+    def check_export(self, config: ExportConfig, kind: str) -> None:
+        """The vectors have one size."""
+        ModelFiles.check_export(self, config, kind)
 
     def stored_names(self, names: Iterable[str], architecture: Path) -> dict[str, StoredName]:
         """A file of each layer."""

@@ -187,7 +187,7 @@ def mine(
         "output_dir": fspath(output_dir),
         **_without_none(corpus=corpus),
     }
-    flat = flatten(_MINE.option_class, parameters, options or {}, more)
+    flat = flatten(_MINE.option_class, parameters, options or {}, _with_code_paths(more))
     _take_from_memory(flat, memory, {"data": "rows"})
     with own_process_state("mine", quiet=quiet):
         composed = _MINE.compose(to_overrides(flat))
@@ -255,7 +255,7 @@ def load_encoder(
         model: a model directory or Hub id, or the result of `train`.
         options, more: `precision`, `max_length`, `query_prompt`, `trust_remote_code`, ...: those of `EncoderOptions`.
     """
-    flat = flatten(EncoderOptions, {"model": _model_path(model)}, options or {}, more)
+    flat = flatten(EncoderOptions, {"model": _model_path(model)}, options or {}, _with_code_paths(more))
     with own_process_state("load_encoder", quiet=quiet):
         composed = check_encoder(compose_command("load_encoder", EncoderOptions, to_overrides(flat), ""))
         require_models(model=composed.model, adapter=composed.adapter)

@@ -26,18 +26,20 @@ Options = TypeVar("Options")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _PATH = re.compile(r"\w+(\.\w+)*:[\w.<>]+")
 _RUNS_CODE = "runs_code"  # metadata of a field: names of the options with models whose code it allows
+_NAMES = "names"  # metadata of a field: values that name no code
 _RUNS = ("run", "adapters")  # options that are never ids of the Hub
 _TRUE = ("true", "yes", "on", "y", "1")  # as OmegaConf reads them, in lower case
 _registered: dict[str, Callable[..., Any]] = {}  # of this program, by path
+_named: set[str] = set()  # paths that a command line of this process has named
 
 
-def code_option(default: Any, *models: str) -> Any:
+def code_option(default: Any, *models: str, names: Iterable[str] = ()) -> Any:
     """A field whose value makes code run: a path `module:name`, or true for the code of the models that `models` name.
 
     `models` are fields of the same dataclass, as far as it has them: paths of models, and what else chooses their code,
-    such as a revision.
+    such as a revision. `names` are values that name no code.
     """
-    return field(default=default, metadata={_RUNS_CODE: models})
+    return field(default=default, metadata={_RUNS_CODE: models, _NAMES: frozenset(names)})
 
 
 def is_code_path(path: str) -> bool:
@@ -74,6 +76,16 @@ def load_code(path: str, option: str) -> Any:
     return value
 
 
+def load_named_code(path: str, option: str) -> Any:
+    """The same, of a path that may come from a file; a ConfigError unless the user has named it as well."""
+    if path not in _registered and path not in _named:
+        raise ConfigError(
+            f"{option}={path}: a file cannot name code to run; if you trust it, name it yourself: write "
+            f"{option}={path} on the command line"
+        )
+    return load_code(path, option)
+
+
 @dataclass(frozen=True, slots=True)
 class CodeOption:
     """An option that makes code run, and its value."""
@@ -88,7 +100,7 @@ def code_options(options: Any, prefix: str = "") -> Iterator[CodeOption]:
     for option in fields(options):
         value, name = getattr(options, option.name), f"{prefix}{option.name}"
         if _RUNS_CODE in option.metadata:
-            if value:
+            if value and value not in option.metadata[_NAMES]:
                 names = {other.name for other in fields(options)}
                 models = {other: getattr(options, other) for other in option.metadata[_RUNS_CODE] if other in names}
                 yield CodeOption(name, value, {f"{prefix}{other}": model for other, model in models.items() if model})
@@ -191,6 +203,7 @@ def require_named_code(options: Options, overrides: Sequence[str]) -> Options:
         for name, model in option.models.items():
             if name not in _RUNS:
                 _require_no_namesake(f"{user.prefix}{name}", model)
+    _named.update(paths)
     return options
 
 

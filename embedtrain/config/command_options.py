@@ -6,7 +6,7 @@ from typing import Any
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import DataConfig, ExportDtype, OnError, Pooling, Precision
+from embedtrain.config.recipe import POOLINGS, DataConfig, ExportDtype, OnError, Precision
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,8 @@ class KindOptions:
 class PoolingOptions:
     """How the vectors of tokens become one."""
 
-    pooling: Pooling | None = None  # default: the model's
+    # cls, mean, last, max, weighted_mean, or module:Class for your own; default: the model's.
+    pooling: str | None = code_option(None, names=POOLINGS)
 
 
 @dataclass(kw_only=True)

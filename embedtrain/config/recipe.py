@@ -149,6 +149,10 @@ class Pooling(str, Enum):
     weighted_mean = "weighted_mean"
 
 
+# Values of `pooling` options that name a mode instead of a class of the user.
+POOLINGS = tuple(mode.value for mode in Pooling)
+
+
 class Attention(str, Enum):
     """How texts of different lengths share a forward pass.
 

@@ -25,7 +25,6 @@ from embedtrain.config.recipe import (
     ONNX,
     ExportConfig,
     ExportDtype,
-    Pooling,
 )
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, EmbedtrainError
@@ -170,8 +169,9 @@ class ModelExport:
                 if files.is_transformers(source):
                     with phase("reopening it with transformers"):
                         differences.append(check_transformers(directory, source, reference))
-                with phase("reopening it with sentence-transformers"):
-                    differences.append(check_sentence_transformers(directory, source, reference))
+                if files.is_sentence_transformers(source):
+                    with phase("reopening it with sentence-transformers"):
+                        differences.append(check_sentence_transformers(directory, source, reference))
                 if self.adapter is not None:
                     with phase("reopening the adapter with PEFT"):
                         check_adapter(directory / ADAPTER_FOLDER, self.adapter, source, reference)
@@ -299,7 +299,7 @@ class DerivedModel:
 
 
 def open_model(
-    path: str, revision: str | None, kind: str | None, pooling: Pooling | None, *, trust_remote_code: bool
+    path: str, revision: str | None, kind: str | None, pooling: str | None, *, trust_remote_code: bool
 ) -> ModelSource:
     """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory."""
     name, own_revision = split_revision(path)

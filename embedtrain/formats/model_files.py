@@ -25,8 +25,8 @@ from embedtrain.formats.transformers import open_checked, open_tokenizer, write_
 from embedtrain.formats.verify import PROBES
 from embedtrain.losses.encoded import Part
 from embedtrain.models.build import assemble_encoder, head_weights
-from embedtrain.models.encoder import Encoder
-from embedtrain.models.heads import dense_locations
+from embedtrain.models.encoder import POOLING_MODULE, Encoder
+from embedtrain.models.heads import module_locations
 from embedtrain.models.tokenizer import resolve_max_length
 from embedtrain.models.types import ModelSource
 
@@ -35,6 +35,7 @@ from embedtrain.models.types import ModelSource
 HIDDEN, LOGITS = "last_hidden_state", "logits"
 VECTORS, TOKEN_VECTORS = "sentence_embedding", "token_embeddings"
 _BACKBONE = "backbone."
+POOLING_FOLDER = "1_Pooling"
 _MAX_PROMPT = 60  # characters in a table of prompts
 
 # Of each output by its name, what is compared of each of PROBES: [R, D].
@@ -113,6 +114,8 @@ class ModelFiles(ABC):
             prefix = f"dense.{index}."
             file = f"{folder}/model.safetensors"
             stored |= {n: StoredName(n.removeprefix(prefix), file) for n in names if n.startswith(prefix)}
+        prefix, file = f"{POOLING_MODULE}.", f"{POOLING_FOLDER}/model.safetensors"
+        stored |= {n: StoredName(n.removeprefix(prefix), file) for n in names if n.startswith(prefix)}
         return stored
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
@@ -126,6 +129,10 @@ class ModelFiles(ABC):
             bias = {"linear.bias": [head.num_out]} if head.bias else {}
             shapes[head.directory] = {"linear.weight": [head.num_out, head.num_in]} | bias
         return shapes
+
+    def is_sentence_transformers(self, source: ModelSource) -> bool:
+        """Whether sentence-transformers opens the directory."""
+        return True
 
     def finish_weights(self, directory: Path) -> None:  # noqa: B027 - most have none
         """Write the files that are made of the weights of a directory."""
@@ -153,10 +160,9 @@ class ModelFiles(ABC):
         """The encoder of a backbone with the head of a directory."""
         encoder = Encoder(backbone, source.kind.head(source))
         weights = {name: weight for name, weight in head_weights(source).items() if not name.startswith("backbone.")}
-        for index, dense in enumerate(source.dense):
-            for name, location in dense_locations(index, dense).items():
-                with safe_open(location.path, framework="pt") as file:
-                    weights[name] = file.get_tensor(location.key)
+        for name, location in module_locations(source).items():
+            with safe_open(location.path, framework="pt") as file:
+                weights[name] = file.get_tensor(location.key)
         for name, weight in weights.items():
             encoder.get_parameter(name).data.copy_(weight)
         return encoder.eval()

@@ -12,6 +12,8 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.verify import PROBES
 from embedtrain.models.encoder import hidden_size
+from embedtrain.models.module_settings import OWN_POOLING
+from embedtrain.models.pooling import POOLING
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
@@ -19,13 +21,6 @@ TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 TRANSFORMER_MODULE = "sentence_transformers.base.modules.transformer.Transformer"
 # The oldest module names of sentence-transformers: every version from 2.2 on opens them.
 OLD_MODULE = "sentence_transformers.models."
-_POOLING_FLAGS = {
-    Pooling.cls: "pooling_mode_cls_token",
-    Pooling.mean: "pooling_mode_mean_tokens",
-    Pooling.last: "pooling_mode_lasttoken",
-    Pooling.max: "pooling_mode_max_tokens",
-    Pooling.weighted_mean: "pooling_mode_weightedmean_tokens",
-}
 
 # Texts that it encodes at a time. It sorts them by length, but more of them would all be padded to the longest probe
 # text; with one of them, padding would not be tested.
@@ -43,7 +38,10 @@ def write_modules(directory: Path, kinds: Mapping[str, str]) -> None:
 
 def write_pooling(directory: Path, source: ModelSource) -> None:
     """Write the settings of the module Pooling."""
-    flags = {flag: kind is source.pooling for kind, flag in _POOLING_FLAGS.items()}
+    if not isinstance(source.pooling, Pooling):
+        write_json(directory / "config.json", {OWN_POOLING: source.pooling, "include_prompt": source.include_prompt})
+        return
+    flags = {mode.flag: kind is source.pooling for kind, mode in POOLING.items()}
     unused = {"pooling_mode_mean_sqrt_len_tokens": False}
     dimension = {"word_embedding_dimension": hidden_size(source.config)}
     write_json(directory / "config.json", dimension | flags | unused | {"include_prompt": source.include_prompt})

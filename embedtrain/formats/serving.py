@@ -18,6 +18,7 @@ from embedtrain.formats.onnx import GRAPH
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import PYLATE, SETTINGS
+from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
 
 _MAX_BATCH_TOKENS = 16384  # of text-embeddings-inference by default
@@ -91,8 +92,8 @@ class ServedModel:
             **dict.fromkeys(_TABLE["traits"], False),
             "kind": source.kind.name,
             "model_type": str(kind),
-            "pooling": source.pooling.value,
-            "pooling_upper": source.pooling.value.upper(),
+            "pooling": pooling_name(source.pooling),
+            "pooling_upper": pooling_name(source.pooling).upper(),
             "normalize": json.dumps(source.normalize),
             "max_length": max_length,
             "is_long": max_length > _MAX_BATCH_TOKENS,

@@ -35,6 +35,7 @@ from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.inference.stored_vectors import SIMILARITY, map_tensors
 from embedtrain.losses.encoded import Part
 from embedtrain.models.export_record import DESCRIPTIONS
+from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.checksums import Checksums, checksum, file_checksum
 from embedtrain.utils.files import atomic_write, reading
@@ -273,7 +274,7 @@ def model_identity(
             # Models are computed by its code, which minor versions correct.
             "transformers": ".".join(transformers.__version__.split(".")[:2]),
             "kind": source.kind.name,
-            "pooling": source.pooling.value,
+            "pooling": pooling_name(source.pooling),
             "normalize": source.normalize,
             "lowercase": source.tokenization.lowercase,
             "precision": precision.value,

@@ -24,7 +24,8 @@ from safetensors.torch import save
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import LoraConfig, Pooling, Precision
+from embedtrain.config.recipe import LoraConfig, Precision
+from embedtrain.config.validation import written
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
@@ -117,7 +118,8 @@ def distinct_texts(stores: Sequence[RowStore], query_prompt: str, document_promp
 
 def describe_model(model: CommandModel) -> dict[str, Any]:
     """What a directory says about the teacher's model, as plain values."""
-    pooling, similarity = (None if choice is None else choice.value for choice in (model.pooling, model.similarity))
+    pooling = None if model.pooling is None else written(model.pooling)
+    similarity = None if model.similarity is None else model.similarity.value
     own = {name: getattr(model, name) for name in _MODEL_OPTIONS}
     return {"path": model.path, "adapter": model.lora.path, "pooling": pooling, "similarity": similarity, **own}
 
@@ -132,7 +134,7 @@ def model_of(stored: StoredVectors) -> CommandModel:
         return CommandModel(
             path=options["path"],
             lora=LoraConfig(path=options["adapter"]),
-            pooling=None if options["pooling"] is None else Pooling(options["pooling"]),
+            pooling=options["pooling"],
             similarity=None if (named := options.get("similarity")) is None else VectorSimilarity(named),
             **{name: options[name] for name in _MODEL_OPTIONS},
         )

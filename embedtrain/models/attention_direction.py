@@ -62,9 +62,9 @@ def attends_causally(config: PretrainedConfig) -> bool:
     return getattr(config, "is_causal", True) is not False and not (own and getattr(config, own))
 
 
-def require_pooling(config: PretrainedConfig, pooling: Pooling) -> None:
+def require_pooling(config: PretrainedConfig, pooling: str) -> None:
     """Reject `cls` with causal attention, whose first token attends only to itself: a ConfigError."""
-    if pooling is Pooling.cls and attends_causally(config):
+    if pooling == Pooling.cls and attends_causally(config):
         raise ConfigError(
             f"model.pooling=cls: the first token of {config.model_type} attends only to itself, so all texts would "
             "have the same vector: write model.pooling=last or mean, or model.bidirectional=true"

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import Encoder, prepare_backbone
-from embedtrain.models.heads import dense_locations, initial_head_weights, pickled_head_names, pickled_head_weights
+from embedtrain.models.heads import initial_head_weights, module_locations, pickled_head_names, pickled_head_weights
 from embedtrain.models.hub import one_line
 from embedtrain.models.own_class import HEAD
 from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
@@ -74,10 +74,9 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
             f"{absent[0].removeprefix('backbone.').removeprefix(HEAD)}: they would be random{hint}"
         )
     encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
-    for index, dense in enumerate(source.dense):  # a new one keeps its initial weights
-        for name, location in dense_locations(index, dense).items():
-            with safe_open(location.path, framework="pt") as file:
-                encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
+    for name, location in module_locations(source).items():  # new ones keep their initial weights
+        with safe_open(location.path, framework="pt") as file:
+            encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
     for name, weight in pickled_head_weights(source.dense).items():
         encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())
@@ -148,9 +147,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     if source.directory is None:
         return None
     stored = stored_tensors(source.directory)
-    locations: dict[str, TensorLocation] = {}
-    for index, dense in enumerate(source.dense):
-        locations |= dense_locations(index, dense)
+    locations = module_locations(source)
     names = [name.removeprefix("backbone.") for name in shapes if name.startswith("backbone.")]
     prefixes = {key.removesuffix(names[0]) for key in stored if key.endswith(names[0])}
     for prefix in sorted(prefixes, key=len):

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
 
 # Entries of a configuration that do not change what an encoder computes.
@@ -48,7 +49,7 @@ def _settings(source: ModelSource) -> dict[str, Any]:
     """What surrounds the weights of a model, by the names of messages."""
     settings: dict[str, Any] = {
         "kind": source.kind.name,
-        "pooling": source.pooling.value,
+        "pooling": pooling_name(source.pooling),
         "pooling of the prompt's tokens": source.include_prompt,
         "normalisation of vectors": source.normalize,
         "similarity of vectors": source.similarity.value,

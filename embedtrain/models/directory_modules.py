@@ -38,7 +38,8 @@ class DirectoryModules:
 
     transformer: Path
     kinds: list[str] = field(default_factory=list)  # in the order of the modules
-    pooling: Pooling | None = None
+    pooling: Pooling | str | None = None
+    pooling_directory: Path | None = None  # of the weights of a user's pooling
     include_prompt: bool = True
     normalize: bool = False
     dense: list[DenseSource] = field(default_factory=list)
@@ -81,6 +82,7 @@ def read_directory_modules(directory: Path) -> DirectoryModules:
                 modules.transformer, modules.pooling = part, Pooling.mean
             case "Pooling":
                 modules.pooling, modules.include_prompt = read_pooling(part / "config.json")
+                modules.pooling_directory = None if isinstance(modules.pooling, Pooling) else part
             case "Normalize":
                 path = part / "config.json"  # if it is not the default
                 settings = read_json(path) if path.is_file() and part != directory else {}

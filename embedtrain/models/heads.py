@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 
 from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.encoder import Dense, hidden_size
+from embedtrain.models.encoder import POOLING_MODULE, Dense, hidden_size
 from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.stored_weights import TensorLocation, read_pickled_tensors, shapes_match, stored_tensors
+from embedtrain.models.types import ModelSource
 
 # Of a Dense module that a version of sentence-transformers before 2.3 wrote.
 _PICKLE = "pytorch_model.bin"
@@ -112,7 +113,16 @@ def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
     return weights
 
 
-def dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
+def module_locations(source: ModelSource) -> dict[str, TensorLocation]:
+    """Where the weights of dense heads and of a user's pooling are, by the encoder's names. Raises ModelError."""
+    own = {} if source.pooling_directory is None else stored_tensors(source.pooling_directory)
+    locations = {f"{POOLING_MODULE}.{name}": location for name, location in own.items()}
+    for index, dense in enumerate(source.dense):
+        locations |= _dense_locations(index, dense)
+    return locations
+
+
+def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
     """Where the weights of a head are, by the encoder's names; nothing for a new or pickled one. Raises ModelError."""
     if dense.directory is None or is_pickled(dense):
         return {}

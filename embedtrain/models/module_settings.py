@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from embedtrain.config.code import is_code_path
 from embedtrain.config.heads import HeadInit
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import ACTIVATIONS
 from embedtrain.models.file_references import read_json, require_own_files
+from embedtrain.models.pooling import POOLING
 from embedtrain.utils.files import expand_user
 
 SETTINGS = "config_sentence_transformers.json"
@@ -18,21 +20,10 @@ TASKS_FOLDER = "adapters"  # of a directory with the adapters of several tasks
 # Values of `model_type` in it; of PyLate the second of late interaction.
 CROSS_ENCODER, MULTI_VECTOR, PYLATE = "CrossEncoder", "MultiVectorEncoder", "ColBERT"
 SPARSE = "SparseEncoder"
-_POOLING_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-}
-_POOLINGS = {
-    "cls": Pooling.cls,
-    "mean": Pooling.mean,
-    "lasttoken": Pooling.last,
-    "max": Pooling.max,
-    "weightedmean": Pooling.weighted_mean,
-}
+_POOLINGS = {mode.stored: pooling for pooling, mode in POOLING.items()}
+_POOLING_FLAGS = {mode.flag: mode.stored for mode in POOLING.values()}
+_POOLING_FLAGS["pooling_mode_mean_sqrt_len_tokens"] = "mean_sqrt_len_tokens"
+OWN_POOLING = "pooling"  # the path of a user's class; its code runs only if the user names it as well
 # What is read, and the dimension, which the model's configuration has as well.
 POOLING_KEYS = frozenset(
     (*_POOLING_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension")
@@ -174,9 +165,11 @@ def require_embedding(path: Path, settings: Mapping[str, Any]) -> None:
             raise ModelError(f"{path}: {name}={settings[name]!r:.80} is not supported: only {_SENTENCE} is")
 
 
-def read_pooling(path: Path) -> tuple[Pooling, bool]:
+def read_pooling(path: Path) -> tuple[Pooling | str, bool]:
     """The pooling, and whether it includes the prompt's tokens."""
     settings = read_json(path)
+    if isinstance(own := settings.get(OWN_POOLING), str) and is_code_path(own):
+        return own, settings.get("include_prompt", True) is not False
     require_known_keys(path, settings, POOLING_KEYS)
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else list(mode or [])

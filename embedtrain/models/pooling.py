@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from embedtrain.config.code import is_code_path, load_code
+from embedtrain.config.code import is_code_path, load_named_code
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk, Packing
 from embedtrain.errors import ConfigError
@@ -160,11 +160,11 @@ POOLING = {
 def build_pooling(pooling: Pooling | str, size: int) -> nn.Module | None:
     """The module of a mode of the user, `module:Class`, for hidden states of this size; None for a mode of the table.
 
-    Raises ConfigError for what is no class of modules.
+    Raises ConfigError for what is no class of modules, and for a class that only a file names.
     """
     if isinstance(pooling, Pooling):
         return None
-    kind: Any = load_code(pooling, _OPTION)
+    kind: Any = load_named_code(pooling, _OPTION)
     if not inspect.isclass(kind) or not issubclass(kind, nn.Module):
         raise ConfigError(f"{_OPTION}={pooling}: expected a subclass of torch.nn.Module, which takes the hidden size")
     try:
@@ -183,6 +183,11 @@ def pooling_of(value: str) -> Pooling | str:
     raise ConfigError(
         f"{_OPTION}={value}: expected one of {', '.join(Pooling.__members__)}, or module:Class for your own"
     )
+
+
+def pooling_name(pooling: Pooling | str) -> str:
+    """The value of `model.pooling`."""
+    return pooling.value if isinstance(pooling, Pooling) else pooling
 
 
 def describe_pooling(pooling: Pooling | str) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from embedtrain.config.code import code_option
 from embedtrain.config.kinds import Kind, kind_of_files, load_kind
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import set_attention_direction
@@ -49,7 +50,7 @@ class CommandModel(ModelConfig):
 
     kind: str = ""  # empty: that of the files
 
-    pooling: Pooling | None = None
+    pooling: str | None = code_option(None, names=POOLINGS)
     normalize: bool | None = None
     similarity: VectorSimilarity | None = None
     hybrid_weights: list[float] | None = None
@@ -180,6 +181,7 @@ def source_of(kind: Kind, files: StoredModel) -> ModelSource:
         directory=files.directory,
         config=files.config,
         pooling=modules.pooling or Pooling.cls,
+        pooling_directory=modules.pooling_directory,
         normalize=modules.normalize if has_modules else True,
         include_prompt=modules.include_prompt,
         tokenization=Tokenization(

@@ -33,7 +33,8 @@ class ModelSource:
     settings: Any = None  # of the kind, an object of its own type, which has `is_new`; None for a dense model
     directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
     config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_*` applied
-    pooling: Pooling = Pooling.cls  # of a kind that pools
+    pooling: Pooling | str = Pooling.cls  # of a kind that pools: a mode, or the path of a user's class
+    pooling_directory: Path | None = None  # of the weights of a user's class; None: they start from the seed
     include_prompt: bool = True  # whether the pooling includes the prompt's tokens
     dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
     normalize: bool
@@ -49,6 +50,7 @@ class ModelSource:
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
         is_new = self.settings is not None and self.settings.is_new
+        is_new |= not isinstance(self.pooling, Pooling) and self.pooling_directory is None
         return is_new or any(dense.directory is None for dense in self.dense)
 
     @property

@@ -355,7 +355,7 @@ def import_code(recipe: Recipe) -> EvaluationFunction | None:
     for option in code_options(recipe):
         if option.name == "evaluation.function":
             function = load_function(option.value, option.name)
-        elif isinstance(option.value, str):
+        elif isinstance(option.value, str) and not option.name.endswith("pooling"):
             load_loss_class(option.value, option.name)
     return function
 

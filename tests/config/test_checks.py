@@ -279,6 +279,8 @@ CASES = [
     case(r"export\.onnx_min_agreement=2: ", export__onnx_min_agreement=2),
     case(r"export\.rope_theta=0: ", export__rope_theta=0),
     case(r"model\.rope_theta=-1: ", model__rope_theta=-1),
+    option("model.pooling", "avg"),
+    option("model.pooling", "mine:Pooling", model__lora=LoraConfig(rank=4)),
     case(
         r"export\.formats has adapter and model\.lora\.modules_to_save has dense",
         export__formats=["adapter"],

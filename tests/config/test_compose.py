@@ -94,7 +94,7 @@ def test_values_have_their_types():
     assert recipe.optim.lr == 1e-4
     assert recipe.optim.schedule is ScheduleKind.cosine
     assert recipe.parallel.precision is Precision.fp32
-    assert recipe.model.pooling is Pooling.last
+    assert recipe.model.pooling == Pooling.last
     assert isinstance(recipe.loss, InfoNCEConfig)
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import SCORE_LOSSES
-from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions, check_cross_encoder
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
     from embedtrain.models.encoder import Encoder
     from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
-
-_POOLED = {
-    Pooling.cls: "first token",
-    Pooling.mean: "mean of the tokens",
-    Pooling.last: "last token",
-    Pooling.max: "maximum of the tokens",
-    Pooling.weighted_mean: "weighted mean of the tokens",
-}
 
 
 class CrossEncoder(Kind):
@@ -56,8 +47,10 @@ class CrossEncoder(Kind):
 
     def outputs(self, source: "ModelSource") -> str:
         """The head, and the token that it reads."""
+        from embedtrain.models.pooling import describe_pooling
+
         kind = "a new score head" if source.settings.is_new else "a score head"
-        return f"{'the score of a token' if source.settings.tokens else kind} on the {_POOLED[source.pooling]}"
+        return f"{'the score of a token' if source.settings.tokens else kind} on the {describe_pooling(source.pooling)}"
 
     def notes(self, source: "ModelSource") -> list[str]:
         """About the template of pairs, and the directory that a new head is added to."""

@@ -84,10 +84,11 @@ class ScoreHead(ClassHead):
         return [name for name, part in named.items() if next(part.parameters(), None) is not None]
 
 
-def cross_encoder(classifier: PreTrainedModel, pooling: Pooling) -> Encoder:
+def cross_encoder(classifier: PreTrainedModel, pooling: Pooling | str) -> Encoder:
     """The encoder of a sequence classifier, which becomes its head with a stand-in for the backbone."""
     backbone, name = classifier.base_model, classifier.base_model_prefix
     assert isinstance(backbone, PreTrainedModel)
+    assert isinstance(pooling, Pooling)
     pooler, activation = getattr(backbone, "pooler", None), getattr(backbone, "pooler_activation", None)
     setattr(classifier, name, StandIn(pooler if isinstance(pooler, nn.Module) else None, activation))
     # A configuration of its own: decoders' classes reject several rows without a padding token.

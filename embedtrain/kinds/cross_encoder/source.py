@@ -191,7 +191,7 @@ def _linear_head(files: StoredModel, config: PretrainedConfig) -> Path:
     settings = read_json(directory / "config.json")
     activation, num_outputs = (settings.get(name) for name in ("activation_function", "out_features"))
     if not is_decoder(config) or files.modules.pooling is not Pooling.last:
-        pooling = files.modules.pooling.value if files.modules.pooling is not None else "none"
+        pooling = written(files.modules.pooling) if files.modules.pooling is not None else "none"
         raise ModelError(
             f"{files.directory / 'modules.json'}: a head of {', '.join(SCORE_MODULES)} on the {pooling} token of "
             f"{config.model_type}; supported is the last token of a decoder, because the classes of encoders have more "

@@ -63,7 +63,7 @@ class Dense(BackboneKind):
 
     def with_any_pooling(self, model: DenseOptions) -> DenseOptions:
         """The mean, of a model whose files may define no pooling."""
-        return replace(model, pooling=model.pooling or Pooling.mean)
+        return replace(model, pooling=model.pooling or Pooling.mean.value)
 
     def check_other_options(self, recipe: "Recipe") -> None:
         """PEFT's format has no place for new heads."""

@@ -15,6 +15,7 @@ from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.model_files import (
     HIDDEN,
+    POOLING_FOLDER,
     VECTORS,
     ModelFiles,
     comparison_block,
@@ -35,6 +36,7 @@ from embedtrain.formats.verify import PROBES
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.file_references import read_json
 from embedtrain.models.module_settings import SETTINGS
+from embedtrain.models.pooling import build_pooling
 from embedtrain.models.static_embedding import STATIC_EMBEDDING, is_static, write_static_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
@@ -67,10 +69,10 @@ class DenseFiles(ModelFiles):
             write_static_tokenizer(directory, tokenizer.tokenizer, tokenizer.max_length)
         else:
             write_own_tokenizer(directory, tokenizer)
-            write_pooling(directory / "1_Pooling", source)
+            write_pooling(directory / POOLING_FOLDER, source)
             settings: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
             write_json(directory / TRANSFORMER_SETTINGS, settings)
-        modules = {"": STATIC_EMBEDDING} if static else {"": "Transformer", "1_Pooling": "Pooling"}
+        modules = {"": STATIC_EMBEDDING} if static else {"": "Transformer", POOLING_FOLDER: "Pooling"}
         for dense in source.dense:
             folder = f"{len(modules)}_Dense"
             modules[folder] = "Dense"
@@ -110,6 +112,17 @@ class DenseFiles(ModelFiles):
                 "",
             ]
         return lines
+
+    def is_sentence_transformers(self, source: ModelSource) -> bool:
+        """It knows no pooling of the user."""
+        return isinstance(source.pooling, Pooling)
+
+    def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
+        """Those of a pooling of the user as well."""
+        shapes, own = super().stored_shapes(source), build_pooling(source.pooling, hidden_size(source.config))
+        if own is not None and source.pooling_directory is not None:
+            shapes[source.pooling_directory] = {name: list(weight.shape) for name, weight in own.state_dict().items()}
+        return shapes
 
     def check_export(self, config: ExportConfig, kind: str) -> None:
         """Vectors may be cut."""
@@ -170,7 +183,7 @@ class DenseFiles(ModelFiles):
             "dense": bool(source.dense),
             "include_prompt": not source.include_prompt and any(source.prompts.values()),
             "no_vectors_in_graph": has_graph and VECTORS not in self.graph_outputs(source),
-            "other_pooling": source.pooling in (Pooling.max, Pooling.weighted_mean),
+            "other_pooling": source.pooling not in (Pooling.cls, Pooling.mean, Pooling.last),
             "vector_length": is_truncated or not source.normalize,
         }
 

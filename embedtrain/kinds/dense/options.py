@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from embedtrain.config.code import code_option, is_code_path
+from embedtrain.config.conversions import POOLING
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.loss_choices import VectorSimilarity
-from embedtrain.config.recipe import ModelConfig, Pooling
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
 
@@ -14,9 +16,9 @@ class DenseOptions(ModelConfig):
     """A vector per text."""
 
     kind: str = "dense"
-    # `cls`, `mean`, `last`, `max` or `weighted_mean` (weights 1, 2, 3, ... in the order of the tokens); default: that
-    # of a sentence-transformers directory.
-    pooling: Pooling | None = None
+    # `cls`, `mean`, `last`, `max` or `weighted_mean` (weights 1, 2, 3, ... in the order of the tokens), or module:Class
+    # for your own; default: that of a sentence-transformers directory.
+    pooling: str | None = code_option(None, names=POOLINGS)
     normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
     # How vectors are compared in evaluation, mining and search, and in the exported model: cosine, dot, euclidean or
     # manhattan. Default: as the loss compares them unless they are normalised, else that of the directory, else cosine.
@@ -33,13 +35,24 @@ def check_dense(model: DenseOptions) -> None:
         raise ConfigError("model.config does not define pooling: set model.pooling to cls, mean or last")
     if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
         raise ConfigError(include_prompt_error(model.pooling))
+    if model.pooling is not None and model.pooling not in POOLINGS:
+        if not is_code_path(model.pooling):
+            meant = POOLING("model.pooling", model.pooling)
+            raise ConfigError(
+                f"model.pooling={model.pooling}: expected one of {', '.join(POOLINGS)}, or module:Class for your own"
+                + ("" if meant is None else f"; write {meant}")
+            )
+        if model.lora.on:
+            raise ConfigError(
+                f"model.pooling={model.pooling}: adapters are stored without its weights; leave model.lora out"
+            )
     for index, head in enumerate(model.heads):
         OptionChecks(head, f"model.heads[{index}].").at_least(1, "out")
 
 
-def include_prompt_error(pooling: Pooling) -> str:
+def include_prompt_error(pooling: str) -> str:
     """The message for `model.include_prompt=false` with a pooling other than mean."""
     return (
-        f"model.include_prompt=false is for model.pooling=mean: with {pooling.value} the embedding is that of one "
+        f"model.include_prompt=false is for model.pooling=mean: with {written(pooling)} the embedding is that of one "
         "token; leave include_prompt out"
     )

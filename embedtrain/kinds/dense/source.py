@@ -12,6 +12,7 @@ from embedtrain.kinds.dense.options import DenseOptions, include_prompt_error
 from embedtrain.models.attention_direction import require_pooling
 from embedtrain.models.heads import dense_heads
 from embedtrain.models.module_settings import SETTINGS, read_similarity, read_truncate_dim
+from embedtrain.models.pooling import pooling_of
 from embedtrain.models.source import read_files, source_of
 from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
@@ -28,17 +29,16 @@ def read(kind: Kind, directory: Path, model: DenseOptions) -> ModelSource:
             truncate_dim=read_truncate_dim(directory / SETTINGS),
             similarity=read_similarity(files.settings, directory, tuple(VectorSimilarity)),
         )
-    pooling = model.pooling or files.modules.pooling
-    if pooling is None:
+    if model.pooling is None and files.modules.pooling is None:
         raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
-    return with_options(replace(source, pooling=pooling), model)
+    return with_options(source, model)
 
 
 def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:
     """The model with the options in place of the settings of its files."""
     if is_static(source.config):
         _require_static_options(model)
-    pooling = model.pooling or source.pooling
+    pooling = source.pooling if model.pooling is None else pooling_of(model.pooling)
     if model.pooling is not None:
         require_pooling(source.config, model.pooling)
     if model.include_prompt is False and pooling is not Pooling.mean:
@@ -51,6 +51,7 @@ def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:
     return replace(
         source,
         pooling=pooling,
+        pooling_directory=source.pooling_directory if pooling == source.pooling else None,
         normalize=source.normalize if model.normalize is None else model.normalize,
         similarity=model.similarity or source.similarity,
         dense=dense_heads(source.dense, source.config, model.heads),
@@ -63,8 +64,8 @@ def _require_static_options(model: DenseOptions) -> None:
     """A ConfigError for an option of `model` that a table does not have."""
     if model.pooling not in (None, Pooling.mean):
         raise ConfigError(
-            f"model.pooling={model.pooling.value}: a static embedding model is the mean of its tokens' rows; leave it "
-            "out"
+            f"model.pooling={written(model.pooling)}: a static embedding model is the mean of its tokens' rows; leave "
+            "it out"
         )
     if model.lora.on:
         raise ConfigError("model.lora: adapters are not for a table of static embeddings; leave it out")

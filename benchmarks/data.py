@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM, QUICKSTART
 from benchmarks.measure import Timed, interleave, markdown, require, seconds, unit
-from embedtrain.commands.inspect.costs import batch_cost, count_computed_tokens
+from embedtrain.commands.inspect.texts import batch_cost, count_computed_tokens
 from embedtrain.config.recipe import TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer

@@ -26,8 +26,8 @@ from embedtrain.checkpoint.tensor_files import (
     tensor_files,
     write_local_shards,
 )
+from embedtrain.commands.plan import compose_plan
 from embedtrain.commands.plan.compute import plan
-from embedtrain.commands.plan.options import compose_plan
 from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Pooling, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer

@@ -177,7 +177,7 @@ assert not [name for name in sys.modules if name.startswith("embedtrain.commands
 for name, command in COMMANDS.items():
     module = importlib.import_module(f"embedtrain.commands.{name}")
     assert callable(module.compose) and callable(module.run)
-    assert command.option_class.__name__ in module.__all__
+    assert getattr(module, command.option_class.__name__) is command.option_class
     assert hasattr(module, "require_paths") == (command.require_paths.__name__ != "_nothing"), name
 assert "torch" not in sys.modules
 print(*sorted(COMMANDS), sep="\\n")

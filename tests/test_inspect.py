@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from embedtrain.commands.inspect.costs import batch_cost
-from embedtrain.commands.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
-from embedtrain.commands.inspect.sources import first_bad_rows
-from embedtrain.commands.inspect.texts import ROLES, UntruncatedTokenizer, join_statistics, measure, shown_texts
+from embedtrain.commands.inspect.sources import (
+    Repetition,
+    RowKeys,
+    duplicates_in,
+    first_bad_rows,
+    summarise_extra_columns,
+)
+from embedtrain.commands.inspect.texts import (
+    ROLES,
+    UntruncatedTokenizer,
+    batch_cost,
+    join_statistics,
+    measure,
+    shown_texts,
+)
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache

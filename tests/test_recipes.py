@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
+from embedtrain.commands.plan import compose_plan
 from embedtrain.commands.plan.compute import plan
-from embedtrain.commands.plan.options import compose_plan
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.pair_template import PAIR_TEMPLATES
 from embedtrain.config.recipe import Pooling, Recipe, Strategy

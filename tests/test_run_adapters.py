@@ -11,8 +11,8 @@ from safetensors.torch import load_file, safe_open, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
-from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.models.adapters import Delta

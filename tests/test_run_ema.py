@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from embedtrain.commands.export import ExportOptions
 from embedtrain.commands.export import run as export_main
-from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.recipe import WeightsOf
 from embedtrain.tracking.metrics import metrics_at
 from tests.runs import evaluation_metrics, losses, options, rewind_run, run

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
-from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.config import model_checks
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from embedtrain.commands.export import ExportOptions
 from embedtrain.commands.export import run as export_main
-from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.losses import LOSSES
 from embedtrain.distributed.world import World
 from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges

@@ -8,7 +8,7 @@ import pytest
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import quantize_embeddings
 
-from embedtrain.commands.search.options import compose as compose_search
+from embedtrain.commands.search import compose as compose_search
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.errors import ConfigError
 from tests.commands import call

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import embedtrain
 from embedtrain.config import migration
+from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.conversions import Row
 from embedtrain.config.evaluation import EvaluationSet
@@ -29,7 +30,6 @@ PAGES = Path(__file__).resolve().parents[1] / "reference"
 MIGRATION_PAGES = PAGES.parent
 
 _GENERATED = re.compile(r"(?<=^<!-- options: )(\w+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"Options of `python -m embedtrain (\w+)`")
 _LIBRARIES = {
     "FLAGEMBEDDING": "FlagEmbedding",
     "TEVATRON": "Tevatron",
@@ -93,16 +93,18 @@ def migration_table(library: str) -> str:
 
 
 def commands() -> dict[str, type]:
-    """The dataclass of the options of each command."""
-    matches = [(_COMMAND.match(kind.__doc__ or ""), kind) for kind in option_dataclasses()]
-    return dict(sorted((match[1], kind) for match, kind in matches if match))
+    """The dataclass of the options of each command that has some of its own."""
+    return {name: COMMANDS[name].option_class for name in sorted(COMMANDS) if COMMANDS[name].option_class is not Recipe}
 
 
 def option_dataclasses() -> Iterator[type]:
     """Every public dataclass of embedtrain/config and of the options of the commands."""
     for module_info in pkgutil.walk_packages(embedtrain.__path__, "embedtrain."):
         name = module_info.name
-        if not (name.startswith("embedtrain.config.") or re.fullmatch(r"embedtrain\.(commands\.)?\w+\.options", name)):
+        if not (
+            name.startswith("embedtrain.config.")
+            or re.fullmatch(r"embedtrain\.(commands\.\w+(\.options)?|\w+\.options)", name)
+        ):
             continue
         for kind in vars(importlib.import_module(name)).values():
             is_own = isinstance(kind, type) and kind.__module__ == name and not kind.__name__.startswith("_")

@@ -24,8 +24,7 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
-from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, expand
-from embedtrain.pipeline.references import References, resolvers
+from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, References, expand, resolvers
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, command_line, compose_options, is_training, naming
 from embedtrain.utils.files import expand_user
 

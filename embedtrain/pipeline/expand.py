@@ -1,16 +1,24 @@
 """From the stages of a recipe to a flat list: members of fan-outs, rounds of loops, evaluations after stages.
 
-Works on plain mappings whose `${...}` are not resolved yet.
+Works on plain mappings whose `${...}` are not resolved yet; `References` resolves them, stage after stage.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.commands import COMMANDS, MODEL, WRITING
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from embedtrain.config.commands import COMMANDS, DIR, MODEL, WRITING
+from embedtrain.config.limits import read_variable
+from embedtrain.config.parsing import explain_hydra_error
+from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
+from embedtrain.pipeline.types import Stage
 
 EACH, REPEAT, AFTER, INIT, FROM, STAGES, DO = "each", "repeat", "after", "init", "from", "stages", "do"
 _NAME = re.compile(r"[A-Za-z][\w-]*")
@@ -190,3 +198,66 @@ def names_of(expanded: Expanded) -> Iterator[str]:
     yield from expanded.stages
     yield from expanded.groups
     yield from expanded.aliases
+
+
+class References:
+    """What `${out:NAME.model}` stands for, and which stages the current one has referred to."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, Stage] = {}  # those that come before the current one
+        self.expanded = Expanded()
+        self.used: dict[str, None] = {}
+        self.error: ConfigError | None = None  # OmegaConf would wrap it
+
+    def resolve(self, *parts: Any) -> Any:
+        """The path of `NAME.RESULT`, or the list of `NAME.each`; a ConfigError names what cannot be referred to."""
+        reference = ",".join(map(str, parts))
+        try:
+            return self._resolve(reference)
+        except ConfigError as error:
+            self.error = self.error or error
+            raise
+
+    def _resolve(self, reference: str) -> Any:
+        name, _, what = reference.rpartition(".")
+        name = self.expanded.aliases.get(name, name)
+        members = self.expanded.groups.get(name)
+        if members is not None:
+            if what != "each":
+                raise ConfigError(
+                    f"${{out:{reference}}}: {name} has several members; write ${{out:{name}.each}} for all of them, or "
+                    f"one, such as ${{out:{members[0]}.{what}}}"
+                )
+            return [self._output(member, None, reference) for member in members]
+        return self._output(name, what, reference)
+
+    def _output(self, name: str, what: str | None, reference: str) -> str:
+        stage = self.stages.get(name)
+        if stage is None:
+            if name in names_of(self.expanded):
+                raise ConfigError(f"${{out:{reference}}}: {name} comes later; a stage uses results of those before it")
+            known = did_you_mean(name, list(names_of(self.expanded)))
+            raise ConfigError(f"${{out:{reference}}}: there is no stage {name!r}{known} Write ${{out:NAME.model}}")
+        self.used[name] = None
+        what = stage.command.main_output if what is None else what
+        allowed = [*stage.command.outputs, DIR]
+        if what not in allowed:
+            raise ConfigError(
+                f"${{out:{reference}}}: {name} (do: {stage.command.name}) has {', '.join(allowed)}, not {what}"
+            )
+        return stage.output(what)
+
+
+@contextlib.contextmanager
+def resolvers() -> Iterator[References]:
+    """`${out:...}`, and those that recipes have, while a pipeline is composed."""
+    references = References()
+    OmegaConf.register_new_resolver("out", references.resolve, replace=True)
+    OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
+    OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
+    try:
+        yield references
+    except OmegaConfBaseException as error:
+        raise references.error or ConfigError(explain_hydra_error(error)) from None
+    finally:
+        OmegaConf.clear_resolver("out")

@@ -7,7 +7,7 @@ from typing import Any
 from embedtrain.config.commands import MODEL
 from embedtrain.config.kinds import Kind, kinds, load_kind
 from embedtrain.errors import ConfigError
-from embedtrain.pipeline.digests import LOSS_OPTIONS, leaves
+from embedtrain.pipeline.state import LOSS_OPTIONS, leaves
 from embedtrain.pipeline.types import Stage
 
 _INDEX = re.compile(r"\[\d+\]")

@@ -17,7 +17,7 @@ import re, sys, threading, time
 from pathlib import Path
 import accelerate, onnxruntime, sentence_transformers, torch, transformers
 from embedtrain.commands.export import convert
-from embedtrain.commands.export.options import compose as compose_export
+from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
 
 def own() -> int:

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.base import Container
 
 from embedtrain.commands.evaluate.options import compose as compose_evaluate
-from embedtrain.commands.export.options import compose as compose_export
-from embedtrain.commands.search.options import compose as compose_search
+from embedtrain.commands.export import compose as compose_export
+from embedtrain.commands.search import compose as compose_search
 from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.limits import limited_files, limited_interpolations

@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.commands.inspect.options import compose as compose_inspect
+from embedtrain.commands.inspect import compose as compose_inspect
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embedtrain.commands.doctor.ports import listening_ports
+from embedtrain.commands.doctor.host import listening_ports
 from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
 

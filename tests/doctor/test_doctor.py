@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.doctor import compose_doctor
 from embedtrain.commands.doctor.environment import check_environment
-from embedtrain.commands.doctor.finding import Finding, Level, merge_findings
-from embedtrain.commands.doctor.host import check_disk
-from embedtrain.commands.doctor.options import compose_doctor
-from embedtrain.commands.doctor.ports import unpickles_rendezvous
+from embedtrain.commands.doctor.host import Finding, Level, check_disk, merge_findings, unpickles_rendezvous
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 

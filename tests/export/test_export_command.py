@@ -15,8 +15,8 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain import evaluate
 from embedtrain import export as export_in_python
+from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
-from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.hub import upload_model
 from embedtrain.models.export_record import RECORD

@@ -10,9 +10,9 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.commands.filter import compose as compose_filter
 from embedtrain.commands.filter import run as main
 from embedtrain.commands.filter.consistency import partition
-from embedtrain.commands.filter.options import compose as compose_filter
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.distributed.world import World

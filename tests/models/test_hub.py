@@ -10,7 +10,7 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from embedtrain.commands.inspect.options import compose as compose_inspect
+from embedtrain.commands.inspect import compose as compose_inspect
 from embedtrain.commands.mine.options import MineOptions
 from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.config.compose import compose_recipes

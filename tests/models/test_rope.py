@@ -8,8 +8,8 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
+from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as export_main
-from embedtrain.commands.export.options import compose as compose_export
 from embedtrain.config.model_checks import check_model, check_rope_scaling
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk

@@ -15,7 +15,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.reranker import RerankerConfig
-from embedtrain.pipeline.digests import (
+from embedtrain.pipeline.state import (
     ADAPTER_OPTIONS,
     INPUT_OPTIONS,
     LOSS_OPTIONS,

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from embedtrain.commands.plan import PlanOptions, compose_plan
 from embedtrain.commands.plan.compute import plan
-from embedtrain.commands.plan.options import PlanOptions, compose_plan
 from embedtrain.config.recipe import Strategy
 from embedtrain.errors import ConfigError
 from tests.commands import call, call_separately

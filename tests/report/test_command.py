@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands.report.options import compose as compose_report
+from embedtrain.commands.report import compose as compose_report
 from embedtrain.errors import ConfigError
 from tests.commands import call
 from tests.tracking.report.runs import make_run

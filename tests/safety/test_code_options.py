@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from embedtrain.commands.export.options import ExportOptions
+from embedtrain.commands.export import ExportOptions
 from embedtrain.commands.merge.options import MergeOptions
 from embedtrain.config.code import code_option, code_options
 from embedtrain.config.commands import COMMANDS, WRITING

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from embedtrain.commands.split.groups import RowKeys, choose_held_out
 from embedtrain.commands.split.options import DevCorpus
-from embedtrain.commands.split.rows import file_names, open_sources
-from embedtrain.commands.split.writing import write_split
+from embedtrain.commands.split.writing import RowKeys, choose_held_out, file_names, open_sources, write_split
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement

@@ -15,8 +15,8 @@ from sklearn.decomposition import PCA
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from embedtrain.commands.static import compose as compose_static
 from embedtrain.commands.static import run as main
-from embedtrain.commands.static.options import compose as compose_static
 from embedtrain.commands.static.table import occurring_tokens, sif_weights
 from embedtrain.config.recipe import LoraConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer

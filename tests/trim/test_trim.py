@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.commands.trim import compose
+from embedtrain.commands.trim import compose as compose_trim
 from embedtrain.commands.trim import run as main
-from embedtrain.commands.trim.options import compose as compose_trim
-from embedtrain.commands.trim.tokenizer_json import merges_of, with_parts
+from embedtrain.commands.trim.vocabulary import merges_of, with_parts
 from embedtrain.errors import ConfigError
 from tests.small import save_small, small_model
 

@@ -14,8 +14,8 @@ import torch
 from filelock import FileLock
 from sentence_transformers import SentenceTransformer
 
+from embedtrain.commands.vectors import compose as compose_vectors
 from embedtrain.commands.vectors import run as main
-from embedtrain.commands.vectors.options import compose as compose_vectors
 from embedtrain.config.losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World

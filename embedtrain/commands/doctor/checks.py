@@ -7,18 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from embedtrain.commands.doctor.environment import check_environment, check_services, check_versions
-from embedtrain.commands.doctor.finding import Finding, Level, merge_findings
-from embedtrain.commands.doctor.host import PER_HOST, check_devices, check_disk, check_shared_disk
-from embedtrain.commands.doctor.options import DoctorOptions
-from embedtrain.commands.doctor.ports import check_ports
+from embedtrain.commands.doctor.host import (
+    PER_HOST,
+    Finding,
+    Level,
+    check_devices,
+    check_disk,
+    check_ports,
+    check_shared_disk,
+    merge_findings,
+)
 from embedtrain.data.cache.cache import cache_directory
 from embedtrain.distributed.world import World
 from embedtrain.utils.formatting import format_count
+
+if TYPE_CHECKING:
+    from embedtrain.commands.doctor import DoctorOptions
 
 _SIZES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (1 << 16, 1 << 20, 16 << 20)}  # bytes per rank
 _MAX_GATHERED = 4 << 30  # bytes of all ranks
@@ -26,7 +36,7 @@ _MAX_ROUNDS, _MAX_SECONDS = 5, 3.0
 _SLOW = 1.0  # GB/s between hosts with GPUs; below, NCCL probably uses TCP on a slow interface
 
 
-def check_locally(options: DoctorOptions, environment: Mapping[str, str]) -> list[Finding]:
+def check_locally(options: "DoctorOptions", environment: Mapping[str, str]) -> list[Finding]:
     """The checks of one process, without the others, so that they are reported even if ranks cannot join.
 
     `environment` is that of the process at its start.
@@ -43,7 +53,7 @@ def check_locally(options: DoctorOptions, environment: Mapping[str, str]) -> lis
     return findings
 
 
-def check_collectively(options: DoctorOptions, world: World, local: list[Finding]) -> list[Finding]:
+def check_collectively(options: "DoctorOptions", world: World, local: list[Finding]) -> list[Finding]:
     """The merged findings of all ranks; `local` are this rank's findings of `check_locally`. A collective."""
     hosts = world.gather(socket.gethostname())
     shared = [*check_process_group(world, hosts), *check_ports(world, hosts)]

@@ -18,7 +18,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from embedtrain.commands.doctor.finding import Finding, Level
+from embedtrain.commands.doctor.host import Finding, Level
 
 _SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 _ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_")

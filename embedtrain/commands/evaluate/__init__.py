@@ -13,7 +13,7 @@ from embedtrain.config.prompts import prompt_warnings
 from embedtrain.utils.files import expand_user
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
-    from embedtrain.commands.evaluate.inputs import Inputs
+    from embedtrain.commands.evaluate.stages import Inputs
     from embedtrain.distributed.world import World
     from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
     from embedtrain.evaluation.types import CompressedVectors
@@ -42,9 +42,8 @@ def run(options: EvaluateOptions) -> Metrics:
 
     Returns the metrics of each set and task, on every rank.
     """
-    from embedtrain.commands.evaluate.inputs import read_inputs
     from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, TaskResults, run_tasks
-    from embedtrain.commands.evaluate.stages import Models, stages
+    from embedtrain.commands.evaluate.stages import Models, read_inputs, stages
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.inference.loading.command_model import open_reranker

@@ -10,23 +10,345 @@ import json
 import logging
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from embedtrain.commands.evaluate.mteb_commands import CommandChannel, StartTask
-from embedtrain.commands.evaluate.mteb_model import MAX_CHARACTERS, MtebSettings, ShardedModel
-from embedtrain.config.evaluation import IndexConfig, SetKind
-from embedtrain.errors import ConfigError, ModelError
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig, SetKind, VectorPlacement
+from embedtrain.data.types import TextRole
+from embedtrain.distributed.world import World, explain_lost_contact
+from embedtrain.errors import ConfigError, FailedElsewhere, ModelError
 from embedtrain.evaluation.evaluator import ResultCallback
-from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.encode import EncodedShard, ProgressCallback, SentenceEncoder
+from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.inference.store import dtype_of
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.losses.encoded import Part
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import install_command
+
+# How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
+# immediately, so this only ends ranks that will never get another command.
+_COMMAND_TIMEOUT = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class StartTask:
+    """Start a task and drop the index."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTexts:
+    """Encode texts; every rank gets the vectors, not normalized."""
+
+    texts: list[str]
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewIndex:
+    """Create an index for documents with these tie priorities, int64 [N]."""
+
+    priorities: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AddDocuments:
+    """Encode documents and add them to the index; `first` is the number of the first."""
+
+    texts: list[str]
+    prompt: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class SearchDocuments:
+    """Find the `k` best documents of each query."""
+
+    queries: list[str]
+    prompt: str
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreDocuments:
+    """Score documents of each query, given as numbers int64 [Q, M] padded with -1."""
+
+    queries: list[str]
+    prompt: str
+    documents: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """No more commands; `error` describes why rank 0 failed, if it did."""
+
+    error: str | None = None
+
+
+Command = StartTask | EncodeTexts | NewIndex | AddDocuments | SearchDocuments | ScoreDocuments | Finish
+
+
+class CommandChannel:
+    """Executes commands of rank 0 on all ranks.
+
+    The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
+    returns after `finish`.
+    """
+
+    def __init__(
+        self,
+        encoder: SentenceEncoder,
+        world: World,
+        index: IndexConfig,
+        *,
+        vector_cache: VectorCache | None = None,
+    ) -> None:
+        self.encoder, self.world = encoder, world
+        self._config, self._vector_cache = index, vector_cache
+        self._index: ShardedIndex | None = None
+        self._task = "mteb"
+        self.in_sync = True  # whether the other ranks wait for a command; False after one that was not completed
+        # Of gloo, on whatever device the ranks compute: commands are on the CPU.
+        self._channel = replace(world, group=dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT))
+
+    def run(self, command: Command) -> Any:
+        """Execute a command on all ranks and return its result. On rank 0."""
+        # After an interruption, the ranks are at different points and cannot receive further commands.
+        self.in_sync = False
+        with explain_lost_contact(f"running {self._task}"):
+            result = self._execute(self._broadcast(command))
+        self.in_sync = True
+        return result
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Release the other ranks. On rank 0; does nothing if they were lost within a command."""
+        if self.in_sync:
+            self.in_sync = False
+            with explain_lost_contact(f"running {self._task}"):
+                self._broadcast(Finish(None if error is None else f"{type(error).__name__}: {error}"))
+
+    def serve(self) -> None:
+        """Execute rank 0's commands until it finishes, or raise FailedElsewhere if it failed. On every other rank."""
+        while True:
+            with explain_lost_contact(f"running {self._task}"):
+                command = self._broadcast(None)
+                if isinstance(command, Finish):
+                    break
+                self._execute(command)
+        if command.error is not None:
+            raise FailedElsewhere(f"rank 0 failed while running {self._task}: {command.error}")
+
+    def _broadcast(self, command: Command | None) -> Command:
+        received = self._channel.broadcast(command, *get_args(Command))
+        assert received is not None, "rank 0 sends a command"
+        return received
+
+    def _execute(self, command: Command) -> Any:
+        match command:
+            case StartTask(task):
+                self._task, self._index = task, None
+            case EncodeTexts(texts, prompt):
+                role = TextRole.query if self.encoder.score.is_symmetric else TextRole.document
+                return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
+            case NewIndex(priorities):
+                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config, self.encoder.score)
+            case AddDocuments(texts, prompt, first):
+                self._add_documents(texts, prompt, first)
+            case SearchDocuments(queries, prompt, k):
+                return self._current_index.search(self._encode_queries(queries, prompt), k)
+            case ScoreDocuments(queries, prompt, documents):
+                vectors = self._encode_queries(queries, prompt)
+                return self._current_index.scores_of(vectors, torch.from_numpy(documents))
+        return None
+
+    def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
+        def transform(vectors: Tensor) -> Tensor:
+            return self.encoder.score.search_rows(vectors).to(dtype_of(self._config))
+
+        mapped = self._config.place is VectorPlacement.disk
+        for block in self.encoder.encode_blocks(
+            texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=transform
+        ):
+            self._current_index.add(EncodedShard(block.vectors, block.rows + first, block.sizes))
+
+    def _encode_queries(self, texts: list[str], prompt: str) -> Part:
+        return self.encoder.score.search_part(self.encoder.encode(texts, prompt))
+
+    @property
+    def _current_index(self) -> ShardedIndex:
+        assert self._index is not None, "documents are added before queries are searched"
+        return self._index
+
+
+# Characters of the texts that are sent to all ranks at a time.
+MAX_CHARACTERS = 1 << 24
+# Queries per command, which bounds its size.
+_QUERIES_PER_COMMAND = 8192
+
+
+@dataclass(frozen=True)
+class MtebSettings:
+    """Settings of a model directory that mteb uses with sentence-transformers as well."""
+
+    prompts: Mapping[str, str]  # by name: of tasks, of types of tasks, `query` and `document`
+    default_prompt: str  # for texts without a prompt in `prompts`
+    similarity: str  # one of `VectorSimilarity`
+    has_text_vectors: bool = True  # one per text, which tasks other than retrieval and reranking need
+
+
+class ShardedModel:
+    """Encodes and searches for mteb on all ranks; exists on rank 0.
+
+    The name and the revision of `meta`, mteb's ModelMeta, name the result files.
+    """
+
+    def __init__(
+        self, channel: CommandChannel, settings: MtebSettings, meta: Any, *, max_characters: int = MAX_CHARACTERS
+    ) -> None:
+        self.mteb_model_meta = meta
+        self._channel, self._settings, self._max_characters = channel, settings, max_characters
+        self._corpus: Any = None
+
+    def encode(
+        self, inputs: Iterable[Mapping[str, list[str]]], *, task_metadata: Any, prompt_type: Any = None, **_: Any
+    ) -> NDArray[np.float32]:
+        """Vectors of all texts, float32 [n, D], not normalized."""
+        if not self._settings.has_text_vectors:
+            raise ConfigError(
+                f"{task_metadata.name} needs one vector per text, and a late-interaction model computes one per token; "
+                "only tasks of retrieval and reranking are supported"
+            )
+        prompt = self._prompt(task_metadata, prompt_type)
+        parts: list[Tensor] = [
+            self._channel.run(EncodeTexts(texts, prompt)).cpu()
+            for texts in _text_batches(_texts(inputs), self._max_characters)
+        ]
+        return np.concatenate([part.numpy() for part in parts or [self._channel.run(EncodeTexts([], prompt)).cpu()]])
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Similarity of all pairs, [n, m]."""
+        from sentence_transformers.util.similarity import SimilarityFunction
+
+        return SimilarityFunction.to_similarity_fn(self._settings.similarity)(embeddings1, embeddings2)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Similarity of each pair of rows, [n]."""
+        from sentence_transformers.util.similarity import SimilarityFunction
+
+        return SimilarityFunction.to_similarity_pairwise_fn(self._settings.similarity)(embeddings1, embeddings2)
+
+    def index(self, corpus: Any, **_: Any) -> None:
+        """Store the corpus; which of its documents are needed is only known in `search`."""
+        self._corpus = corpus
+
+    def search(
+        self,
+        queries: Any,
+        *,
+        task_metadata: Any,
+        top_k: int,
+        top_ranked: Mapping[str, Sequence[str]] | None = None,
+        **_: Any,
+    ) -> dict[str, dict[str, float]]:
+        """Scores of the best documents by query id, best first; only among those of `top_ranked` if it is given."""
+        from mteb._create_dataloaders import create_dataloader  # as mteb's own models do; checked on mteb 2.26
+        from mteb.types import PromptType
+
+        def read(dataset: Any, prompt_type: Any) -> tuple[Iterator[str], str]:
+            loader = create_dataloader(dataset, task_metadata=task_metadata, prompt_type=prompt_type, batch_size=1024)
+            return _texts(loader), self._prompt(task_metadata, prompt_type)
+
+        query_ids = [str(query_id) for query_id in queries["id"]]
+        query_texts, prompt = read(queries, PromptType.query)
+        texts = list(query_texts)
+        corpus, ids = self._needed_documents(top_ranked)
+        results: dict[str, dict[str, float]] = {query_id: {} for query_id in query_ids}
+        if not ids:
+            return results
+        self._index_documents(*read(corpus, PromptType.document), ids)
+        for start in range(0, len(query_ids), _QUERIES_PER_COMMAND):
+            batch = slice(start, start + _QUERIES_PER_COMMAND)
+            if top_ranked is None:
+                ranking = self._channel.run(SearchDocuments(texts[batch], prompt, top_k))
+                lists = ranking.documents.tolist(), ranking.scores.tolist()
+                rankings: Iterable[tuple[list[int], list[float]]] = zip(*lists, strict=True)
+            else:
+                candidates = [top_ranked.get(query_id) or [] for query_id in query_ids[batch]]
+                rankings = self._rank_candidates(texts[batch], prompt, candidates, ids, top_k)
+            for query_id, (documents, scores) in zip(query_ids[batch], rankings, strict=True):
+                results[query_id] = {ids[number]: score for number, score in zip(documents, scores, strict=True)}
+        return results
+
+    def _needed_documents(self, top_ranked: Mapping[str, Sequence[str]] | None) -> tuple[Any, list[str]]:
+        """The documents to index, and their ids."""
+        ids = [str(document_id) for document_id in self._corpus["id"]]
+        if top_ranked is None:
+            return self._corpus, ids
+        candidates = {document for documents in top_ranked.values() for document in documents}
+        rows = [row for row, document_id in enumerate(ids) if document_id in candidates]
+        return self._corpus.select(rows), [ids[row] for row in rows]
+
+    def _index_documents(self, texts: Iterator[str], prompt: str, ids: Sequence[str]) -> None:
+        self._channel.run(NewIndex(trec_order(ids).numpy()))
+        first = 0
+        for batch in _text_batches(texts, self._max_characters):
+            self._channel.run(AddDocuments(batch, prompt, first))
+            first += len(batch)
+
+    def _rank_candidates(
+        self, queries: list[str], prompt: str, candidates: list[Sequence[str]], ids: Sequence[str], top_k: int
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """The candidates of each query and their scores, best first, with ties in the order of trec_eval."""
+        number_of = {document_id: row for row, document_id in enumerate(ids)}
+        numbers = np.full((len(queries), max(map(len, candidates), default=0)), -1, dtype=np.int64)
+        for row, documents in enumerate(candidates):
+            numbers[row, : len(documents)] = [number_of[document] for document in documents]
+        scores = self._channel.run(ScoreDocuments(queries, prompt, numbers)).tolist()
+        for documents, row_scores, row_numbers in zip(candidates, scores, numbers.tolist(), strict=True):
+            triples = zip(row_scores, documents, row_numbers, strict=False)
+            best = sorted(triples, key=lambda triple: triple[:2], reverse=True)[:top_k]
+            yield [number for _, _, number in best], [score for score, _, _ in best]
+
+    def _prompt(self, task_metadata: Any, prompt_type: Any) -> str:
+        """In mteb's order: the prompt of the task, of its type, of queries or documents, the model's default."""
+        from mteb.models.abs_encoder import get_prompt_name
+
+        name = get_prompt_name(dict(self._settings.prompts), task_metadata, prompt_type)
+        return self._settings.default_prompt if name is None else self._settings.prompts[name]
+
+
+def _texts(batches: Iterable[Mapping[str, list[str]]]) -> Iterator[str]:
+    for batch in batches:
+        yield from batch["text"]
+
+
+def _text_batches(texts: Iterator[str], max_characters: int) -> Iterator[list[str]]:
+    """Texts of at most `max_characters` characters in total, or a single longer one."""
+    batch: list[str] = []
+    num_characters = 0
+    for text in texts:
+        if batch and num_characters + len(text) > max_characters:
+            yield batch
+            batch, num_characters = [], 0
+        batch.append(text)
+        num_characters += len(text)
+    if batch:
+        yield batch
+
 
 # mteb's types of tasks that are kinds of evaluation sets; other types keep mteb's names.
 _KINDS = {

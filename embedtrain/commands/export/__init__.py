@@ -1,15 +1,112 @@
 """`python -m embedtrain export run=runs/NAME step=latest output_dir=DIR`: convert a checkpoint to a model directory."""
 
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from embedtrain.commands.export.options import ExportOptions, compose, requested_export
-from embedtrain.config.checks import check_export
+from embedtrain.config.checks import check_export, check_sets
+from embedtrain.config.code import code_option
+from embedtrain.config.command_options import KindOptions, SetOptions, UploadOptions
+from embedtrain.config.compose import compose_command
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.parsing import parse_items
 from embedtrain.config.paths import require_run, require_sets
-from embedtrain.config.recipe import ADAPTER, ONNX
-from embedtrain.config.validation import written
+from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype, WeightsOf
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
-__all__ = ["ExportOptions", "compose", "require_paths", "run"]
+HELP = """embedtrain export: write a model directory from a checkpoint, and verify it
+
+  embedtrain export run=runs/NAME [option=value ...]
+  embedtrain export adapters='{TASK: runs/NAME, ...}' output_dir=DIR
+
+{options: run! step output_dir dtype formats sets push_to_hub check adapters}"""
+
+_TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+@dataclass(kw_only=True)
+class ExportOptions(KindOptions, SetOptions, UploadOptions):
+    """Options of `python -m embedtrain export`."""
+
+    run: str = ""  # output_dir of a run; this or adapters
+    # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
+    # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
+    adapters: Any = None
+    base: str | None = None  # base model of the adapters, as ID@REVISION; default: the recipe's model.path
+    step: str = "latest"  # latest, best, or a step's number
+    weights_of: WeightsOf | None = None  # default: the moving average if the run has one (optim.ema)
+    output_dir: str | None = None  # default: model/ in the run's directory
+    formats: list[str] | None = None  # default: the recipe's export.formats
+    dtype: ExportDtype | None = None  # default: the recipe's export.dtype
+    truncate_dim: int | None = None  # vectors have only the first so many dimensions; default: the recipe's
+    rope_theta: float | None = None  # base of the rotary positions; default: the recipe's export.rope_theta
+    max_file_size: str | None = None  # default: the recipe's export.max_file_size
+    onnx_min_agreement: float | None = None  # default: the recipe's export.onnx_min_agreement
+    check: bool | None = None  # reopen and compare; default: the recipe's export.check
+    # Largest decrease of the main metric of a set, from the graph of onnx to a smaller one: more fails the export.
+    max_metric_loss: float = 0.02
+    # Execute Python code in the run directory; its recipe cannot allow that
+    trust_remote_code: bool = code_option(False, "run", "adapters", "base")
+
+    @property
+    def export(self) -> ExportConfig:
+        """The options of the directory that is written, with defaults in place of those of the run's recipe."""
+        return requested_export(self, ExportConfig())
+
+    @property
+    def runs(self) -> list[str]:
+        """The output directories of the runs that are read."""
+        return list(self.adapters.values()) if self.adapters else [self.run] if self.run else []
+
+
+def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
+    """The export options of the recipe, overridden by those of the command line.
+
+    The command line alone decides about an upload: the recipe's `push_to_hub` is for the last step of the run.
+    """
+    overrides = {
+        name: getattr(options, name)
+        for name in ("formats", "dtype", "truncate_dim", "rope_theta", "max_file_size", "onnx_min_agreement", "check")
+    }
+    return replace(
+        recipe,
+        **{name: value for name, value in overrides.items() if value is not None},
+        push_to_hub=options.push_to_hub,
+        private=options.private,
+    )
+
+
+def _check_adapters(options: ExportOptions, check: OptionChecks) -> None:
+    is_mapping = isinstance(options.adapters, dict) and all(isinstance(run, str) for run in options.adapters.values())
+    example = "must be a mapping of tasks to runs, such as {retrieval: runs/a, clustering: runs/b}"
+    check.require(is_mapping and bool(options.adapters), "adapters", example)
+    check.require(not options.run, "run", "and adapters are both set; keep one")
+    check.require(options.output_dir is not None, "output_dir", "is missing; adapters need a directory of their own")
+    is_plain = options.formats in (None, ["sentence_transformers"])
+    check.require(is_plain, "formats", "a directory of adapters has no other format; leave it out")
+    for task in options.adapters:
+        if not isinstance(task, str) or not _TASK.fullmatch(task):
+            raise ConfigError(
+                f"adapters: {task!r} cannot be the name of a task, which is that of a folder: write letters, digits, "
+                "_ and -, beginning with a letter"
+            )
+
+
+def compose(arguments: list[str]) -> ExportOptions:
+    """The options, checked."""
+    options = compose_command("export", ExportOptions, arguments, HELP)
+    check = OptionChecks(options)
+    if options.adapters is not None:
+        _check_adapters(options, check)
+    options.sets = parse_items(options.sets, EvaluationSet, "sets")
+    check_sets(options.sets, "sets")
+    check.at_least(1, "subset", "null takes all queries or rows")
+    check.require(0 <= options.max_metric_loss <= 1, "max_metric_loss", "must be a number from 0 to 1")
+    check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
+    check_export(options.export)
+    return options
 
 
 def require_paths(options: ExportOptions) -> None:
@@ -21,10 +118,8 @@ def require_paths(options: ExportOptions) -> None:
 
 def run(options: ExportOptions) -> Path:
     """Read a checkpoint in one process, write the model directory, reopen and verify it; returns the directory."""
-    from embedtrain.commands.export.adapters import export_adapters
-    from embedtrain.commands.export.convert import export_checkpoint
+    from embedtrain.commands.export.convert import export_adapters, export_checkpoint, open_run
     from embedtrain.commands.export.graph_metrics import graph_metrics
-    from embedtrain.commands.export.runs import open_run
     from embedtrain.formats.hub import require_export_support, upload_model
     from embedtrain.formats.replacement import require_replaceable
     from embedtrain.inference.loading.load import quiet_libraries

@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from embedtrain.commands.export.options import ExportOptions
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ONNX
@@ -19,6 +19,9 @@ from embedtrain.inference.loading.graph import load_graph
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
+
+if TYPE_CHECKING:
+    from embedtrain.commands.export import ExportOptions
 
 _CHUNK_TOKENS = 16384
 _DEPTH = 100  # documents of BM25 that a reranker orders
@@ -58,7 +61,7 @@ class GraphMetrics:
 
 
 @contextlib.contextmanager
-def graph_metrics(options: ExportOptions, kind: str, console: Console) -> Iterator[GraphMetrics | None]:
+def graph_metrics(options: "ExportOptions", kind: str, console: Console) -> Iterator[GraphMetrics | None]:
     """The metrics on the sets that the command names; None without sets."""
     if not options.sets:
         yield None

@@ -1,15 +1,75 @@
 """`torchrun -m embedtrain filter model=DIR data=[PATH,...] output_dir=DIR`: a consistency filter on all ranks."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embedtrain.commands.filter.options import FilterOptions, compose
-from embedtrain.mining.options import require_inputs
+from embedtrain.config.command_options import SeedOptions
+from embedtrain.config.compose import compose_command
+from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.parsing import parse_sources
+from embedtrain.config.validation import OptionChecks
+from embedtrain.mining.options import RowSearchOptions, check_row_search, require_inputs
 
-if TYPE_CHECKING:  # keeps `--help` free of torch
+if TYPE_CHECKING:
     from embedtrain.tracking.console import Console
 
-__all__ = ["FilterOptions", "compose", "require_paths", "run"]
+HELP = f"""embedtrain filter: keep the training rows whose positives a model ranks high
+
+  embedtrain filter model=DIR data=[PATH,...] output_dir=DIR [option=value ...]
+  torchrun --nproc-per-node 8 -m embedtrain filter model=DIR data=[PATH,...] ...
+
+PATH: whatever training reads. A positive is ranked among all documents of all
+rows, and of corpus. The same command resumes, on any number of ranks.
+
+{{options: model! data! output_dir! corpus keep_rank pool min_score teacher
+  annotate query_prompt precision}}
+
+{LAUNCH_HELP}"""
+
+
+@dataclass(kw_only=True)
+class FilterOptions(RowSearchOptions, SeedOptions):
+    """Options of `python -m embedtrain filter`."""
+
+    # A positive is kept if at most keep_rank - 1 documents score higher, other positives of its query and documents
+    # that equal one not counted. KaLM-Embedding-V2: 50; E5 and nomic: 2, with pool=1000000. Null: any rank.
+    keep_rank: int | None = 50
+    # Documents that each positive is ranked among: those of its part of a random partition into parts of about this
+    # size. Null: all documents.
+    pool: int | None = None
+    # Write every row with the columns `rank` and `score`, which have a number for each positive, and reject none:
+    # `where` of a source, such as "rank <= 2", then chooses rows each time they are read.
+    annotate: bool = False
+
+
+def compose(arguments: list[str]) -> FilterOptions:
+    """The options, checked."""
+    options = compose_command("filter", FilterOptions, arguments, HELP)
+    options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
+    check_row_search(options)
+    check = OptionChecks(options)
+    check.at_least(1, "keep_rank", "null for any rank")
+    check.at_least(2, "pool", "null for all documents")
+    check.number("min_score", "null for no limit")
+    check.seed("seed")
+    check.require(
+        options.keep_rank is not None or options.min_score is not None or options.annotate,
+        "keep_rank",
+        "without min_score keeps every row; write a rank such as 50, or a min_score",
+    )
+    check.require(
+        options.pool is None or options.keep_rank is not None or options.annotate,
+        "pool",
+        "has no effect without keep_rank; leave it out",
+    )
+    check.require(
+        options.teacher is None or options.min_score is not None or options.annotate,
+        "teacher",
+        "has no effect without min_score, which limits its scores",
+    )
+    return options
 
 
 def require_paths(options: FilterOptions) -> None:
@@ -22,8 +82,7 @@ def run(options: FilterOptions) -> list[Path]:
 
     Returns the files of kept rows, one for each source.
     """
-    from embedtrain.commands.filter.consistency import ConsistencyFilter
-    from embedtrain.commands.filter.summary import print_summary
+    from embedtrain.commands.filter.consistency import ConsistencyFilter, print_summary
     from embedtrain.mining.run import Finish, RowSearch, run_row_search
 
     def rank_positives(search: RowSearch, console: "Console") -> Finish:

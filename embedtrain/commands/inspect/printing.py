@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embedtrain.commands.inspect.costs import Cost
-from embedtrain.commands.inspect.rows import Duplicates, ExtraColumns
-from embedtrain.commands.inspect.sources import InspectedData, InspectedSource
-from embedtrain.commands.inspect.texts import Lengths, ShownText, TextStatistics
+from embedtrain.commands.inspect.sources import Duplicates, ExtraColumns, InspectedData, InspectedSource
+from embedtrain.commands.inspect.texts import Cost, Lengths, ShownText, TextStatistics
 from embedtrain.config.recipe import TrainConfig
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.sampling.plan import BatchPlan

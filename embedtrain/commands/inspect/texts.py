@@ -1,9 +1,9 @@
-"""The texts of a source: lengths in tokens or characters, keys of equal texts, and rows as the model receives them.
+"""The texts of a source: lengths in tokens or characters, equal texts, and what the model receives of rows and batches.
 
 R: rows; T: texts of one role, of all rows, row by row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,13 +11,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.commands.inspect.rows import RowKeys, batches_of
+from embedtrain.commands.inspect.sources import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
+from embedtrain.data.chunks import plan_chunks
 from embedtrain.data.rows import Example
 from embedtrain.data.text_format import Prompt, TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import TextRole
+from embedtrain.data.train_data import TrainData
+from embedtrain.data.types import BatchTokens, EncoderInputs, TextRole
 
 
 class UntruncatedTokenizer:
@@ -251,3 +253,57 @@ def _spans(starts: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np
 def _spread(count: int, limit: int) -> NDArray[np.int64]:
     """At most `limit` of `count` indices, evenly spread."""
     return np.arange(count) if count <= limit else np.arange(limit) * count // limit
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The mean cost of some batches."""
+
+    ranks: int
+    tokens: float  # real tokens of a batch over all ranks
+    chunks: float  # forward passes of a rank for a batch
+    padding: float  # fraction of computed tokens that are padding
+    imbalance: float  # computed tokens of the busiest rank, divided by the mean of all ranks
+
+
+def batch_cost(
+    data: TrainData,
+    batches: Sequence[int],
+    ranks: int,
+    chunk_tokens: int,
+    pass_overhead_tokens: int,
+    *,
+    packed: bool = False,
+    inputs: Callable[[BatchTokens], EncoderInputs],
+) -> Cost:
+    """The cost of these batches of tokenised data; for other arguments see `plan_chunks`.
+
+    `inputs` gives what the encoder computes of a batch: texts, or pairs of texts.
+    """
+    real, chunks, computed = 0, 0, []
+    for number in batches:
+        tokens = data.batch(number).tokens
+        assert tokens is not None
+        lengths = inputs(tokens).costs
+        plan = plan_chunks(lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
+        real, chunks = real + int(lengths.sum()), chunks + plan.num_chunks
+        computed.append(
+            [count_computed_tokens(plan.chunks_of_rank(rank), lengths, packed=packed) for rank in range(ranks)]
+        )
+    by_rank = np.array(computed, dtype=np.float64)
+    return Cost(
+        ranks,
+        real / len(batches),
+        chunks / len(batches),
+        1 - real / float(by_rank.sum()),
+        float((by_rank.max(axis=1) / by_rank.mean(axis=1)).mean()),
+    )
+
+
+def count_computed_tokens(
+    chunks: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], *, packed: bool = False
+) -> int:
+    """Tokens that a rank computes for its chunks of texts, padding included, unless they are packed."""
+    if packed:
+        return sum(int(lengths[chunk].sum()) for chunk in chunks)
+    return sum(len(chunk) * int(lengths[chunk].max()) for chunk in chunks if len(chunk))

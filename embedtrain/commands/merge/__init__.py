@@ -13,7 +13,7 @@ from embedtrain.errors import ConfigError
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.commands.merge.combine import Measures
     from embedtrain.commands.merge.members import Member
-    from embedtrain.commands.merge.merger import Merger
+    from embedtrain.commands.merge.search import Merger
     from embedtrain.distributed.world import World
     from embedtrain.tracking.console import Console
 
@@ -31,12 +31,16 @@ def require_paths(options: MergeOptions) -> None:
 
 def run(options: MergeOptions) -> Path:
     """Open the models, choose weights, write and verify the merged model; returns its directory, on every rank."""
-    from embedtrain.commands.merge.card import merge_record
     from embedtrain.commands.merge.combine import measure
-    from embedtrain.commands.merge.compatibility import require_compatible
-    from embedtrain.commands.merge.members import open_member, open_members, store_streams, verify_member
-    from embedtrain.commands.merge.merger import Merger
-    from embedtrain.commands.merge.output import locked_output, multiply_factors, write_merged
+    from embedtrain.commands.merge.members import (
+        open_member,
+        open_members,
+        require_compatible,
+        store_streams,
+        verify_member,
+    )
+    from embedtrain.commands.merge.output import locked_output, merge_record, multiply_factors, write_merged
+    from embedtrain.commands.merge.search import Merger
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.hub import require_export_support, upload_model
     from embedtrain.formats.replacement import require_replaceable
@@ -117,7 +121,7 @@ def _weights(
 
 def _report_cosines(members: "Sequence[Member]", measures: "Measures", console: "Console") -> list[list[float]]:
     """Print how far the models are from each other; returns the cosines of all pairs."""
-    from embedtrain.commands.merge.coefficients import cosine_and_distance
+    from embedtrain.commands.merge.combine import cosine_and_distance
 
     cosines = [[1.0] * len(members) for _ in members]
     for first, member in enumerate(members):

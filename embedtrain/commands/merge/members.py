@@ -1,13 +1,17 @@
-"""Opens the models to merge: their settings, and where their weights are stored."""
+"""Opens the models to merge: their settings, where their weights are stored, and whether they fit."""
 
+import itertools
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import ENCODER, WEIGHTS
@@ -19,9 +23,16 @@ from embedtrain.checkpoint.step_directory import (
     open_checkpoint,
     step_path,
 )
-from embedtrain.checkpoint.tensor_files import TensorSpec, require_fit
+from embedtrain.checkpoint.tensor_files import (
+    DTYPES_BY_NAME,
+    RowWriter,
+    TensorReader,
+    TensorSpec,
+    bytes_of,
+    file_layout,
+    require_fit,
+)
 from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_steps
-from embedtrain.commands.merge.stored_weights import StoredTensor, tensors_of_checkpoint, tensors_of_file, write_stream
 from embedtrain.config.compose import load_recipe
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe, WeightsOf
@@ -33,14 +44,144 @@ from embedtrain.formats.weights import WeightStream
 from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
+from embedtrain.models.compatibility import different_setting, different_tokens
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.hub import split_revision
 from embedtrain.models.security import require_no_links
 from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.models.stored_weights import stored_dtype
+from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.metrics import metrics_at
 from embedtrain.utils.files import expand_user
+
+_LENGTH = struct.Struct("<Q")  # of a safetensors header
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows [first, end) of a tensor, contiguous in a file."""
+
+    path: Path
+    offset: int  # bytes
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in one file or several, or a small one in memory."""
+
+    spec: TensorSpec
+    parts: tuple[StoredRows, ...] = ()
+    value: Tensor | None = None
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Rows [start, end) in host memory; of a scalar, [0, 1) is the scalar itself.
+
+        Raises CheckpointError if a file cannot be read, or is too short.
+        """
+        if self.value is not None:
+            return self.value[start:end] if self.value.dim() else self.value
+        rows = torch.empty((end - start, *self.spec.shape[1:]) if self.spec.shape else (), dtype=self.spec.dtype)
+        buffer, row_bytes = bytes_of(rows), self.spec.row_bytes
+        for part in self.parts:
+            low, high = max(start, part.first), min(end, part.end)
+            if low < high:
+                target = buffer[(low - start) * row_bytes : (high - start) * row_bytes]
+                _read_into(part.path, part.offset + (low - part.first) * row_bytes, target)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [start, end) of a tensor: what is read, combined and written at a time."""
+
+    name: str
+    start: int
+    end: int
+
+
+def tensors_of_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file. Raises ModelError if it is damaged, or has a type that is not supported."""
+    try:
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES_BY_NAME:
+                raise ModelError(f"{path}: {name} has the type {entry['dtype']}, which cannot be merged")
+            spec = TensorSpec(DTYPES_BY_NAME[entry["dtype"]], tuple(entry["shape"]))
+            offset = _LENGTH.size + length + entry["data_offsets"][0]
+            tensors[name] = StoredTensor(spec, (StoredRows(path, offset, 0, spec.num_rows),))
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
+    return tensors
+
+
+def tensors_of_checkpoint(reader: TensorReader, prefix: str) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint whose names have a prefix, by their names without it."""
+    files, tensors = reader.files, {}
+    for name, spec in reader.specs.items():
+        if name.startswith(prefix):
+            parts = []
+            for shard in files.tensor_shards(name):
+                (first, end), (file, offset, size) = files.row_bounds(name, shard), files.byte_range(name, shard)
+                if size:
+                    parts.append(StoredRows(reader.folder / file, offset, first, end))
+            tensors[name.removeprefix(prefix)] = StoredTensor(spec, tuple(parts))
+    return tensors
+
+
+def write_stream(path: Path, weights: WeightStream) -> None:
+    """Write weights that can only be read in order, one tensor at a time, into a safetensors file."""
+    layout = file_layout(weights.specs)
+    with RowWriter(path, layout, writes_header=True) as writer:
+        for name, first, rows in weights.rows:
+            if name in weights.specs:
+                writer.write(name, rows.detach().to("cpu", weights.specs[name].dtype), first)
+
+
+def split_pieces(specs: Mapping[str, TensorSpec], max_values: int) -> list[Piece]:
+    """Pieces of all tensors with at most so many values each, or one row."""
+    pieces = []
+    for name, spec in specs.items():
+        width = max(1, spec.row_bytes // spec.dtype.itemsize)
+        step = max(1, max_values // width)
+        bounds = itertools.chain(range(0, spec.num_rows, step), [spec.num_rows])
+        pieces += [Piece(name, start, end) for start, end in itertools.pairwise(bounds)]
+    return pieces
+
+
+def pieces_of_rank(
+    pieces: Sequence[Piece], specs: Mapping[str, TensorSpec], rank: int, world_size: int
+) -> Iterator[Piece]:
+    """A contiguous part of the pieces, such that each rank has about as many bytes."""
+    total = sum(specs[piece.name].row_bytes * (piece.end - piece.start) for piece in pieces)
+    done = 0
+    for piece in pieces:
+        size = specs[piece.name].row_bytes * (piece.end - piece.start)
+        if min(world_size - 1, (2 * done + size) * world_size // (2 * max(1, total))) == rank:
+            yield piece
+        done += size
+
+
+def _read_into(path: Path, offset: int, target: memoryview) -> None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while target:
+                count = file.readinto(target)
+                if not count:
+                    raise CheckpointError(f"{path} is damaged: it ends before byte {offset + len(target)}")
+                target = target[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
 
 _OPTION_NAMES = ("kind", "pooling", "trust_remote_code")
 
@@ -293,3 +434,72 @@ def store_streams(members: list[Member], folder: Path, world: World) -> list[Mem
             specs = {name: tensors[name].spec for name in members[index].specs}
             stored[index] = replace(members[index], tensors=tensors, specs=specs)
     return stored
+
+
+def require_compatible(members: Sequence[Member]) -> list[str]:
+    """Warnings about differences that do not matter for the weights.
+
+    Raises ModelError for models that differ in tensors, in what surrounds them, or in their tokenizers, with both
+    values and the names of the models.
+    """
+    first, *others = members
+    warnings = []
+    for other in others:
+        _compare_tensors(first, other)
+        _compare_settings(first, other)
+        warnings += _differences_of_prompts(first, other)
+    tokenizer = load_tokenizer(first.source)
+    compared = {first.source.directory}
+    for other in others:
+        if other.source.directory not in compared:
+            compared.add(other.source.directory)
+            difference = different_tokens(tokenizer, load_tokenizer(other.source))
+            if difference is not None:
+                raise ModelError(f"{other.name} cannot be merged with {first.name}: {difference}")
+    return warnings
+
+
+def shown_name(name: str) -> str:
+    """The name of a weight without the encoder's own prefix."""
+    return name.removeprefix("backbone.")
+
+
+def _compare_tensors(first: Member, other: Member) -> None:
+    missing = [name for name in first.specs if name not in other.specs]
+    extra = [name for name in other.specs if name not in first.specs]
+    for names, owner, lacking in ((missing, first, other), (extra, other, first)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(
+                f"{other.name} cannot be merged with {first.name}: {owner.name} has the tensor {shown_name(names[0])}"
+                f"{more}, which {lacking.name} lacks"
+            )
+    for name, spec in first.specs.items():
+        if other.specs[name].shape != spec.shape:
+            raise ModelError(
+                f"{other.name} cannot be merged with {first.name}: {shown_name(name)} has the shape "
+                f"{list(other.specs[name].shape)}, not {list(spec.shape)}"
+            )
+        if other.specs[name].dtype.is_floating_point is not spec.dtype.is_floating_point:
+            raise ModelError(
+                f"{other.name} cannot be merged with {first.name}: {shown_name(name)} has the type "
+                f"{other.specs[name].dtype}, not {spec.dtype}"
+            )
+
+
+def _compare_settings(first: Member, other: Member) -> None:
+    difference = different_setting(first.source, other.source)
+    if difference is not None:
+        raise ModelError(f"{other.name} cannot be merged with {first.name}: {difference}")
+
+
+def _differences_of_prompts(first: Member, other: Member) -> list[str]:
+    warnings = []
+    for role in sorted(first.source.prompts.keys() | other.source.prompts.keys()):
+        prompts = [member.source.prompts.get(role, "") for member in (first, other)]
+        if prompts[0] != prompts[1]:
+            warnings.append(
+                f"the prompt {role} of {other.name} is {prompts[1]!r}, that of {first.name} {prompts[0]!r}: "
+                "settings_from chooses the model whose prompts are written"
+            )
+    return warnings

@@ -6,17 +6,25 @@ Each rank computes its own rows of a candidate from the files of all members.
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from embedtrain.commands.merge.combine import combined_tensors, merged_rows
-from embedtrain.commands.merge.merger import Combine, Merger
-from embedtrain.commands.merge.options import FindOptions, SearchMethod
-from embedtrain.commands.merge.stored_weights import Piece, split_pieces
+from embedtrain.commands.merge.combine import (
+    Coefficients,
+    Measures,
+    Progress,
+    combined_tensors,
+    linear_rows,
+    merged_rows,
+    thresholds,
+    ties_rows,
+)
+from embedtrain.commands.merge.members import Member, Piece, split_pieces
+from embedtrain.commands.merge.options import FindOptions, MergeMethod, MergeOptions, SearchMethod
 from embedtrain.config.recipe import ParallelConfig
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.weights import row_range
@@ -30,6 +38,44 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel, load_model, verify_packing
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.tracking.console import Console
+
+Combine = Callable[[Piece], Tensor]  # rows in float64
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Models whose weights were measured; of methods with a base, the last member is the base."""
+
+    options: MergeOptions
+    members: Sequence[Member]
+    measures: Measures
+    kept: Mapping[str, Sequence[float]] = field(default_factory=dict)  # thresholds of TIES
+
+    @classmethod
+    def prepare(
+        cls, options: MergeOptions, members: Sequence[Member], measures: Measures, world: World, progress: Progress
+    ) -> "Merger":
+        """Measure what the method needs besides inner products. A collective."""
+        if options.method is not MergeMethod.ties:
+            return cls(options, members, measures)
+        kept = thresholds(members[:-1], members[-1], options.density, world, progress)
+        return cls(options, members, measures, kept)
+
+    def merged(self, weights: Sequence[float]) -> Combine:
+        """The merged model. Raises ConfigError for `parts` that do not fit the models."""
+        coefficients = Coefficients(self.options, self.measures, weights)
+        if self.options.method is MergeMethod.ties:
+            *members, base = self.members
+            return lambda piece: ties_rows(
+                members, base, piece, coefficients.weights_of(piece.name), self.kept, self.options.scale
+            )
+        by_name = {name: coefficients.of(name) for name in self.measures.grams}
+        return lambda piece: linear_rows(self.members, piece, by_name[piece.name])
+
+    def member(self, index: int) -> Combine:
+        """One of the models as it is."""
+        return lambda piece: linear_rows([self.members[index]], piece, [1.0])
+
 
 # The value of weights on the sets that choose them, measured once for each.
 Score = Callable[[list[float]], float]

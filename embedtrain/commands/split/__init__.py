@@ -12,9 +12,7 @@ from embedtrain.utils.files import expand_user
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from embedtrain.commands.split.groups import Split
-    from embedtrain.commands.split.rows import SplitSource
-    from embedtrain.commands.split.writing import SplitCounts
+    from embedtrain.commands.split.writing import Split, SplitCounts, SplitSource
     from embedtrain.config.recipe import TrainSource
 
 __all__ = ["SplitOptions", "compose", "require_paths", "run"]
@@ -33,9 +31,14 @@ def require_paths(options: SplitOptions) -> None:
 
 def run(options: SplitOptions) -> None:
     """Read the keys of all rows, choose the held-out groups, write both sides, and print what was written."""
-    from embedtrain.commands.split.groups import RowKeys, choose_held_out
-    from embedtrain.commands.split.rows import file_names, open_sources
-    from embedtrain.commands.split.writing import require_new, write_split
+    from embedtrain.commands.split.writing import (
+        RowKeys,
+        choose_held_out,
+        file_names,
+        open_sources,
+        require_new,
+        write_split,
+    )
 
     output_dir = expand_user(options.output_dir)
     sources = open_sources(options.data, options.on_error, options.cache_dir)

@@ -1,12 +1,67 @@
 """`torchrun -m embedtrain static model=DIR dims=256 output_dir=DIR`: a static embedding model on all ranks."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from embedtrain.commands.static.options import StaticOptions, compose
+from embedtrain.config.command_options import (
+    CheckOptions,
+    ModelOptions,
+    OutputOptions,
+    PoolingOptions,
+    PrecisionOptions,
+    RankOptions,
+    ShardOptions,
+)
+from embedtrain.config.compose import compose_command
+from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.paths import require_models
+from embedtrain.config.recipe import ExportDtype
+from embedtrain.config.validation import OptionChecks
 from embedtrain.utils.files import expand_user
 
-__all__ = ["StaticOptions", "compose", "require_paths", "run"]
+HELP = f"""embedtrain static: a static embedding model from a model
+
+  embedtrain static model=DIR dims=256 output_dir=DIR [option=value ...]
+
+Each token of the vocabulary is encoded alone. The result is a table of vectors,
+whose mean over the tokens of a text is its vector: no transformer, and no GPU.
+
+{{options: model! output_dir! dims sif_coefficient max_length dtype}}
+
+{LAUNCH_HELP}
+
+Train it further as any model:
+  embedtrain train recipe=NAME model.path=DIR optim.lr=0.01 ..."""
+
+
+@dataclass(kw_only=True)
+class StaticOptions(
+    ModelOptions, PoolingOptions, OutputOptions, CheckOptions, ShardOptions, PrecisionOptions, RankOptions
+):
+    """Options of `python -m embedtrain static`."""
+
+    dims: int | None = 256  # principal components of the tokens' vectors that are kept; null: all dimensions
+    # a in the weight a / (a + p) of a token, whose frequency p is that of its rank in the vocabulary by Zipf's law;
+    # null: all tokens weigh the same.
+    sif_coefficient: float | None = 1e-4
+    max_length: int = 512  # tokens of a text that the static model averages; a table has no limit of its own
+
+    dtype: ExportDtype = ExportDtype.fp32  # in which the table is written; source: fp32
+
+
+def compose(arguments: list[str]) -> StaticOptions:
+    """The options, checked."""
+    options = compose_command("static", StaticOptions, arguments, HELP)
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the static model")
+    check.at_least(1, "dims")
+    if options.sif_coefficient is not None:
+        check.positive("sif_coefficient")
+    check.length("max_length")
+    check.at_least(1, "chunk_tokens")
+    check.positive("timeout")
+    return options
 
 
 def require_paths(options: StaticOptions) -> None:

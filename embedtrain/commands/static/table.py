@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain import __version__
-from embedtrain.commands.static.options import StaticOptions
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ExportConfig, Pooling
 from embedtrain.data.tokens import Layout, TextTokenizer
@@ -34,6 +34,9 @@ from embedtrain.kinds.dense.data import StaticLayout
 from embedtrain.models.static_embedding import TABLE, StaticConfig, is_static
 from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.tracking.console import Console
+
+if TYPE_CHECKING:
+    from embedtrain.commands.static import StaticOptions
 
 # Tokens that no text has, such as those of BERT and of Gemma.
 _UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
@@ -63,7 +66,7 @@ class SingleTokens(Layout):
         return Tokens.of([[*self.before, int(text), *self.after] for text in texts])
 
 
-def require_distillable(model: LoadedModel, options: StaticOptions) -> None:
+def require_distillable(model: LoadedModel, options: "StaticOptions") -> None:
     """A ConfigError for a model without a transformer, with too few dimensions, or with a tokenizer in Python."""
     if is_static(model.source.config):
         raise ConfigError(f"model={options.model}: is a static embedding model already; write a transformer")
@@ -72,7 +75,7 @@ def require_distillable(model: LoadedModel, options: StaticOptions) -> None:
         raise ConfigError(f"model={options.model}: its tokenizer has no tokenizer.json, which a static model needs")
 
 
-def make_table(model: LoadedModel, options: StaticOptions, world: World, console: Console) -> Tensor:
+def make_table(model: LoadedModel, options: "StaticOptions", world: World, console: Console) -> Tensor:
     """The table, float32 [V, D], the same on every rank. A collective.
 
     The principal components are those of the tokens that occur in texts, less their mean.
@@ -129,7 +132,7 @@ def sif_weights(occurs: NDArray[np.bool_], coefficient: float | None) -> Tensor:
 
 
 def write_table(
-    table: Tensor, model: LoadedModel, options: StaticOptions, output_dir: Path, console: Console
+    table: Tensor, model: LoadedModel, options: "StaticOptions", output_dir: Path, console: Console
 ) -> ExportResult:
     """Write the directory, which replaces `output_dir` once sentence-transformers opens it with equal vectors."""
     source = ModelSource(

@@ -15,15 +15,16 @@ from embedtrain.commands.submit.options import (
 )
 from embedtrain.commands.submit.sbatch import (
     PartitionLimits,
+    directives,
     models_to_download,
     partition_limits,
+    render_script,
     require_local_paths,
     require_no_active_job,
     require_sbatch,
     save_script,
     submit,
 )
-from embedtrain.commands.submit.script import directives, render_script
 from embedtrain.commands.submit.slurm_options import SlurmConfig, ranks_per_node
 from embedtrain.errors import ConfigError
 

@@ -1,11 +1,63 @@
 """`python -m embedtrain trim model=DIR data=[PATH,...] top=64000 output_dir=DIR`: a smaller vocabulary for a model."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from embedtrain.commands.trim.options import TrimOptions, compose
+from embedtrain.config.checks import check_train_sources
+from embedtrain.config.command_options import (
+    CorpusOptions,
+    KindOptions,
+    ModelOptions,
+    PoolingOptions,
+    RowsOptions,
+    WrittenModelOptions,
+)
+from embedtrain.config.compose import compose_command
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.parsing import parse_sources
 from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
 
-__all__ = ["TrimOptions", "compose", "require_paths", "run"]
+HELP = """embedtrain trim: a smaller vocabulary for a model
+
+  embedtrain trim model=DIR data=[PATH,...] top=64000 output_dir=DIR ...
+
+Texts of which all tokens are kept are tokenized as before, and have exactly the
+same outputs.
+
+{options: model! output_dir! data corpus top min_count dtype}"""
+
+
+@dataclass(kw_only=True)
+class TrimOptions(ModelOptions, KindOptions, PoolingOptions, RowsOptions, CorpusOptions, WrittenModelOptions):
+    """Options of `python -m embedtrain trim`."""
+
+    top: int | None = None  # maximum number of tokens to keep, the most frequent ones; null: no maximum
+    min_count: int = 1  # how often a token that is kept occurs at least
+
+
+def compose(arguments: list[str]) -> TrimOptions:
+    """The options, checked."""
+    options = compose_command("trim", TrimOptions, arguments, HELP)
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    if options.kind is not None:
+        load_kind(options.kind, "kind")
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
+    check.at_least(1, "min_count")
+    check.at_least(1, "top", "null for no maximum")
+    options.corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
+    if not isinstance(options.corpus, list) or not all(isinstance(path, str) and path for path in options.corpus):
+        raise ConfigError(f"corpus={options.corpus}: must be a path or a list of paths")
+    if options.data:
+        options.data = parse_sources(options.data, "data", InfoNCEConfig())
+        check_train_sources(options.data, "data")
+    check.require(
+        bool(options.data or options.corpus), "data", "is missing, and corpus as well: write texts to count tokens of"
+    )
+    return options
 
 
 def require_paths(options: TrimOptions) -> None:

@@ -1,4 +1,4 @@
-"""Options of `python -m embedtrain report`, whose command line also takes directories of runs as they are."""
+"""`python -m embedtrain report runs/NAME [runs/OTHER ...] [output=FILE]`: runs on one HTML page."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from embedtrain.config.arguments import quote_value
 from embedtrain.config.compose import compose_command
 from embedtrain.config.validation import OptionChecks, require_single_process
+from embedtrain.utils.files import expand_user
 
 HELP = """embedtrain report: one or several runs on one page, as an HTML file
 
@@ -42,3 +43,19 @@ def compose(arguments: list[str]) -> ReportOptions:
 def _is_option(argument: str) -> bool:
     """A directory of a sweep may have a `=` in its name."""
     return argument.startswith(("-", "output=", "runs=", "hydra.")) or ("=" in argument and not Path(argument).exists())
+
+
+def run(options: ReportOptions) -> None:
+    """Read the directories of the runs and write the page; nothing else is changed, even if a run is in progress."""
+    from embedtrain.errors import DataError
+    from embedtrain.report.page import COMPARISON_FILE, REPORT_FILE, write_report
+    from embedtrain.tracking.console import Console
+
+    directories = [expand_user(run) for run in options.runs]
+    name = REPORT_FILE if len(directories) == 1 else COMPARISON_FILE
+    path = expand_user(options.output) if options.output else directories[0] / name
+    try:
+        write_report(directories, path)
+    except OSError as error:
+        raise DataError(f"output={path} cannot be written: {error.strerror or error}") from error
+    Console().note(f"report: {path}")

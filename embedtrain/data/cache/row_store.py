@@ -89,21 +89,23 @@ class ArrowRows:
     def __init__(self, directory: Path, files: Sequence[ArrowFile], owner: Any = None) -> None:
         self._owner = owner
         try:
-            self._readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
+            readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{directory}: cached rows cannot be opened: {error}") from error
         # For each batch: its file and its index in the file; its first row; its size in bytes.
         numbers = [(i, j) for i, file in enumerate(files) for j in range(len(file.rows))]
-        self._indices = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+        indices = np.array(numbers, dtype=np.int64).reshape(-1, 2)
         self.batch_starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
         self.batch_bytes = np.array([size for file in files for size in file.num_bytes], dtype=np.int64)
-        # Opening a batch makes the system read it ahead, which takes ten times as long as reading a row.
-        self.batch = functools.lru_cache(MAX_OPEN_BATCHES)(self._batch)
 
-    def _batch(self, batch: int) -> pa.RecordBatch:
-        """One batch: the columns of TEXTS, and the EXTRA_COLUMNS that its file has."""
-        file, index = self._indices[batch].tolist()
-        return self._readers[file].get_batch(index)
+        # Refers to no `self`: the rows, and their owner, are freed with their last user.
+        def batch(number: int) -> pa.RecordBatch:
+            """One batch: the columns of TEXTS, and the EXTRA_COLUMNS that its file has."""
+            file, index = indices[number].tolist()
+            return readers[file].get_batch(index)
+
+        # Opening a batch makes the system read it ahead, which takes ten times as long as reading a row.
+        self.batch = functools.lru_cache(MAX_OPEN_BATCHES)(batch)
 
     def row(self, row: int) -> tuple[Example, int]:
         """The row without its location, and its line in its piece of the file."""

@@ -41,7 +41,8 @@ class XTR(ExcludingLoss):
 
     The loss of query i is -log softmax, at its positive, of the scores above, divided by a temperature, over the
     documents of all ranks. Tokens of excluded documents, such as duplicates of the positive, are retrieved as well.
-    Products equal to the k-th largest are all retrieved. Logs `accuracy` and a trained `temperature`, as InfoNCE does.
+    Products equal to the k-th largest are all retrieved; around a ring, where equal vectors are compared in blocks of
+    their ranks, also those that differ by rounding. Logs `accuracy` and a trained `temperature`, as InfoNCE does.
 
     A rank holds the rows of all documents, or of one rank at a time, and a few of its queries' maxima.
     """
@@ -264,7 +265,9 @@ class _Statistics(Reducer):
 
 
 def _thresholds(products: Tensor) -> Tensor:
-    return products.amin(dim=1, keepdim=True)
+    """The k-th largest products, [Q, 1], less their rounding error: equal vectors of two ranks are retrieved alike."""
+    smallest, largest = products.amin(dim=1, keepdim=True), products.abs().amax(dim=1, keepdim=True)
+    return smallest - rounding_tolerance(products) * largest.masked_fill(largest == torch.inf, 0.0)
 
 
 def _finite(values: Tensor) -> Tensor:

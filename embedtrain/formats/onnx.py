@@ -29,7 +29,7 @@ from embedtrain.formats.graph_session import open_graph
 from embedtrain.formats.model_files import ProbeRows
 from embedtrain.formats.transformers import open_tokenizer, tokenize_padded
 from embedtrain.formats.verify import PROBES, require_close
-from embedtrain.models.attention_mask import traceable_masks
+from embedtrain.models.attention import traceable_masks
 from embedtrain.models.hub import one_line
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.formatting import format_bytes

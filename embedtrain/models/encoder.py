@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
-from embedtrain.models.attention_mask import known_padding
-from embedtrain.models.early_exits import EarlyExits
+from embedtrain.models.attention import known_padding
+from embedtrain.models.blocks import EarlyExits
 from embedtrain.models.pooling import POOLING, PooledTokens, build_pooling
 
 _BACKBONE = "backbone."

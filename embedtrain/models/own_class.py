@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from embedtrain.data.types import Chunk
-from embedtrain.models.attention_mask import known_padding
+from embedtrain.models.attention import known_padding
 from embedtrain.models.encoder import Encoder, Head, has_token_types
 from embedtrain.models.stored_weights import TensorLocation
 

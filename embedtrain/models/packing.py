@@ -34,8 +34,7 @@ from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.data.types import Chunk, PackedKeys, Packing
-from embedtrain.models.attention_kernels import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit
-from embedtrain.models.attention_mask import without_reads
+from embedtrain.models.attention import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit, without_reads
 from embedtrain.models.encoder import Encoder, PooledHead, hidden_size, prepare_backbone
 from embedtrain.models.hub import one_line
 

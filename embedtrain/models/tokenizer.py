@@ -12,8 +12,7 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.export_record import verify_settings
 from embedtrain.models.hub import resolve_directory
-from embedtrain.models.positions import num_positions
-from embedtrain.models.rope import batch_independent_length, has_rotary_positions
+from embedtrain.models.rope import batch_independent_length, has_rotary_positions, num_positions
 from embedtrain.models.static_embedding import is_static, read_static_tokenizer
 from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 from embedtrain.models.types import ModelSource

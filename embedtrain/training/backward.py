@@ -22,7 +22,7 @@ from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.encoded import split_queries
 from embedtrain.losses.types import Loss, LossOutput, RowSources
-from embedtrain.models.attention_kernels import grad_independent_attention
+from embedtrain.models.attention import grad_independent_attention
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.profile import BACKWARD, ENCODE, LOSS, span
 from embedtrain.training.rank_batch import RankBatch

@@ -38,8 +38,8 @@ from embedtrain.evaluation.sets import check_paths, load_sets, set_name
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Variant, check_sets_of_kind, metric_names
 from embedtrain.formats.hub import require_export_support
 from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
+from embedtrain.models.blocks import ExitPath, exit_path
 from embedtrain.models.build import build_encoder
-from embedtrain.models.early_exits import ExitPath, exit_path
 from embedtrain.models.hub import download_configuration, require_hub_id, split_revision
 from embedtrain.models.rope import set_rope_theta
 from embedtrain.models.source import open_model_source

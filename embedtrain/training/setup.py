@@ -25,7 +25,7 @@ from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
 from embedtrain.losses.types import FROM_ROWS, Loss
-from embedtrain.models.early_exits import EarlyExits
+from embedtrain.models.blocks import EarlyExits
 from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.planning.memory import StepWorkload
 from embedtrain.tracking.tracker import Tracker, describe_peak_memory

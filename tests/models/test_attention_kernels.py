@@ -17,7 +17,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
-from embedtrain.models.attention_kernels import select_flash_attention, use_flash_attention_2
+from embedtrain.models.attention import select_flash_attention, use_flash_attention_2
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.packing import enable_packing
 from tests.models.test_late_interaction import EXPANSION, late_interaction, open_model

@@ -31,7 +31,7 @@ from embedtrain.kinds.cross_encoder.data import PairLayout, read_pair_format
 from embedtrain.kinds.cross_encoder.model import ScoreHead
 from embedtrain.models.adapter_files import open_adapter, peft_key
 from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters
-from embedtrain.models.attention_kernels import CPU
+from embedtrain.models.attention import CPU
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
 from embedtrain.models.own_class import own_class_mismatch, own_name

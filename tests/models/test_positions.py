@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel
 
-from embedtrain.models.positions import num_positions
+from embedtrain.models.rope import num_positions
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24, "vocab_size": 90}
 

@@ -342,7 +342,7 @@ def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer")
 
 def _packing(recipe: Recipe) -> set[bool]:
     """On which machines, with a GPU or without, the model's texts are packed."""
-    from embedtrain.models.attention_kernels import CPU, KERNEL_CAPABILITY
+    from embedtrain.models.attention import CPU, KERNEL_CAPABILITY
     from embedtrain.models.build import build_encoder
     from embedtrain.models.packing import check_packing
     from embedtrain.models.source import open_model_source

@@ -14,7 +14,7 @@ from embedtrain.data.train_data import resolve_sources
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.inference.search_costs import SearchCosts, SearchWorkload, search_costs
-from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
+from embedtrain.models.attention import KERNEL_CAPABILITY
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing
 from embedtrain.models.sparse_head import words_per_block

@@ -35,8 +35,8 @@ from embedtrain.models.adapters import (
     frozen_dtype,
     initial_adapters,
 )
+from embedtrain.models.attention import compute_capability
 from embedtrain.models.attention_direction import attends_to_later_tokens
-from embedtrain.models.attention_kernels import compute_capability
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.encoder import Encoder

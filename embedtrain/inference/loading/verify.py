@@ -6,7 +6,7 @@ from embedtrain.config.recipe import Attention, ParallelConfig
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.models.attention_kernels import packing_limit, select_flash_attention, use_flash_attention_2
+from embedtrain.models.attention import packing_limit, select_flash_attention, use_flash_attention_2
 from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
 from embedtrain.models.packing import (
     PackingCheck,

@@ -307,7 +307,6 @@ class TrainSource:
     query_max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
     document_max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
     loss: Any = None  # options that differ from the recipe's loss, or another loss by `name`
-    temperature: float | None = None  # default: loss.temperature
     in_batch_negatives: bool | None = None  # default: loss.in_batch_negatives; false for a path with no_in_batch_neg
     # hard negatives per row, drawn from all of its negatives in each epoch; null: all
     negatives: int | None = option(7, at_least=0, hint="null for all of a row")

@@ -19,10 +19,8 @@ def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
     A ConfigError if the source sets an option that its loss does not have, or that conflicts with others.
     """
     config = loss if source.loss is None else source.loss
-    options = {"temperature": source.temperature, "in_batch_negatives": source.in_batch_negatives}
-    for option, value in options.items():
-        if value is not None:
-            config = _with_option(config, option, value, source.path)
+    if source.in_batch_negatives is not None:
+        config = _with_in_batch_negatives(config, source.in_batch_negatives, source.path)
     if config is not loss:
         try:
             check_loss(config)
@@ -72,30 +70,27 @@ def uses_batches_by_source(data: DataConfig, losses: Sequence[LossConfig]) -> bo
     check.require(
         not data.mixed_share or not differ,
         "mixed_share",
-        "sources set their own loss, temperature or in_batch_negatives, but a batch has only one loss; leave it out",
+        "sources set their own loss or in_batch_negatives, but a batch has only one loss; leave it out",
     )
     if differ and data.batches is BatchMode.mixed:
         raise ConfigError(
-            "data.batches=mixed: sources set their own loss, temperature or in_batch_negatives, but a batch has "
+            "data.batches=mixed: sources set their own loss or in_batch_negatives, but a batch has "
             "only one loss; write data.batches=by_source"
         )
     return differ or data.batches is BatchMode.by_source
 
 
-def _with_option(loss: LossConfig, option: str, value: Any, path: str) -> LossConfig:
-    if isinstance(loss, CombinedConfig) and any(_has(part, option) for part in loss.losses):
-        parts = [replace(part, **{option: value}) if _has(part, option) else part for part in loss.losses]
+def _with_in_batch_negatives(loss: LossConfig, value: bool, path: str) -> LossConfig:
+    option: dict[str, Any] = {"in_batch_negatives": value}
+    if isinstance(loss, CombinedConfig) and any(map(_has_in_batch_negatives, loss.losses)):
+        parts = [replace(part, **option) if _has_in_batch_negatives(part) else part for part in loss.losses]
         return replace(loss, losses=parts)
-    if _has(loss, option):
-        return replace(loss, **{option: value})
-    if (
-        option == "in_batch_negatives"
-        and value is False
-        and not isinstance(loss, SigLIPConfig | XTRConfig | DistillSimilaritiesConfig | CombinedConfig)
-    ):
+    if _has_in_batch_negatives(loss):
+        return replace(loss, **option)
+    if not value and not isinstance(loss, SigLIPConfig | XTRConfig | DistillSimilaritiesConfig | CombinedConfig):
         return loss  # losses of single rows have no in-batch negatives anyway
-    raise ConfigError(f"data.train, {path}: {option}={value}: loss={loss.name} has no such option")
+    raise ConfigError(f"data.train, {path}: in_batch_negatives={value}: loss={loss.name} has no such option")
 
 
-def _has(loss: LossConfig, option: str) -> bool:
-    return option in (field.name for field in fields(loss))
+def _has_in_batch_negatives(loss: LossConfig) -> bool:
+    return "in_batch_negatives" in (field.name for field in fields(loss))

@@ -22,8 +22,9 @@ def losses(train: str, *arguments: str) -> list[LossConfig]:
 
 def test_a_source_overrides_single_options():
     source_losses = losses(
-        "[a,{path: b,loss: {margin: 0.1}},{path: c,temperature: 0.5},{path: d,in_batch_negatives: false},"
-        "{path: e,loss: cosent},{path: f,loss: {name: cosent,temperature: 0.1}},{path: g,loss: cosent,temperature: 2}]",
+        "[a,{path: b,loss: {margin: 0.1}},{path: c,loss: {temperature: 0.5}},{path: d,in_batch_negatives: false},"
+        "{path: e,loss: cosent},{path: f,loss: {name: cosent,temperature: 0.1}},"
+        "{path: g,loss: {name: cosent,temperature: 2}}]",
         "loss.temperature=0.03",
     )
     assert source_losses == [
@@ -39,7 +40,11 @@ def test_a_source_overrides_single_options():
 
 def test_a_source_overrides_the_parts_of_a_combination():
     parts = "loss.losses=[{name: infonce, temperature: 0.05}, {name: orthogonal, weight: 0.5}]"
-    (loss,) = losses("[{path: a,temperature: 0.1}]", "loss=combined", parts)
+    (loss,) = losses(
+        "[{path: a,loss: {losses: [{name: infonce, temperature: 0.1}, {name: orthogonal, weight: 0.5}]}}]",
+        "loss=combined",
+        parts,
+    )
     assert isinstance(loss, CombinedConfig)
     assert [getattr(part, "temperature", None) for part in loss.losses] == [0.1, None]
     (other,) = losses("[{path: a,loss: {name: combined, losses: [{name: infonce}]}}]")
@@ -57,8 +62,8 @@ def test_a_source_overrides_the_parts_of_a_combination():
         ),
         ("[b,{path: a,loss: {marg: 1}}]", (), "data.train[1].loss: unknown option marg"),
         ("[{path: a,loss: 3}]", (), "neither the name of a loss nor a mapping"),
-        ("[{path: a,temperature: 0}]", (), "data.train, a: loss.temperature=0.0: "),
-        ("[{path: a,loss: cosine_mse,temperature: 1}]", (), "temperature=1.0: loss=cosine_mse has no such option"),
+        ("[{path: a,loss: {temperature: 0}}]", (), "data.train, a: loss.temperature=0.0: "),
+        ("[{path: a,loss: {name: cosine_mse,temperature: 1}}]", (), "data.train[0].loss: unknown option temperature"),
         ("[{path: a,loss: siglip,in_batch_negatives: false}]", (), "loss=siglip has no such option"),
         ("[{path: a,loss: cosent},b]", ("data.batches=mixed",), "data.batches=mixed: "),
         ("[a,b]", ("data.mixed_share=0.1",), "data.mixed_share=0.1: is a part of batches by source"),

@@ -116,7 +116,7 @@ REJECTED = [
     ("model.normalize=false", "model.normalize=None, this run has model.normalize=False"),
     ("data.train[0].negatives=1", "data.train.plain.negatives=7, this run has data.train.plain.negatives=1"),
     ("data.train[0].query_prompt=find", "data.train.plain.query_prompt='ask: ', this run has .*=find"),
-    ("data.train[0].temperature=0.5", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
+    ("data.train[0].loss={temperature: 0.5}", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
     ("data.train[0].weight=2", r"written with \[12, 8\] rows .* per epoch, this run has \[24, 8\]: set"),
     ("data.weight_mode=proportions", r"written with \[12, 8\] rows .* per epoch, this run has \[10, 10\]"),
     ("data.mixing_temperature=9", "rows of the sources per epoch.*data.mixing_temperature back"),

@@ -265,7 +265,7 @@ def _inspect_alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, st
         return InspectedSource(source, source.name, data, 0, loss)
     except (DataError, ConfigError) as error:
         message = str(error)
-    plain = replace(source, loss=None, temperature=None)
+    plain = replace(source, loss=None)
     for name, column in _FALLBACK_LOSSES.items():
         other = _with_sources(replace(recipe, loss=LOSSES[name]()), [plain])
         try:

@@ -33,7 +33,7 @@ def card(tmp_path: Path, *options: str, rows=ROWS, **arguments) -> str:
         [
             "name=mine", "model.path=BAAI/bge-m3", "data.train=[owner/rows, /home/me/secret/my.jsonl, data/*.parquet]",
             f"evaluation.sets=[{{path: mteb/nfcorpus, name: dev, subset: 300}}, {tmp_path}/secret/sts.tsv]",
-            "train.steps=8", f"output_dir={tmp_path}", "tracking.wandb_init.entity=company", *options,
+            "train.steps=8", f"output_dir={tmp_path}", "tracking.wandb_init={entity: company}", *options,
         ]
     )  # fmt: skip
     prompts = {"query": "query|: \n", "document": ""}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.expected import is_expected
 from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.validation import is_expected
 from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.utils.files import expand_user
 

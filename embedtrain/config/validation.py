@@ -1,17 +1,24 @@
-"""One idiom for checks of options: a check that fails raises the option, its value and what is allowed."""
+"""One idiom for checks of options: a check that fails raises the option, its value and what is allowed.
 
+Paths that earlier stages of a pipeline will write count as present.
+"""
+
+import contextlib
 import difflib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from embedtrain.config.expected import composes_stage
 from embedtrain.errors import ConfigError
 
 MAX_SEED = 2**63 - 1
 TEXT_ALONE = "{text}"  # the instruction_format of rows whose instructions are not used
+# That earlier stages of a pipeline will write; None outside of the composition of a stage.
+_DIRECTORIES: ContextVar[tuple[Path, ...] | None] = ContextVar("expected_directories", default=None)
 
 
 class OptionChecks:
@@ -105,3 +112,24 @@ def require_single_process(command: str) -> None:
     """Raise a ConfigError if `command` was started under torchrun or srun with several ranks."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and not composes_stage():
         raise ConfigError(f"{command} runs in a single process: start it with python, not with torchrun or srun")
+
+
+@contextlib.contextmanager
+def expected_directories(directories: Sequence[Path]) -> Iterator[None]:
+    """Within the block, options of a stage are composed, and paths below these directories count as present."""
+    token = _DIRECTORIES.set(tuple(Path(os.path.abspath(directory)) for directory in directories))
+    try:
+        yield
+    finally:
+        _DIRECTORIES.reset(token)
+
+
+def composes_stage() -> bool:
+    """Whether options of a stage of a pipeline are composed, whose ranks run commands of a single process as well."""
+    return _DIRECTORIES.get() is not None
+
+
+def is_expected(path: str) -> bool:
+    """Whether an earlier stage will write this path."""
+    absolute = Path(os.path.abspath(os.path.expanduser(path)))
+    return any(absolute.is_relative_to(directory) for directory in _DIRECTORIES.get() or ())

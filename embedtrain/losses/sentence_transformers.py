@@ -24,14 +24,14 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, ScoreRequirement
-from embedtrain.config.sentence_transformers import (
+from embedtrain.config.loss_checks import (
     FUNCTION_ARGUMENTS,
     LOSSES_WITH_GUIDE,
     MATRYOSHKA,
     check_sentence_transformers,
 )
+from embedtrain.config.losses import SentenceTransformersConfig
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, ScoreRequirement
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide, Loss, LossOutput

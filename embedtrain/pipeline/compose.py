@@ -17,12 +17,11 @@ from embedtrain.config.code import UserOptions, require_named_path
 from embedtrain.config.command_line import parse_command_line
 from embedtrain.config.commands import MODEL, RUN, WRITING, Command, find_command
 from embedtrain.config.compose import YAML_ERRORS, to_plain
-from embedtrain.config.expected import expected_directories
 from embedtrain.config.limits import limited_interpolations, load_yaml
 from embedtrain.config.parsing import explain_hydra_error
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe_files import folder
-from embedtrain.config.validation import OptionChecks, did_you_mean, unknown_option
+from embedtrain.config.validation import OptionChecks, did_you_mean, expected_directories, unknown_option
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, References, expand, resolvers
 from embedtrain.pipeline.types import Pipeline, Selection, Stage, command_line, compose_options, is_training, naming

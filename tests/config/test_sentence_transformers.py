@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from embedtrain.config.evaluation import VectorPrecision
+from embedtrain.config.loss_checks import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE, check_sentence_transformers
 from embedtrain.config.losses import MatryoshkaConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
-from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE, check_sentence_transformers
 from embedtrain.errors import ConfigError
 
 INNER = {"class_name": "CoSENTLoss", "arguments": {"scale": 10}}
@@ -153,5 +153,5 @@ def test_functions_belong_to_supported_classes():
 
 
 def test_torch_is_not_imported():
-    program = "import embedtrain.config.sentence_transformers, sys; sys.exit('torch' in sys.modules)"
+    program = "import embedtrain.config.loss_checks, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -17,9 +17,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from embedtrain.config.loss_checks import FUNCTION_ARGUMENTS, MATRYOSHKA
 from embedtrain.config.losses import SentenceTransformersConfig
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
-from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, MATRYOSHKA
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.build import build_loss

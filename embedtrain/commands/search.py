@@ -204,7 +204,7 @@ def _load_scorer(
         return None
     with console.phase("loading the reranker"):
         model = load_reranker(source, options.reranker, options.precision, world)
-    if source.kind.name == "late_interaction":
+    if not source.kind.scores_pairs:
         return SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
     windows = options.reranker.document_windows
     return PairScorer.from_model(model, world, chunk_tokens=options.chunk_tokens, windows=windows)

@@ -196,7 +196,7 @@ def _load_scorer(
     for note in model.notes:
         console.note(f"reranker: {note}")
     common: dict[str, Any] = {"chunk_tokens": options.chunk_tokens, "unshard": options.unshard}
-    if source.kind.name == "late_interaction":
+    if not source.kind.scores_pairs:
         return SentenceEncoder.from_model(model, world, **common)
     return PairScorer.from_model(model, world, windows=options.reranker.document_windows, **common)
 

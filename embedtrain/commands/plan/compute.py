@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import Attention, OnError, ParallelConfig, Precision, Recipe, Strategy, TrainSource
 from embedtrain.config.source_losses import source_requirements
 from embedtrain.data.rows import Example
@@ -363,7 +364,7 @@ class SearchPlan:
 def plan_search(recipe: Recipe, options: "PlanOptions") -> SearchPlan:
     """Plan an evaluation or mining with the model of a recipe, without a GPU and without weights."""
     assert options.documents is not None
-    if recipe.model.kind != "dense":
+    if not load_kind(recipe.model.kind).has_one_vector:
         raise ConfigError(
             f"documents={options.documents}: plans of a search are for models with one dense vector per text, not for "
             f"model.kind={recipe.model.kind}; leave it out to plan a training"

@@ -297,18 +297,24 @@ class Layout:
         is_token = np.ones((1, len(ids)), np.bool_) if packed else np.arange(width) < lengths[:, None]
 
         def place(values: NDArray[Any], padding: int = 0) -> Tensor:
+            if packed:
+                return torch.from_numpy(values.astype(np.int64)[None, :])
             filled = np.full(is_token.shape, padding, dtype=np.int64)
             filled[is_token] = values
             return torch.from_numpy(filled)
 
-        is_attended = flags & NOT_ATTENDED == 0
+        # Most texts have no flags: what follows from these is not computed.
+        num_unattended = tokens.count(NOT_ATTENDED) if flags.any() else np.zeros_like(lengths)
+        mask = is_token.astype(np.int64)
+        if not packed and num_unattended.any():
+            mask[is_token] = flags & NOT_ATTENDED == 0
         chunk = Chunk(
             place(ids, int(self.tokenizer.pad_token_id or 0)),
-            place(is_attended | packed),
+            torch.from_numpy(mask),
             tuple(rows),
             pooled=place(flags & NOT_POOLED == 0) if (flags & NOT_POOLED).any() else None,
-            packing=Packing.of(lengths, lengths - tokens.count(NOT_ATTENDED)) if packed else None,
-            has_padding=not packed and not (is_token.all() and is_attended.all()),
+            packing=Packing.of(lengths, lengths - num_unattended) if packed else None,
+            has_padding=not packed and not (is_token.all() and not num_unattended.any()),
             types=place(np.where(flags & SECOND_SEGMENT, self.second_type, 0)) if self.second_type else None,
         )
         if self.has_token_rows:

@@ -92,7 +92,7 @@ class Verification:
 
 
 # A part of every key: raised whenever the format of cached files changes.
-FORMAT = 7
+FORMAT = 8
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
 MIN_MAPPED_BYTES = 1 << 14
 

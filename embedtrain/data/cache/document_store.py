@@ -113,7 +113,7 @@ def _join(reader: DocumentReader, pieces: Mapping[str, Piece], directory: Path, 
     keys = keys[order]
     write_array(path / "keys.bin", keys)
     write_array(path / "order.bin", order)
-    write_metadata(path / "facts.json", list(pieces))
+    write_metadata(path / "metadata.json", list(pieces))
     ids, texts, lines = _columns(directory, list(pieces))
     starts = np.cumsum([0, *counts])
 
@@ -147,7 +147,7 @@ class DocumentStore:
 
     def __init__(self, directory: Path) -> None:
         joined = directory / JOINED
-        names = [str(name) for name in read_metadata(joined / "facts.json")]
+        names = [str(name) for name in read_metadata(joined / "metadata.json")]
         allow_open_files(len(names))
         self._keys = map_array(joined / "keys.bin", np.int64)
         self._order = map_array(joined / "order.bin", np.int64)

@@ -90,7 +90,7 @@ def test_arguments_reach_the_training_unchanged(tmp_path):
     ]
     words = run(tmp_path, script(*arguments, workdir=tmp_path, python=tmp_path / "recorder"))
     index = words.index("embedtrain")
-    assert words[index + 1 :] == [*RECIPE, *arguments]
+    assert words[index + 1 :] == ["train", *RECIPE, *arguments]
     assert words[index - 1] == "-m"
     rendezvous = {"--rdzv-backend=static", "--node-rank=0", "--rdzv-id=12-3", "--master-addr=127.0.0.1"}
     assert rendezvous <= set(words), "a single node needs no other interface than loopback"

@@ -154,9 +154,7 @@ class Kind(ABC):
 
     def dimension(self, source: "ModelSource") -> int:
         """The columns of what the encoder returns."""
-        from embedtrain.models.encoder import hidden_size
-
-        return source.dense[-1].num_out if source.dense else hidden_size(source.config)
+        return source.dense[-1].num_out if source.dense else int(source.config.get_text_config().hidden_size)
 
     def outputs(self, source: "ModelSource") -> str:
         """What the model computes in a few words, such as `mean pooling, normalised`."""

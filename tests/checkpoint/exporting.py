@@ -12,7 +12,7 @@ from embedtrain.formats.export import ExportResult, plan_export
 from embedtrain.formats.replacement import export_lock
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.formats.weights import WeightStream, write_architecture
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

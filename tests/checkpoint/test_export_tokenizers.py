@@ -12,7 +12,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from embedtrain.errors import ModelError
 from embedtrain.formats.verify import PROBES
 from embedtrain.formats.weights import write_architecture
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.kinds.cross_encoder.files import formatted_pairs, probe_pairs
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.verify import PROBES
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_model_source

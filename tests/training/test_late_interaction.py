@@ -19,8 +19,7 @@ from embedtrain.config.recipe import GradientReduction, ModelConfig, Pooling, St
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.inference.loading.load import load_model
+from embedtrain.inference.loading.load import bound_tokenizer, load_model
 from embedtrain.kinds.late_interaction.data import TokenVectorLayout
 from embedtrain.kinds.late_interaction.model import TokenVectorHead
 from embedtrain.kinds.late_interaction.score import MaxSim

@@ -37,7 +37,7 @@ from embedtrain.formats.quantisation_file import write_trained_ranges
 from embedtrain.formats.replacement import export_lock
 from embedtrain.formats.transformers import complete_older_files
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.compatibility import different_setting, different_tokens

@@ -191,7 +191,7 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
 def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[str, str], str]:
     """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
     from embedtrain.commands.inspect.texts import UntruncatedTokenizer
-    from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+    from embedtrain.inference.loading.load import bound_tokenizer
     from embedtrain.models.source import open_model_source
     from embedtrain.models.tokenizer import load_tokenizer
 

@@ -33,7 +33,7 @@ from embedtrain.formats.weights import (
     stored_pooler,
     write_architecture,
 )
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
+from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.hub import split_revision
 from embedtrain.models.tokenizer import load_tokenizer

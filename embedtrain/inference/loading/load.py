@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,14 +24,13 @@ from embedtrain.distributed.weights import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.inference.loading.bound_tokenizer import bound_tokenizer
-from embedtrain.inference.loading.describe import describe_model, describe_reduction_per_chunk
 from embedtrain.inference.loading.verify import packing_notes, prepare_packing, verify_outputs, verify_packed_vectors
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
     add_adapters,
     base_name,
+    describe_adapters,
     frozen_dtype,
     initial_adapters,
 )
@@ -44,7 +43,7 @@ from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import TensorLocation, stored_dtype
-from embedtrain.models.tokenizer import load_tokenizer
+from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.models.types import ModelSource
 from embedtrain.planning.memory import ClusterSpec, StepWorkload, fit_activation_tokens
 from embedtrain.planning.model_costs import ModelSpec, model_spec
@@ -122,7 +121,7 @@ def load_model(
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
-    notes += describe_model(encoder, source, bound, costs, layout, blocks, adapted)
+    notes += _describe(encoder, source, bound, costs, layout, blocks, adapted)
     shard_encoder(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, locations, world, seed))
@@ -132,7 +131,7 @@ def load_model(
     if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
         _check_weights(encoder, model, source, world)
     if work is not None and not choice.reduce_per_step:
-        notes.append(describe_reduction_per_chunk(costs))
+        notes.append(_describe_reduction_per_chunk(costs))
     notes += packing_notes(packing, model.attention, world, trains=work is not None)
     loaded = LoadedModel(
         encoder=encoder,
@@ -325,3 +324,38 @@ def _initialize_adapters(
     base_model = adapted.files.base_model
     mismatch = f", trained on {base_model} and added to {base}" if base_model not in ("", base) else ""
     return [f"adapter: read from {adapted.files.directory}{mismatch}"]
+
+
+def _describe(
+    encoder: Encoder,
+    source: ModelSource,
+    tokenizer: TextTokenizer,
+    costs: ModelSpec,
+    layout: ParallelLayout,
+    blocks: Sequence[nn.Module],
+    adapted: AdapterInfo | None,
+) -> list[str]:
+    """Lines about the model, its layout on the ranks, and its adapters."""
+    memory = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
+    return [
+        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
+        f"{source.kind.outputs(source)}, {tokenizer.longest_text} tokens",
+        *tokenizer.layout.notes,
+        f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
+        f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{memory}; {layout.reason}",
+        *source.kind.notes(source),
+        *([] if adapted is None else [describe_adapters(adapted, encoder)]),
+    ]
+
+
+def _describe_reduction_per_chunk(costs: ModelSpec) -> str:
+    """The line of a training whose ranks have no memory for full gradients."""
+    size = 4 * costs.weights.trained / 2**30
+    return f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank"
+
+
+def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
+    """The tokenizer with the layout and the maximal lengths of the model."""
+    check_vocabulary(source, tokenizer)
+    max_length = resolve_max_length(source, tokenizer)
+    return TextTokenizer(tokenizer, max_length, source.kind.layout(source, tokenizer))

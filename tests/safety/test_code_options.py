@@ -282,11 +282,15 @@ def test_no_option_that_makes_code_run_is_forgotten():
                 if is_option and ("trust" in name or name == "function"):
                     assert "code_option(" in ast.unparse(node.value), f"{file}: {name}"
     assert importing == {
-        # Of loss.path, of both options `function`, of poolings, and of commands, which the command line names.
-        "load_code": {"losses/build.py", "evaluation/evaluator.py", "config/commands.py", "models/pooling.py"},
+        # Of loss.path, both options `function`, poolings, kinds of models, and commands, which the command line names.
+        "load_code": {
+            *("losses/build.py", "evaluation/evaluator.py"),
+            *("config/commands.py", "config/kinds.py", "config/code.py"),
+        },
         "import_module": {"config/code.py", "config/kinds.py", "config/commands.py"},
     }
     assert {name.rpartition(".")[2] for name in WRITING for name, _ in marked(COMMANDS[name].option_class())} == {
         "trust_remote_code",
         "function",
+        "pooling",
     }

@@ -117,7 +117,9 @@ class Kind(ABC):
         flat = dict(options)
         for section in sections:
             flat |= {{"dim": "dimension"}.get(name, name): value for name, value in (section or {}).items()}
-        return {name: value for name, value in flat.items() if name in {field.name for field in fields(self.options)}}
+        own = {field.name for field in fields(self.options)}
+        of_others = {"late_interaction", "m3", "sparse"}.union(*(kind.own_options for kind in kinds())) - own
+        return {name: value for name, value in flat.items() if name not in of_others}
 
     def check_options(self, model: Any) -> None:  # noqa: B027 - a kind may have none
         """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""

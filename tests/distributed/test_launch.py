@@ -179,7 +179,7 @@ def test_options_are_rejected_in_a_rank_of_another_launcher():
 
 
 def test_more_gpus_than_there_are(monkeypatch):
-    from embedtrain import cli
+    from embedtrain.cli import entry as cli
 
     monkeypatch.setattr(cli, "num_visible_gpus", lambda: 2)
     assert [cli.num_ranks(options) for options in (Launch(), Launch(gpus=1), Launch(processes=5))] == [2, 1, 5]

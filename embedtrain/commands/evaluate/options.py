@@ -16,7 +16,7 @@ from embedtrain.config.command_options import (
 )
 from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import check_truncate_dims, parse_vectors
-from embedtrain.config.evaluation import Backend, EvaluationSet, check_index
+from embedtrain.config.evaluation import Backend, EvaluationSet, SetKind, check_index
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.parsing import parse_items
@@ -87,6 +87,9 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
         "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), or mteb=[TASK,...]",
     )
     check.require(options.function is None or is_code_path(options.function), "function", "must be module:function")
+    check.require(
+        options.kind not in list(SetKind), "kind", f"is that of a set: write sets=[{{path: PATH, kind: {options.kind}}}]"
+    )
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")
     check.at_least(1, "calibration")

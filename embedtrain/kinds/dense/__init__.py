@@ -87,8 +87,9 @@ class Dense(BackboneKind):
 
     def new(self, source: "ModelSource", model: DenseOptions) -> "ModelSource":
         """A model of random weights."""
-        from embedtrain.kinds.dense.source import with_options
+        from embedtrain.kinds.dense.source import require_pooling_option, with_options
 
+        require_pooling_option(model, "a model made from model.config")
         return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":

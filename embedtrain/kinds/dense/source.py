@@ -29,9 +29,15 @@ def read(kind: Kind, directory: Path, model: DenseOptions) -> ModelSource:
             truncate_dim=read_truncate_dim(directory / SETTINGS),
             similarity=read_similarity(files.settings, directory, tuple(VectorSimilarity)),
         )
-    if model.pooling is None and files.modules.pooling is None:
-        raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
+    if files.modules.pooling is None:
+        require_pooling_option(model, what)
     return with_options(source, model)
+
+
+def require_pooling_option(model: DenseOptions, what: str) -> None:
+    """A ConfigError without `model.pooling`, which `what`, in words for the message, does not define."""
+    if model.pooling is None:
+        raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
 
 
 def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:

@@ -21,6 +21,7 @@ from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.traffic import HOST_BANDWIDTH, Ring, padded_token_flops
 
 _FP32 = 4
+_TOKEN = 5  # bytes of a token: its id and its flags
 # Bytes of host memory for each document of all ranks: the plan of an encoding while it is made, and afterwards.
 PLANNING_BYTES, PLAN_BYTES = 36, 20
 # Of each document of this rank: its number and priority, sorted numbers for scores of pairs.
@@ -140,7 +141,7 @@ def search_costs(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec,
         buffers=_buffers(model.dimension, work, has_copy=has_copy),
         host_index=on_host,
         host_plan=max(PLANNING_BYTES * work.documents, PLAN_BYTES * work.documents + LOCAL_BYTES * local),
-        host_tokens=3.0 * _FP32 * _kept_tokens(local, work),
+        host_tokens=3.0 * _TOKEN * _kept_tokens(local, work),
     )
     return SearchCosts(
         memory=memory,
@@ -185,7 +186,7 @@ def _traffic(
     tokens = (work.documents * work.tokens_per_text + work.queries * work.tokens_per_query) / ranks
     passes = 1.0 if work.unshard is Unshard.model else max(1.0, tokens / work.chunk_tokens)
     weights = shards.fraction * passes * model.compute_bytes * model.weights.parameters if layout.shard > 1 else 0.0
-    texts = everyone.fraction * ((8 + 4) * work.documents + _FP32 * _kept_tokens(local, work))
+    texts = everyone.fraction * ((8 + 4) * work.documents + _TOKEN * _kept_tokens(local, work))
     queries = everyone.fraction * _FP32 * work.queries * model.dimension
     results = everyone.fraction * 2 * 8 * work.queries * work.top_k
 

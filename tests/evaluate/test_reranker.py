@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification
 
-from embedtrain.commands.evaluate import compose
+from embedtrain.commands.evaluate import compose, require_paths
 from embedtrain.commands.evaluate import run as main
 from embedtrain.commands.evaluate.options import compose as compose_evaluate
 from embedtrain.commands.evaluate.stages import describe_gains
@@ -189,7 +189,9 @@ def test_the_directory_of_a_run_is_no_model(workshop, tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "recipe.yaml").touch()
     with pytest.raises(ModelError, match=f"reranker={tmp_path}/run: .*reranker={tmp_path}/run/model"):
-        compose([f"model={workshop / 'guide'}", f"reranker={tmp_path / 'run'}", f"sets=[{workshop / 'dev'}]"])
+        require_paths(
+            compose([f"model={workshop / 'guide'}", f"reranker={tmp_path / 'run'}", f"sets=[{workshop / 'dev'}]"])
+        )
 
 
 def test_search_orders_the_first_documents_again(workshop):

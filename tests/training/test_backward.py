@@ -55,7 +55,8 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
     total = torch.zeros((), dtype=torch.float64)
     offset = 0
     for i, row in enumerate(rows.rows):
-        right = {other.documents[0] for other in rows.rows if (row.query, other.documents[0]) in answers}
+        positives = [other.documents.texts[0] for other in rows.rows]
+        right = {positive for positive in positives if (row.query, positive) in answers}
         kept = [j for j, text in enumerate(texts) if j == offset or text not in right]
         logits = documents[kept] @ queries[i] / TEMPERATURE
         total = total - F.log_softmax(logits, dim=0)[kept.index(offset)]

@@ -88,7 +88,9 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     )
     check.require(options.function is None or is_code_path(options.function), "function", "must be module:function")
     check.require(
-        options.kind not in list(SetKind), "kind", f"is that of a set: write sets=[{{path: PATH, kind: {options.kind}}}]"
+        options.kind not in list(SetKind),
+        "kind",
+        f"is that of a set: write sets=[{{path: PATH, kind: {options.kind}}}]",
     )
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")

@@ -56,7 +56,9 @@ def one_of_each(num_texts=6):
 def constant(world, sets, value):
     """Metrics, or the error, of a model that gives every text the same vector."""
     encoder = sentence_encoder(world)
-    encoder.encoder.register_forward_hook(lambda _module, _inputs, vectors: torch.full_like(vectors, value))
+    encoder.encoder.register_forward_hook(
+        lambda _module, _inputs, parts: tuple(torch.full_like(part, value) for part in parts)
+    )
     try:
         return Evaluator(sets, encoder, world).evaluate()
     except EmbedtrainError as error:

@@ -78,15 +78,17 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
     """The options of a model as those of the kind that a command names, or that its files have; and what these are.
 
     A model whose files are of another kind is opened as a dense one if an option asks for it, such as `pooling`. Raises
-    a ConfigError for an option that the kind does not have.
+    a ConfigError for an option that the kind does not have, or that commands do not have unless `model` is of the kind.
     """
     directory = resolve_directory(str(model.path), model.revision, "model.path", "model.revision")
     kind, what = kind_of_files(directory)
     common = {field.name: getattr(model, field.name) for field in fields(ModelConfig) if field.name != "kind"}
+    defaults = type(model)()
     chosen = {
         field.name: value
         for field in fields(model)
-        if field.name not in (*common, "kind") and (value := getattr(model, field.name)) != field.default
+        if field.name not in (*common, "kind")
+        and (value := getattr(model, field.name)) != getattr(defaults, field.name)
     }
     named = named or (model.kind if isinstance(model, CommandModel) else "")
     if named:
@@ -94,7 +96,7 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
     elif any(name in kind.backbone_options for name in chosen):
         kind = load_kind(ModelConfig.kind)
     for name, value in chosen.items():
-        if name not in kind.command_options:
+        if name not in kind.command_options and not isinstance(model, kind.options):
             raise ConfigError(
                 f"model.{name}={written(value)}: {model.path} is {what}, which is opened as a model of the kind "
                 f"{kind.name}, and has no such option; leave it out"

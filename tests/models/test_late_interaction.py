@@ -39,14 +39,8 @@ DOCUMENTS = [text(seed, length) for seed, length in enumerate((40, 18, 9, 2, 1),
 
 
 def late_interaction(architecture: str, *, dropout: float = 0.0, **options: object) -> ModelConfig:
-    model = small_model(architecture, dropout=dropout)
-    return dataclasses.replace(
-        model,
-        kind="late_interaction",
-        pooling=None,
-        config=model.config | ARCHITECTURES.get(architecture, {}),
-        **{"dimension": 8} | options,
-    )
+    model = small_model(architecture, dropout=dropout, kind="late_interaction", **{"dimension": 8} | options)
+    return dataclasses.replace(model, config=model.config | ARCHITECTURES.get(architecture, {}))
 
 
 def open_model(model: ModelConfig) -> tuple[Encoder, TextTokenizer]:

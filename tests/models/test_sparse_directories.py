@@ -223,8 +223,8 @@ def test_broken_weights_of_tokens_are_rejected(ranks, tmp_path, content, pattern
     ("options", "pattern"),
     [
         ({"lora": LoraConfig(rank=2)}, r"model\.lora: .*static"),
-        ({"query_weights": "none.json"}, r"model\.sparse\.query_weights=none\.json"),
-        ({"train_query_weights": True}, r"model\.sparse\.train_query_weights=True: .*queries=static"),
+        ({"query_weights": "none.json"}, r"model\.query_weights=none\.json"),
+        ({"train_query_weights": True}, r"model\.train_query_weights=True: .*queries=static"),
     ],
     ids=["adapters", "file", "encoded"],
 )

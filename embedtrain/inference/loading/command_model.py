@@ -41,12 +41,13 @@ def command_model_config(options: EncodeOptions, hybrid_weights: list[float] | N
 def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
     """`open_model_source` of a model that encodes texts, and the options with its kind.
 
-    With an option of dense models, such as `model.pooling`, some other kinds are opened as a dense model.
+    The files decide the kind, unless the options are those of another kind than the default one. With an option of
+    dense models, such as `model.pooling`, some other kinds are opened as a dense model.
 
     A ConfigError for an option that this kind of model does not have.
     """
     if model.path:
-        model, what = with_kind_of_files(model)
+        model, what = with_kind_of_files(model, model.kind if model.kind != ModelConfig.kind else None)
         if load_kind(model.kind).scores_pairs:
             raise ConfigError(
                 f"model.path={model.path}: it is {what}, which scores pairs: write it as reranker (evaluate, search) "

@@ -334,7 +334,9 @@ class _Operations:
 
     def _export(self) -> None:
         weights = live_weights(self.encoder)
-        export = plan_export(self.folder / "ours", self.architecture, weights, torch.float32, ExportConfig())
+        unfinished = self.folder / "ours.tmp"
+        config = ExportConfig()
+        export = plan_export(self.folder / "ours", unfinished, self.architecture, weights, torch.float32, config)
         if self.world.is_main:
             export.begin()
         self.world.barrier()

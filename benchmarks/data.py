@@ -192,8 +192,10 @@ def _count_real_tokens(features: dict[str, Tensor]) -> int:
 def _padding(case: Case, batch: int) -> list[object]:
     data = case.data(batch)
     batches = range(min(8, data.plan.steps_per_epoch))
+    inputs = case.tokenizer.inputs
     our_costs = [
-        [batch_cost(data, batches, ranks, CHUNK_TOKENS, cost) for cost in PASS_TOKENS.values()] for ranks in (1, RANKS)
+        [batch_cost(data, batches, ranks, CHUNK_TOKENS, cost, inputs=inputs) for cost in PASS_TOKENS.values()]
+        for ranks in (1, RANKS)
     ]
     one_rank, contiguous, strided = (
         [_their_cost(data, k, split) for k in batches] for split in (_unsplit, _contiguous, _strided)

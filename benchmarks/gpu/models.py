@@ -23,7 +23,7 @@ from benchmarks.inputs import MINILM
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import Attention, ParallelConfig, Pooling, Precision
 from embedtrain.data.rows import Documents, Row
-from embedtrain.data.types import GlobalBatch
+from embedtrain.data.types import GlobalBatch, Tokens
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
 
@@ -225,13 +225,12 @@ class RandomTexts:
         self.lengths = np.clip(lengths, SHORTEST, LONGEST).astype(np.int64)
         self.num_documents = np.ones(pairs, dtype=np.int64)
         self.keys = np.arange(2 * pairs, dtype=np.int64)
-        self._ends = np.cumsum(self.lengths)
-        self._values = generator.integers(_FIRST_ID, _LAST_ID, int(self._ends[-1]), dtype=np.int32)
+        ids = generator.integers(_FIRST_ID, _LAST_ID, int(self.lengths.sum()), dtype=np.int32)
+        self._tokens = Tokens.plain(ids, self.lengths)
 
-    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Token ids of the texts, concatenated."""
-        parts = [self._values[self._ends[text] - self.lengths[text] : self._ends[text]] for text in texts]
-        return np.concatenate(parts)
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        """The tokens of these texts."""
+        return self._tokens.take(texts)
 
     def batch(self) -> GlobalBatch:
         """All texts as one batch."""

@@ -27,7 +27,7 @@ from embedtrain.config.recipe import (
     ExportDtype,
 )
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError, EmbedtrainError
+from embedtrain.errors import CheckpointError, EmbedtrainError, ModelError
 from embedtrain.formats.model_card import UNNAMED, card_header, description, hub_id
 from embedtrain.formats.onnx import GraphMeasure, check_graph, variant_table, write_graph, write_variants
 from embedtrain.formats.peft import (
@@ -229,10 +229,15 @@ def plan_export(
     `base` is the model that was trained, whose vocabulary head the format `logit_score` needs.
 
     `unfinished` is the scratch folder that `export_lock` yields, the same in every process.
+
+    Raises CheckpointError if files of the architecture are damaged.
     """
     formats = tuple(config.formats)
     adapter_specs = weights.adapter if ADAPTER in formats else {}
-    plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
+    try:
+        plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
+    except ModelError as error:
+        raise CheckpointError(f"export to {output_dir} failed before it wrote anything: {error}") from error
     adapter = adapter if adapter_specs else None
     return ModelExport(
         output_dir,

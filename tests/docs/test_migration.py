@@ -84,7 +84,7 @@ def theirs(page: str) -> Iterator[dict[str, str]]:
 def ours(page: str, number: int, rows: list[dict[str, Any]], tmp_path: Path, *more: str) -> Rendered:
     """What the `number`th training of the page trains on, of these rows instead of its data."""
     shell = [block.text for block in blocks(ROOT / "docs" / page) if block.language == "bash" and not block.excused]
-    trainings = [command for text in shell for command in commands(text) if command.module == "embedtrain"]
+    trainings = [command for text in shell for command in commands(text) if command.name == "train"]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     arguments = [re.sub(r"path: [^,}]+", f"path: {path}", word) for word in trainings[number].arguments]

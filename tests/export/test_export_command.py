@@ -193,6 +193,7 @@ def test_the_directory_is_uploaded_in_one_commit(workshop, tmp_path, hub):
     command = [
         sys.executable,
         "-m",
+        "embedtrain",
         "export",
         f"run={workshop / 'full'}",
         f"output_dir={to}",

@@ -12,6 +12,7 @@ from embedtrain.config.code import UserOptions
 from embedtrain.config.commands import COMMANDS, WRITING
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.reranker import RerankerConfig
@@ -65,6 +66,8 @@ _TEXTS = {
     # what is written, and where; what is cached
     "name", "output_dir", "cache_dir", "vectors_dir", "push_to_hub", "license", "language", "formats", "max_file_size",
     "wandb_init",
+    # what a model is and how it pools, by name or as module:Class
+    "kind", "pooling",
     # versions of inputs, and what is read of them
     "revision", "tokenizer_revision", "teacher_revision", "documents_revision", "qrels_revision", "subset",
     "split", "columns", "where",
@@ -107,6 +110,7 @@ def names_of_texts(options: type, prefix: str = "") -> Iterator[str]:
 
 def test_every_option_that_holds_a_text_is_an_input_or_listed_as_none():
     names = {name for kind in WRITING for name in names_of_texts(COMMANDS[kind].option_class)}
+    names |= {name for kind in kinds() for name in names_of_texts(kind.options, "model.")}
     unknown = {name for name in names - INPUT_OPTIONS if not {name, name.rpartition(".")[2]} & _TEXTS}
     assert unknown == {ADAPTER_OPTIONS.rstrip(".")}
     assert not INPUT_OPTIONS - names

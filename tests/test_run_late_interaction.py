@@ -56,7 +56,10 @@ def test_trained_and_resumed(ranks, inputs, tmp_path):
 
 
 LOSSES = {
-    "xtr": ["loss=xtr", "loss.top_k=9", "loss.learn_temperature=true", "loss.matryoshka.dims=[8,4]"],
+    "xtr": [
+        *("loss=xtr", "loss.top_k=9", "loss.learn_temperature=true", "optim.groups=[{match: ^loss, lr: 1e-2}]"),
+        "loss.matryoshka.dims=[8,4]",
+    ],
     "combined": [
         "loss=combined",
         "loss.losses=[{name: infonce}, {name: distill_scores, normalize_scores: true}, {name: margin_mse}]",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.config import loss_checks, sentence_transformers
+from embedtrain.config import loss_checks
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_checks import check_loss, guide_paths
 from embedtrain.config.loss_choices import (
@@ -289,5 +289,5 @@ def test_every_check_has_a_case():
     for loss, _ in CASES:
         with pytest.raises(ConfigError) as caught:
             check_loss(loss)
-        reached.add(failed_check(caught.value, loss_checks, sentence_transformers))
+        reached.add(failed_check(caught.value, loss_checks))
     assert {line for line in all_checks(loss_checks) if line not in reached} == set()

@@ -1,5 +1,7 @@
 """Every check of a loss: options that it rejects, and that the message names option and value."""
 
+import inspect
+
 import pytest
 
 from embedtrain.config import loss_checks
@@ -290,4 +292,7 @@ def test_every_check_has_a_case():
         with pytest.raises(ConfigError) as caught:
             check_loss(loss)
         reached.add(failed_check(caught.value, loss_checks))
-    assert {line for line in all_checks(loss_checks) if line not in reached} == set()
+    # Those of loss=sentence_transformers, at the end of the file, have cases in test_sentence_transformers.py.
+    first_of_them = inspect.getsourcelines(loss_checks.check_sentence_transformers)[1]
+    checks = {(path, line) for path, line in all_checks(loss_checks) if line < first_of_them}
+    assert checks - reached == set()

@@ -36,7 +36,7 @@ def workshop(tmp_path_factory):
 
 def given(workshop: Path, out: Path, *more: str, model: str = "model") -> tuple[str, ...]:
     sources = (
-        f"data.train=[{{path: {workshop / 'train.jsonl'}, weight: 1.5, temperature: 0.2}},"
+        f"data.train=[{{path: {workshop / 'train.jsonl'}, weight: 1.5, loss: {{temperature: 0.2}}}},"
         f"{{path: {workshop / 'pairs.jsonl'}, loss: cosent, score_scale: 5, query_prompt: 'beta '}},"
         f"{workshop / 'classes-no_in_batch_neg.jsonl'}]"
     )
@@ -125,7 +125,8 @@ def rows_of_source(index: int) -> list[str]:
 def test_a_loss_that_no_step_has_reached_is_resumed(ranks, workshop, tmp_path):
     """Each source has a temperature of its own, and the first checkpoint comes before the second source does."""
     source = workshop / "train.jsonl"
-    sources = f"data.train=[{{path: {source}, temperature: 0.1, max_rows: 10}},{{path: {source}, temperature: 0.2}}]"
+    first = f"{{path: {source}, loss: {{temperature: 0.1}}, max_rows: 10}}"
+    sources = f"data.train=[{first},{{path: {source}, loss: {{temperature: 0.2}}}}]"
     for layout in ("sharded", "full"):
         common = [f"model.path={workshop / 'model'}", sources, "loss.learn_temperature=true", "train.steps=3"]
         common += ["checkpoint.every=1", "checkpoint.keep=9", f"checkpoint.layout={layout}"]

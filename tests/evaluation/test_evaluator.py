@@ -133,8 +133,9 @@ def scaled(world, factor):
     generator = torch.Generator().manual_seed(1)
     inner = encoder.encoder
 
-    def stretch(_module, _inputs, vectors):
-        return vectors * (1 + factor * torch.rand(vectors.shape[0], 1, generator=generator))
+    def stretch(_module, _inputs, parts):
+        (vectors,) = parts
+        return (vectors * (1 + factor * torch.rand(vectors.shape[0], 1, generator=generator)),)
 
     inner.register_forward_hook(stretch)
     return Evaluator([LoadedSet(small_set())], encoder, world).evaluate()

@@ -184,7 +184,8 @@ def test_tokens_that_cannot_be_used_are_rejected(tmp_path):
             open_model_source(replace(model, **options))
 
     fails(ConfigError, r"model\.score_tokens=\['yes', 'no'\].*LogitScore", score_tokens=["yes", "no"])
-    fails(ConfigError, r"LogitScore.*model\.kind=cross_encoder", kind="dense")
+    with pytest.raises(ConfigError, match=r"LogitScore.*model\.kind=cross_encoder"):
+        open_model_source(model_options(path=str(directory)))
     rewrite(directory, "1_LogitScore/config.json", true_token_id=5000)
     fails(ModelError, "5000")
     (directory / "modules.json").unlink()

@@ -55,8 +55,7 @@ def test_layers_have_smaller_rates_the_deeper_they_are():
 
 
 def test_heads_adapters_and_the_first_match():
-    classifier = small_model("bert")
-    classifier.kind, classifier.pooling = "cross_encoder", None
+    classifier = small_model("bert", kind="cross_encoder")
     heads = settings_of(classifier, groups=[ParameterGroup(match="^(?!backbone)", name="head", lr=1.0)])
     assert heads["head.classifier.weight"] == ("head", 100.0, 0.5)
     assert all(name.startswith("head.") is (label == "head") for name, (label, *_) in heads.items())

@@ -66,7 +66,8 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
     answers = {(row.query, row.documents.texts[0]) for row in rows.rows}
     loss, first = torch.zeros((), dtype=torch.float64), 0
     for i, row in enumerate(rows.rows):
-        right = {other.documents[0] for other in rows.rows if (row.query, other.documents[0]) in answers}
+        positives = [other.documents.texts[0] for other in rows.rows]
+        right = {positive for positive in positives if (row.query, positive) in answers}
         kept = [j for j, text in enumerate(texts) if j == first or text not in right]
         loss = loss - F.log_softmax(documents[kept] @ queries[i] / TEMPERATURE, dim=0)[kept.index(first)]
         first += len(row.documents.texts)

@@ -87,7 +87,7 @@ def test_every_kind_of_file(files: Path, where: str, request: pytest.FixtureRequ
             (e.query, e.positives.texts, e.location.line) for e in here
         ]
         assert str(same_report) == str(report)
-        assert there[0].file.endswith(name)
+        assert there[0].location.file.endswith(name)
 
 
 def test_folders_patterns_and_pieces(memory: str) -> None:

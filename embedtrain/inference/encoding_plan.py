@@ -85,8 +85,9 @@ def _gather_keys(count: int, text_of: Callable[[int], str], world: World) -> NDA
 class TokenizedTexts:
     """The tokens of some of the distinct texts, in host memory."""
 
-    tokens: Tokens  # of the texts that are in it
-    offsets: NDArray[np.int32]  # [U], where each text begins in `tokens`; undefined for texts that are not in it
+    ids: NDArray[np.int32]  # tokens of the texts that are in it
+    flags: NDArray[np.uint8]  # of these
+    offsets: NDArray[np.int32]  # [U], where each text begins in `ids`; undefined for texts that are not in it
     lengths: NDArray[np.int32]  # [U], tokens of all texts
 
     def take(self, distinct: NDArray[np.int64]) -> Tokens:
@@ -95,7 +96,7 @@ class TokenizedTexts:
         for start in range(0, len(distinct), _TEXTS_PER_CALL):  # bounds the memory of indices, 24 bytes per token
             part = distinct[start : start + _TEXTS_PER_CALL]
             starts, lengths = self.offsets[part].astype(np.int64), self.lengths[part].astype(np.int64)
-            ids, flags = (gather_ranges(of, starts, lengths) for of in (self.tokens.ids, self.tokens.flags))
+            ids, flags = (gather_ranges(of, starts, lengths) for of in (self.ids, self.flags))
             parts.append(Tokens(ids, flags, lengths))
         return Tokens.concatenated(parts)
 
@@ -153,7 +154,7 @@ class EncodingPlan:
         local = np.concatenate(received)
         offsets = np.zeros(len(order), dtype=np.int32)
         offsets[local] = np.cumsum(lengths[local]) - lengths[local]
-        return TokenizedTexts(Tokens(ids, flags, lengths[local].astype(np.int64)), offsets, lengths)
+        return TokenizedTexts(ids, flags, offsets, lengths)
 
 
 def plan_encoding(
@@ -216,7 +217,7 @@ def _tokenize(
     """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
     local_rows = rows[world.rank :: world.size]
     local_counts = torch.zeros(len(local_rows), dtype=torch.int32)
-    parts = [Tokens.of([])]
+    ids, flags = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.uint8)]
     num_tokens = 0
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
@@ -224,7 +225,8 @@ def _tokenize(
             tokens = tokenizer.tokens(texts.with_prompt(batch), max_length, texts.prompts(batch), texts.role)
             local_counts[start : start + len(batch)] = torch.from_numpy(tokens.lengths)
             if num_tokens <= MAX_KEPT_TOKENS:
-                parts.append(tokens)
+                ids.append(tokens.ids)
+                flags.append(tokens.flags)
                 num_tokens += len(tokens.ids)
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
@@ -235,4 +237,6 @@ def _tokenize(
         return lengths, None
     offsets = np.zeros(len(rows), dtype=np.int32)
     offsets[world.rank :: world.size] = (local_counts.cumsum(0) - local_counts).numpy()
-    return lengths, TokenizedTexts(Tokens.concatenated(parts), offsets, lengths)
+    all_ids = np.concatenate(ids)
+    ids.clear()  # before the flags are copied as well
+    return lengths, TokenizedTexts(all_ids, np.concatenate(flags), offsets, lengths)

@@ -147,7 +147,7 @@ def memory_of_a_plan(world: World) -> tuple[float, float, int]:
         plan = plan_encoding(PromptedTexts(texts), encoder.tokenizer, None, 4096, world)
         kept, peak = tracemalloc.get_traced_memory()
     assert plan.tokenized is not None
-    tokens = plan.tokenized.tokens.ids.nbytes + plan.tokenized.tokens.flags.nbytes
+    tokens = plan.tokenized.ids.nbytes + plan.tokenized.flags.nbytes
     return peak - tokens, kept - tokens, len(texts)
 
 

@@ -218,7 +218,7 @@ def check_sets_of_kind(sets: Sequence[LoadedSet], kind: Kind, option: str) -> No
         if isinstance(loaded.data, ClassificationSet | ClusteringSet):
             raise ConfigError(
                 f"{option}: {loaded.data.name} is a set of the kind {kind_of(loaded.data).value}, which needs one "
-                f"vector per text, and model.kind={kind.name} has several: leave it out (allowed are "
+                f"vector per text, and model.kind={kind.name} computes {kind.summary}: leave it out (allowed are "
                 "retrieval, reranking, sts, pair_classification and bitext)"
             )
 

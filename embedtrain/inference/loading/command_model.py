@@ -98,9 +98,10 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
                 "or set reranker.pair_template to qwen3, gemma or mxbai for a language model that answers yes or no"
             )
         if reranker.document_windows and not source.kind.scores_pairs:
+            what = kind_of_files(resolve_directory(reranker.path, reranker.revision, "model.path", "model.revision"))[1]
             raise ConfigError(
-                f"reranker.document_windows=true: {reranker.path} is opened as a model of the kind "
-                f"{source.kind.name}, which does not read pairs; leave it out"
+                f"reranker.document_windows=true: is for models that score pairs, and {reranker.path} is {what}; leave "
+                "it out"
             )
         return source
 

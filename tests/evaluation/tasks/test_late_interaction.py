@@ -121,6 +121,8 @@ def test_encode_returns_the_vectors_of_each_text(ranks):
 )
 def test_sets_that_need_a_vector_per_text_are_rejected(data):
     bitext_set = LoadedSet(Bitext("b", ["a"], ["b"]))
-    with pytest.raises(ConfigError, match=f"evaluation.sets: {data.name} .*late_interaction"):
+    with pytest.raises(
+        ConfigError, match=f"evaluation.sets: {data.name} .*late_interaction computes a vector per token"
+    ):
         check_sets_of_kind([bitext_set, LoadedSet(data)], load_kind("late_interaction"), "evaluation.sets")
     check_sets_of_kind([bitext_set, LoadedSet(data)], load_kind("dense"), "evaluation.sets")

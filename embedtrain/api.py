@@ -19,6 +19,7 @@ from typing import Any
 
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
 from embedtrain.config.code import register_code
+from embedtrain.config.command_options import EncodeOptions, PrecisionOptions, RankOptions, ShardOptions
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
@@ -26,6 +27,7 @@ from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.paths import require_models, require_recipe_paths, require_run, require_sets, require_sources
 from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.recipe_files import choices
+from embedtrain.config.validation import OptionChecks
 from embedtrain.data.in_memory import InMemoryData, is_splits
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World, joined_world
@@ -34,7 +36,6 @@ from embedtrain.evaluation.sentence_transformers import TextEncoder
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import command_model_config, load_encoder_model
 from embedtrain.inference.loading.load import quiet_libraries
-from embedtrain.inference.options import EncoderOptions, check_encoder
 from embedtrain.losses.types import Loss
 from embedtrain.mining.folder import read_summary
 from embedtrain.tracking.console import Console
@@ -45,6 +46,11 @@ from embedtrain.training.train import training_world
 _EVALUATE, _MINE, _EXPORT = COMMANDS["evaluate"], COMMANDS["mine"], COMMANDS["export"]
 Metrics = dict[str, dict[str, float]]
 StrPath = str | PathLike[str]
+
+
+@dataclass(kw_only=True)
+class EncoderOptions(EncodeOptions, ShardOptions, PrecisionOptions, RankOptions):
+    """Options of `embedtrain.load_encoder`."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +263,7 @@ def load_encoder(
     """
     flat = flatten(EncoderOptions, {"model": _model_path(model)}, options or {}, _with_code_paths(more))
     with own_process_state("load_encoder", quiet=quiet):
-        composed = check_encoder(compose_command("load_encoder", EncoderOptions, to_overrides(flat), ""))
+        composed = _check_encoder(compose_command("load_encoder", EncoderOptions, to_overrides(flat), ""))
         require_models(model=composed.model, adapter=composed.adapter)
         quiet_libraries()
         world = SHARED_WORLD.join(composed.timeout)
@@ -340,3 +346,13 @@ def _write(memory: InMemoryData, output_dir: str, world: World) -> None:
     with world.fail_together("writing data of the program"):
         if world.is_main:
             memory.write(Path(output_dir))
+
+
+def _check_encoder(options: EncoderOptions) -> EncoderOptions:
+    """The options themselves, if they can work."""
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.at_least(1, "chunk_tokens")
+    check.length("max_length")
+    check.positive("timeout")
+    return options

@@ -12,8 +12,7 @@ from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, Vector
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.inference.encode import CHUNKS_PER_BLOCK
 from embedtrain.inference.encoding_plan import MAX_KEPT_TOKENS
-from embedtrain.inference.index import QUERIES_PER_SCAN
-from embedtrain.inference.shard_search import PENDING_CANDIDATES, QUERY_BATCH_SIZE
+from embedtrain.inference.index import PENDING_CANDIDATES, QUERIES_PER_SCAN, QUERY_BATCH_SIZE
 from embedtrain.inference.store import MAX_DEVICE_FRACTION, TILE, dtype_of
 from embedtrain.inference.vectors import scanned_candidates
 from embedtrain.planning.memory import ClusterSpec, encoding_memory

@@ -32,7 +32,6 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encoding_plan import PromptedTexts
-from embedtrain.inference.stored_vectors import SIMILARITY, map_tensors
 from embedtrain.losses.encoded import Part
 from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.models.pooling import pooling_name
@@ -51,6 +50,9 @@ _STARTS, _COLUMNS, _ENTRIES, _WIDTH = "starts", "columns", "entries", "width"
 _MAX_DENSITY = 1 / 4
 _CHUNK_TOKENS = "chunk_tokens"
 _EXISTING_PROMPT = "existing_prompt"
+# The numbers of a file as numpy maps them, which has no bfloat16.
+_MAPPED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8, "I64": np.int64}
+SIMILARITY = "similarity"  # in the identity of a model; left out for the cosine
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,22 @@ def _mapped(path: Path) -> Part:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
         vectors = from_numpy(values)
     return Part(vectors.view(torch.bfloat16) if values.dtype == np.uint16 else vectors)
+
+
+def map_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a safetensors file, memory-mapped: its own reader copies all rows."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, 1 << 20):
+            raise ValueError("no header")
+        header = json.loads(file.read(length))
+    tensors = dict[str, NDArray[Any]]()
+    for name, entry in header.items():
+        if name != "__metadata__":
+            kind, shape = _MAPPED[entry["dtype"]], tuple(map(int, entry["shape"]))
+            tensors[name] = np.memmap(path, kind, "r", 8 + length + int(entry["data_offsets"][0]), shape)
+    return tensors
 
 
 # Raised when the vectors of the same files change by more than rounding.

@@ -1,25 +1,33 @@
-"""Writes a directory of vectors, part by part, on any number of ranks.
+"""A directory of a teacher's vectors, which `embedtrain vectors` writes and training reads instead of the teacher.
 
-Parts are written beside the directory, to DIR.unfinished, which is renamed when it is complete.
+    DIR/vectors.json              model, prompts, number and digest of the vectors; a directory without it is unfinished
+    DIR/keys.npy                  the key of each text and its prompt, 128 bits, ascending
+    DIR/part-00000.safetensors    `vectors` of consecutive keys, and their `scales` if they are of int8
 
-n: texts of all rows, with repetitions; U: distinct texts, each with its prompt.
+A text is found by the hash of the text and of the prompt that the teacher gives it: under another prompt it is missing.
+Parts are written by any number of ranks beside the directory, to DIR.unfinished, which is renamed when it is complete.
+
+n: texts of all rows, with repetitions; U: distinct texts, each with its prompt; T: dimensions.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.evaluation import Unshard
@@ -32,26 +40,164 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model
-from embedtrain.inference.stored_vectors import (
-    FORMAT,
-    INDEX_FILE,
-    KEYS_FILE,
-    Keys,
-    StoredVectors,
-    is_stored_vectors,
-    part_file,
-    to_stored,
-    vector_keys,
-)
-from embedtrain.inference.vector_cache import model_identity
+from embedtrain.inference.vector_cache import SIMILARITY, map_tensors, model_identity
+from embedtrain.inference.vectors import to_int8
 from embedtrain.models.source import CommandModel
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.utils.checksums import file_checksum
-from embedtrain.utils.files import atomic_write, make_folder, remove_tree
+from embedtrain.utils.files import atomic_write, expand_user, make_folder, remove_tree
 
+INDEX_FILE, KEYS_FILE = "vectors.json", "keys.npy"
+FORMAT = 1
+KEY_BYTES = 16
+KEY_TYPE = np.dtype(f"S{KEY_BYTES}")
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _INPUTS_FILE = "inputs.json"
 _MODEL_OPTIONS = ("normalize", "max_length", "query_prompt", "document_prompt", "revision")
+
+Keys = NDArray[np.bytes_]
+
+
+def is_stored_vectors(path: str) -> bool:
+    """Whether a path is a directory of vectors instead of a model."""
+    return (expand_user(path) / INDEX_FILE).is_file()
+
+
+def vector_keys(prompt: str, texts: Iterable[str]) -> Keys:
+    """The key of each text with this prompt: S16 [n]."""
+    prefix = hashlib.blake2b(f"{len(prompt)} {prompt}".encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES)
+    digests = []
+    for text in texts:
+        state = prefix.copy()
+        state.update(text.encode("utf-8", "surrogatepass"))
+        digests.append(state.digest())
+    return np.frombuffer(b"".join(digests), dtype=KEY_TYPE)
+
+
+def part_file(number: int) -> str:
+    """The name of a part."""
+    return f"part-{number:05}.safetensors"
+
+
+def to_stored(vectors: Tensor, dtype: str) -> dict[str, Tensor]:
+    """The tensors of a part for vectors float32 [n, T]; int8 has one scale for each vector."""
+    if dtype == "int8":
+        codes, scales = to_int8(vectors)
+        return {"vectors": codes, "scales": scales}
+    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    return {"vectors": vectors.to(kinds[dtype]).contiguous()}
+
+
+@dataclass(frozen=True)
+class StoredVectors:
+    """Vectors on disk, memory-mapped."""
+
+    directory: Path
+    index: Mapping[str, Any]  # the content of vectors.json
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """Read the index and check the files; DataError if the directory is incomplete or of another format."""
+        directory = expand_user(path)
+        try:
+            index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+            stored = cls(directory, index)
+            if index["format"] != FORMAT:
+                raise ValueError(f"its format is {index['format']}, this version reads {FORMAT}")
+            sizes = {str(name): int(size) for name, size in index["sizes"].items()}
+            numbers = int(index["count"]), int(index["dimension"]), int(index["rows_per_part"])
+            # A run names a folder by the digest, which this file could lead elsewhere.
+            if min(numbers) < 1 or not _DIGEST.fullmatch(index["digest"]) or any("/" in name for name in sizes):
+                raise ValueError("invalid numbers")
+            for name, size in sizes.items():
+                if (directory / name).stat().st_size != size:
+                    raise ValueError(f"{name} does not have {size:,} bytes")
+            if len(stored.keys) != numbers[0]:
+                raise ValueError(f"{KEYS_FILE} does not have {numbers[0]:,} keys")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{path}: not a directory of vectors ({error}): write it with embedtrain vectors"
+            ) from error
+        return stored
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of the vectors."""
+        return int(self.index["dimension"])
+
+    @property
+    def digest(self) -> str:
+        """Of the vectors, and of everything that they depend on."""
+        return str(self.index["digest"])
+
+    def prompt(self, role: TextRole) -> str:
+        """What the teacher read before each query or each document."""
+        return str(self.index["query_prompt" if role is TextRole.query else "document_prompt"])
+
+    @property
+    def similarity(self) -> str:
+        """How the teacher compares its vectors, one of `VectorSimilarity`; earlier versions compared by cosine."""
+        return str(self.index.get("identity", {}).get(SIMILARITY, VectorSimilarity.cosine.value))
+
+    def describe(self) -> str:
+        """One line for the user."""
+        index = self.index
+        return (
+            f"{index['count']:,} vectors of {index['dimension']} dimensions ({index['dtype']}) of {index['model']}, "
+            f"prompts {self.prompt(TextRole.query)!r} and {self.prompt(TextRole.document)!r}"
+        )
+
+    @cached_property
+    def keys(self) -> Keys:
+        """S16 [count], ascending."""
+        keys: Keys = np.load(self.directory / KEYS_FILE, mmap_mode="r", allow_pickle=False)
+        if keys.dtype != KEY_TYPE or keys.ndim != 1:
+            raise ValueError(f"{KEYS_FILE} holds no keys")
+        return keys
+
+    def rows(self, role: TextRole, texts: Sequence[str]) -> NDArray[np.int64]:
+        """The row of each text, int64 [n]; -1 for a text that is missing."""
+        keys = vector_keys(self.prompt(role), texts)
+        rows = self.keys.searchsorted(keys)
+        at = np.minimum(rows, len(self.keys) - 1)
+        return np.where(self.keys[at] == keys, at, -1).astype(np.int64)
+
+    def vectors(self, rows: NDArray[np.int64]) -> Tensor:
+        """Rows [n] to float32 [n, T]."""
+        out = torch.empty(len(rows), self.dimension)
+        parts = rows // int(self.index["rows_per_part"])
+        for part in np.unique(parts):
+            selected = np.flatnonzero(parts == part)
+            local = rows[selected] - part * int(self.index["rows_per_part"])
+            vectors, scales = self._part(int(part))
+            values = torch.from_numpy(vectors[local])
+            if vectors.dtype == np.uint16:
+                values = values.view(torch.bfloat16)
+            values = values.float()
+            if scales is not None:
+                values *= torch.from_numpy(scales[local]).unsqueeze(1)
+            out[torch.from_numpy(selected)] = values
+        return out
+
+    def _part(self, number: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        parts: dict[int, tuple[NDArray[Any], NDArray[Any] | None]] = self._parts
+        if number not in parts:
+            path = self.directory / part_file(number)
+            try:
+                tensors = map_tensors(path)
+                vectors = tensors["vectors"]
+                if vectors.ndim != 2 or vectors.shape[1] != self.dimension:
+                    raise ValueError(f"its vectors are of shape {vectors.shape}")
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise DataError(f"{path}: stored vectors cannot be read ({error}): write them again") from error
+            parts[number] = vectors, tensors.get("scales")
+        return parts[number]
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[NDArray[Any], NDArray[Any] | None]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -289,7 +435,7 @@ class VectorDirectory:
         is_query = np.zeros(0, dtype=np.bool_)
         with world.fail_together("reading texts"):
             texts, is_query = self.texts.read(start, end)
-        vectors: torch.Tensor | None = None
+        vectors: Tensor | None = None
         for role, selected in ((TextRole.query, is_query), (TextRole.document, ~is_query)):
             indices = np.flatnonzero(selected)
             if not len(indices):

@@ -19,7 +19,6 @@ from embedtrain.config.loss_choices import Similarity, VectorSimilarity
 from embedtrain.errors import ConfigError
 from embedtrain.inference.exact import cosines, norms, pair_batch_size, pairwise_dot, sum_of_halves, unit_vectors
 from embedtrain.inference.store import DocumentStore, DocumentTile, GrowingTensor, VectorTiles
-from embedtrain.inference.stored_vectors import to_int8
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import VectorScore
 
@@ -133,6 +132,12 @@ def pairwise_distance(left: Tensor, right: Tensor, p: int) -> Tensor:
     if p == 1:
         return sum_of_halves(differences.abs())
     return sum_of_halves(differences.square()).sqrt()
+
+
+def to_int8(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 [n, T], and the scale of each vector, float32 [n]: a vector is about its codes times its scale."""
+    scales = vectors.abs().amax(dim=1).clamp(min=127 * torch.finfo(torch.float32).tiny) / 127
+    return (vectors / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
 # Lengths are rounded up when they become float32.

@@ -29,18 +29,32 @@ from embedtrain.config.row_requirements import ScoreRequirement, row_requirement
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
-from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka, Quantised
+from embedtrain.losses.combine import (
+    LAST_LAYER,
+    CombinedLoss,
+    Exit,
+    LayerLoss,
+    LossPerSource,
+    Matryoshka,
+    Quantised,
+)
 from embedtrain.losses.distill_similarities import DistillSimilarities, SimilarityMSE
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.layers import LAST_LAYER, Exit, LayerLoss
 from embedtrain.losses.listwise import ADRMSE, BCE, MSE, LambdaLoss, ListNet, PListMLE, RankNet, Softmax
 from embedtrain.losses.orthogonal import Orthogonal
-from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
+from embedtrain.losses.pairs import (
+    AnglE,
+    BatchTriplet,
+    Contrastive,
+    CoSENT,
+    CosineMSE,
+    OnlineContrastive,
+    Triplet,
+)
 from embedtrain.losses.quantisation import SmoothedRanges
 from embedtrain.losses.score import Score
 from embedtrain.losses.sigmoid import SigLIP
-from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, EncodedLoss, Loss
 
 # The losses that need only their options, by `loss.name`.

@@ -11,19 +11,27 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Hardness, Implementation, PartitionMode
+from embedtrain.config.loss_choices import Hardness, Implementation, MarginKind, PartitionMode
 from embedtrain.config.losses import DistillSimilaritiesConfig, InfoNCEConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError
-from embedtrain.losses.candidates import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
 from embedtrain.losses.ring import MAX_GATHERED_BYTES, gathered_bytes
 from embedtrain.losses.score import TiledScore, VectorScore
-from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max
-from embedtrain.losses.softmax import SoftmaxSums, focal_weights, plain_softmax, ring_softmax, tiled_softmax
+from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max, rounding_tolerance
+from embedtrain.losses.softmax import (
+    Candidates,
+    Rows,
+    ScoringRules,
+    SoftmaxSums,
+    focal_weights,
+    plain_softmax,
+    ring_softmax,
+    tiled_softmax,
+)
 from embedtrain.losses.types import (
     BatchInfo,
     Counts,
@@ -249,6 +257,21 @@ class InfoNCE(EncodedLoss):
             return None
         draws = Draws.of(batch_info, self.config.mixed_pairs, self.mixing_seed)
         return mixed_losses(own, positive, scale, limits, self.config, draws)
+
+
+def score_limits(
+    similarity: Tensor, tolerance: Tensor, scale: Tensor, config: InfoNCEConfig
+) -> tuple[Tensor, Tensor | None]:
+    """`accuracy_thresholds` and `score_limits` of `Rows`, from the positives' scores and their rounding errors [B]."""
+    margin = config.false_negative_margin
+    limits = None if margin is None else (similarity + margin + tolerance) * scale
+    return (similarity - config.margin - tolerance) * scale, limits
+
+
+def guide_limits(positive: Tensor, config: InfoNCEConfig) -> Tensor:
+    """From the guide's similarities of the positives [c]: the similarity above which it rejects a negative."""
+    scale = positive.abs() if config.guide_margin_kind is MarginKind.relative else 1.0
+    return positive - config.guide_margin * scale + rounding_tolerance(positive)
 
 
 def choose_implementation(

@@ -23,8 +23,14 @@ from embedtrain.errors import ConfigError, DataError, EmbedtrainError, ModelErro
 from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.principal_components import Moments, principal_components
-from embedtrain.inference.stored_vectors import StoredVectors, is_stored_vectors
-from embedtrain.inference.vector_directory import VectorDirectory, distinct_texts, model_of, teacher_identity
+from embedtrain.inference.vector_directory import (
+    StoredVectors,
+    VectorDirectory,
+    distinct_texts,
+    is_stored_vectors,
+    model_of,
+    teacher_identity,
+)
 from embedtrain.losses.distillation import DistillEmbeddings
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder

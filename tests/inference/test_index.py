@@ -11,7 +11,7 @@ import torch
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.inference import index as index_module
-from embedtrain.inference import shard_search, store
+from embedtrain.inference import store
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
@@ -46,8 +46,7 @@ def sizes_of(**sizes):
     """Set constants of the modules for a while."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in sizes.items():
-            module = {"TILE": store, "QUERIES_PER_SCAN": index_module}.get(name, shard_search)
-            patch.setattr(module, name, size)
+            patch.setattr(store if name == "TILE" else index_module, name, size)
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from embedtrain.config.evaluation import IndexConfig, Unshard, VectorDtype, VectorPlacement
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import TrainingError
-from embedtrain.inference import shard_search
+from embedtrain.inference import index as index_module
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
@@ -71,7 +71,7 @@ def search(
     with pytest.MonkeyPatch.context() as patch:
         if tile_rows is not None:
             patch.setattr(late_interaction, "TILE_ROWS", tile_rows)
-            patch.setattr(shard_search, "MAX_QUERY_ROWS", 6)
+            patch.setattr(index_module, "MAX_QUERY_ROWS", 6)
             patch.setattr(late_interaction, "BLOCK_NUMEL_CPU", 64)
         index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSim(mean=mean))
         for batch in np.array_split(np.arange(world.rank, len(ids), world.size), 3):

@@ -8,7 +8,7 @@ import torch
 
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorDtype, VectorPlacement
 from embedtrain.errors import ConfigError
-from embedtrain.inference import shard_search
+from embedtrain.inference import index as index_module
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
@@ -28,12 +28,12 @@ def search(world, queries, documents, ids, k, config, limit=None):
     """The ranking, scores of its documents one by one, how many score more than the last, and calls of a rescan."""
     rescanned = []
     with sizes_of(TILE=16, QUERY_BATCH_SIZE=3, QUERIES_PER_SCAN=5), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_search, "PENDING_CANDIDATES", 8)
+        patch.setattr(index_module, "PENDING_CANDIDATES", 8)
         if limit is not None:
             patch.setattr(ScannedStore, "candidate_limit", lambda _self, k: limit)
-        rescan = shard_search.ShardSearch._rescan
+        rescan = index_module.ShardSearch._rescan
         patch.setattr(
-            shard_search.ShardSearch, "_rescan", lambda self, *args: rescanned.append(1) or rescan(self, *args)
+            index_module.ShardSearch, "_rescan", lambda self, *args: rescanned.append(1) or rescan(self, *args)
         )
         index = ShardedIndex(trec_order(ids), world, config)
         for batch in torch.arange(len(ids))[world.rank :: world.size].split(7):

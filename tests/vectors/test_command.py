@@ -21,7 +21,7 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.inference import vector_directory
-from embedtrain.inference.stored_vectors import KEY_TYPE, StoredVectors
+from embedtrain.inference.vector_directory import KEY_TYPE, StoredVectors
 from embedtrain.losses.build import build_loss
 from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides

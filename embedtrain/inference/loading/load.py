@@ -1,4 +1,7 @@
-"""Loads a model: from its options to a sharded encoder with weights and tokenizer, packed or padded."""
+"""Loads a model: from its options to a sharded encoder with weights and tokenizer, packed or padded, and verifies it.
+
+Packed texts are compared with padded ones, and scores with those of transformers' own class.
+"""
 
 import logging
 import os
@@ -7,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy
+from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
@@ -23,8 +26,7 @@ from embedtrain.distributed.weights import (
     require_finite_weights,
 )
 from embedtrain.distributed.world import World
-from embedtrain.errors import ModelError
-from embedtrain.inference.loading.verify import packing_notes, prepare_packing, verify_outputs, verify_packed_vectors
+from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
@@ -34,13 +36,26 @@ from embedtrain.models.adapters import (
     frozen_dtype,
     initial_adapters,
 )
-from embedtrain.models.attention import compute_capability
+from embedtrain.models.attention import (
+    compute_capability,
+    packing_limit,
+    select_flash_attention,
+    use_flash_attention_2,
+)
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.encoder import Encoder
+from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
 from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
+from embedtrain.models.packing import (
+    PackingCheck,
+    check_packing,
+    disable_packing,
+    enable_packing,
+    packing_mismatch,
+    window_mismatch,
+)
 from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import TensorLocation, stored_dtype
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
@@ -359,3 +374,92 @@ def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> 
     check_vocabulary(source, tokenizer)
     max_length = resolve_max_length(source, tokenizer)
     return TextTokenizer(tokenizer, max_length, source.kind.layout(source, tokenizer))
+
+
+def prepare_packing(
+    encoder: Encoder, attention: Attention, parallel: ParallelConfig, capability: tuple[int, int]
+) -> PackingCheck:
+    """Check whether GPUs and the model's code support packing, and enable it unless `model.attention=padded`.
+
+    `capability` is the lowest `compute_capability` of the ranks. With `model.attention=packed`, a ConfigError if the
+    GPUs do not support packing, and a ModelError if the model does not.
+    """
+    if attention is Attention.padded:
+        return PackingCheck("requested")
+    if not encoder.has_layers:
+        return PackingCheck(None)
+    limit = packing_limit(parallel.precision, capability)
+    if limit is not None and attention is Attention.packed:
+        raise _unsupported(limit, ConfigError)
+    support = check_packing(encoder, precision=parallel.precision, capability=capability)
+    if support.padding_reason is None:
+        enable_packing(encoder)
+    elif attention is Attention.packed:
+        raise _unsupported(support.padding_reason)
+    return support
+
+
+def packing_notes(support: PackingCheck, attention: Attention, world: World, *, trains: bool) -> list[str]:
+    """Lines for the user; selects the GPU kernel that they report."""
+    gpu = world.device.type == "cuda"
+    if support.padding_reason is not None:
+        if gpu and trains:  # an earlier model of this process may have been packed
+            use_flash_attention_2()
+        return [f"texts are padded: {support.padding_reason}"] if attention is Attention.auto else []
+    if not gpu or not support.head_sizes:
+        return []
+    note = f"texts are packed, attention by {select_flash_attention(world.device, support.head_sizes)}"
+    if trains and support.dropout:
+        note += (
+            f", which has no dropout for packed texts: attention dropout ({support.dropout:g}) is skipped; write "
+            "model.attention=padded to apply it"
+        )
+    return [note]
+
+
+def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> str | None:
+    """Why packed texts have different vectors on any rank; packing is then disabled. A collective.
+
+    A ModelError if they differ and `model.attention=packed`.
+    """
+    config = encoder.backbone.config
+    assert isinstance(config, PretrainedConfig)
+    if not encoder.has_layers:
+        return None
+    training = encoder.training
+    head, backbone = encoder.output, encoder.backbone
+    with encoder.computing(lambda chunk: head.compared(hidden_states(backbone, chunk), chunk)):
+        mismatch = packing_mismatch(
+            encoder.eval(),
+            config,
+            parallel.precision,
+            world.device,
+            token_types=head.reads_pairs and has_token_types(encoder),
+            token_vectors=head.compares_tokens,
+        )
+    encoder.train(training)
+    reshard(encoder)
+    mismatch = mismatch or window_mismatch(config, parallel.precision, world.device)
+    reason = next((text for text in world.gather(mismatch) if text is not None), None)
+    if reason is not None:
+        if attention is Attention.packed:
+            raise _unsupported(reason)
+        disable_packing(encoder)
+        if world.device.type == "cuda":
+            use_flash_attention_2()
+    return reason
+
+
+def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:
+    """Reject a model whose outputs cannot be right. A collective."""
+    training = encoder.training
+    error = source.kind.output_error(encoder.eval(), source, world.device)
+    encoder.train(training)
+    reshard(encoder)
+    for reason in world.gather(error):
+        if reason is not None:
+            raise ModelError(reason)
+
+
+def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:
+    return error(f"model.attention=packed: {reason}; write model.attention=auto or padded")

@@ -26,7 +26,7 @@ from embedtrain.report.sample import (
     write_texts,
     write_vectors,
 )
-from embedtrain.utils.checksums import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
+from embedtrain.utils.files import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
 from tests.ranks import RankFailed
 from tests.small import model_options, save_small, small_model, small_tokenizer
 
@@ -150,7 +150,7 @@ def test_links_and_pipes_are_not_read(tmp_path):
 
 
 def test_processes_share_the_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.utils.checksums.BLOCK_BYTES", 100)
+    monkeypatch.setattr("embedtrain.utils.files.BLOCK_BYTES", 100)
     (tmp_path / "a").write_bytes(bytes(250))
     (tmp_path / "b").write_bytes(b"")
     write_checksums(tmp_path)

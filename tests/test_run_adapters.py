@@ -16,7 +16,7 @@ from embedtrain.commands.export import run as main
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.models.adapters import Delta
-from embedtrain.utils.checksums import write_checksums
+from embedtrain.utils.files import write_checksums
 from tests.checkpoint.tei_rules import open_as_tei
 from tests.commands import call
 from tests.runs import losses, rewind_run, run

@@ -57,9 +57,9 @@ from embedtrain.checkpoint.tensor_files import (
 )
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.device import thread_initializer
+from embedtrain.distributed.sharding import row_range
 from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.watchdog.watchdog import MAX_FINISHING, UnfinishedWork
-from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact, UnreadableError
 from embedtrain.utils.files import directory_size, remove_tree

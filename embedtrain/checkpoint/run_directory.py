@@ -25,8 +25,7 @@ from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
 from embedtrain.tracking.metrics import DIRECTORY as QUERY_METRICS
 from embedtrain.tracking.metrics import METRICS_FILE
 from embedtrain.tracking.sessions import SESSIONS_FILE
-from embedtrain.utils.checksums import CHECKSUMS, damaged_files
-from embedtrain.utils.files import atomic_write, require_own_file
+from embedtrain.utils.files import CHECKSUMS, atomic_write, damaged_files, require_own_file
 from embedtrain.utils.formatting import format_count
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.tensor_files import LocalShard, ShardPosition, TensorSpec
-from embedtrain.distributed.weights import row_range
+from embedtrain.distributed.sharding import row_range
 from embedtrain.models.adapters import has_adapters
 
 WEIGHTS, OPTIMIZER, AVERAGE = "weights", "optimizer", "ema"

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch.utils import deterministic
 
-from embedtrain.distributed.watchdog.activity import current_activity
+from embedtrain.distributed.watchdog.watchdog import current_activity
 from embedtrain.errors import OutOfMemory
 from embedtrain.utils.formatting import format_bytes
 

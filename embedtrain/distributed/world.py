@@ -23,9 +23,8 @@ from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.device import explain_out_of_memory
 from embedtrain.distributed.messages import broadcast_value, gather_values
 from embedtrain.distributed.srun import interface_for
-from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
-from embedtrain.distributed.watchdog.watchdog import Watchdog
+from embedtrain.distributed.watchdog.watchdog import Watchdog, activity, current_activity, set_activity
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 from embedtrain.utils.limits import explain_limits
 

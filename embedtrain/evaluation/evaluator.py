@@ -23,9 +23,12 @@ from pathlib import Path
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.errors import EvaluationInterrupted
-from embedtrain.evaluation.context import EncodedSet, EncoderContext, EvaluationContext, ScorerContext
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.tasks import (
+    EncodedSet,
+    EncoderContext,
+    EvaluationContext,
+    ScorerContext,
     measure_bitext,
     measure_first_stage,
     measure_pair_classification,

@@ -6,19 +6,24 @@ Lucene's CJKAnalyzer does. There are no stop words and no stems, so that every l
 """
 
 import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.document_store import select_texts
+from embedtrain.data.sources.files import read_lines
+from embedtrain.data.sources.values import not_utf8, shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS
-from embedtrain.evaluation.types import Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs, kind_of
+from embedtrain.evaluation.types import RUN_TAG, Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs, kind_of
 from embedtrain.inference.index import trec_order
 
 BM25 = "bm25"
@@ -173,3 +178,97 @@ def with_candidates_of(
         else limit_candidates(loaded, depth)
         for loaded in sets
     ]
+
+
+def read_run(path: Path) -> dict[str, dict[str, str]]:
+    """The documents of each query in a TREC run (`query Q0 document rank score tag`), with their locations by id.
+
+    They are in the order of trec_eval: by descending score, in float32, and descending id. Ids of runs that embedtrain
+    has written are decoded; in other runs they are as written.
+
+    Raises DataError if the file is unreadable or empty, a line has too few or many fields, a score is no number, or a
+    document is repeated.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such run file")
+    run: dict[str, dict[str, str]] = {}
+    scores: dict[tuple[str, str], float] = {}
+    for location, line in _text_lines(path):
+        fields = line.split()
+        if len(fields) != 6:
+            raise DataError(
+                f"{location}: {len(fields)} fields, but a line of a run is query, Q0, document, rank, score, tag: "
+                f"{shorten(line)}"
+            )
+        query, _, document, _, score, tag = fields
+        if tag == RUN_TAG:
+            query, document = unquote(query), unquote(document)
+        before = run.setdefault(query, {}).setdefault(document, location)
+        if before != location:
+            raise DataError(f"{location}: document {document} is repeated for query {query}, first at {before}")
+        try:
+            scores[query, document] = float(np.float32(score))
+        except ValueError:
+            scores[query, document] = math.nan
+        if math.isnan(scores[query, document]):
+            raise DataError(f"{location}: the score is not a number: {shorten(score)}")
+    if not run:
+        raise DataError(f"{path} is empty")
+    return {
+        query: dict(sorted(locations.items(), key=lambda item: (scores[query, item[0]], item[0]), reverse=True))
+        for query, locations in run.items()
+    }
+
+
+def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in read_lines(path):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: {not_utf8(line, error.start)}") from None
+        if text.strip():
+            yield f"{path}:{number}", text
+
+
+def with_candidates(
+    data: RetrievalSet, ranked: Mapping[str, Collection[str]], source: str, first_stage: str | None = None
+) -> tuple[RetrievalSet, list[str]]:
+    """The set with the documents to rank for each query, without other documents, and notes on mismatches.
+
+    A judged query without candidates stays: it finds nothing and counts as 0, as with trec_eval -c. `ranked` holds
+    document ids by query id, best first if `first_stage` names what has ranked them; `source` is its name in messages.
+    Raises DataError if no judged query has a
+    candidate that is a document.
+    """
+    judged = data.judged_queries
+    candidate_ids = {document for query in judged for document in ranked.get(query, ())}
+    rows = [row for row, document in enumerate(data.documents.ids) if document in candidate_ids]
+    ids = list(select_texts(data.documents.ids, rows))
+    indices = {document: index for index, document in enumerate(ids)}
+    candidates = {
+        query: list(dict.fromkeys(indices[document] for document in ranked.get(query, ()) if document in indices))
+        for query in judged
+    }
+    if not ids:
+        if candidate_ids:
+            kind, unknown, example = "documents", candidate_ids, data.documents.ids[0]
+        else:
+            kind, unknown, example = "judged queries", set(ranked), judged[0]
+        raise DataError(
+            f"{source}: none of its {len(unknown)} {kind.split()[-1]} is one of {data.name}; it has "
+            f"{min(unknown, default='')!r} where {kind} are called {example!r}"
+        )
+    notes = []
+    missing = [query for query in judged if query not in ranked]
+    if missing:
+        notes.append(
+            f"{data.name}: {len(missing)} judged queries have no candidates in {source} and count as 0 "
+            f"(the first: {missing[0]})"
+        )
+    if len(candidate_ids) > len(ids):
+        notes.append(
+            f"{data.name}: {len(candidate_ids) - len(ids)} candidates of {source} are not documents and are left out "
+            f"(the first: {min(candidate_ids.difference(ids))})"
+        )
+    documents = Corpus(ids, select_texts(data.documents.texts, rows))
+    return replace(data, documents=documents, candidates=candidates, first_stage=first_stage), notes

@@ -24,8 +24,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import DataError
-from embedtrain.evaluation.context import SEED, EncoderContext, reproducible_sklearn
 from embedtrain.evaluation.metrics import CLUSTERING_METRICS
+from embedtrain.evaluation.tasks import SEED, EncoderContext, reproducible_sklearn
 from embedtrain.evaluation.types import ClassificationSet, ClusteringSet
 
 _NUM_NEIGHBORS = 3

@@ -15,7 +15,7 @@ from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_
 from embedtrain.data.text_format import text_key
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, HubUnavailable
-from embedtrain.evaluation.readers.reranking import read_run, with_candidates
+from embedtrain.evaluation.first_stage import read_run, with_candidates
 from embedtrain.evaluation.readers.retrieval import (
     is_beir_folder,
     read_beir_folder,

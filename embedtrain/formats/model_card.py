@@ -17,8 +17,8 @@ from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.formats.peft import TaskAdapter
 from embedtrain.models.module_settings import TASKS_FOLDER
 from embedtrain.report.changes import CONFIDENCE, Change, changes_since_start
-from embedtrain.tracking.evaluation_table import vector_lines, without_forms
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
+from embedtrain.tracking.pages import vector_lines, without_forms
 from embedtrain.utils.files import expand_user
 
 Metrics = Mapping[str, Mapping[str, float]]

@@ -15,8 +15,7 @@ from filelock import FileLock, Timeout
 
 from embedtrain.errors import ConfigError
 from embedtrain.models.export_record import RECORD
-from embedtrain.utils.checksums import Checksums
-from embedtrain.utils.files import expand_user, remove_tree, require_own_file
+from embedtrain.utils.files import Checksums, expand_user, remove_tree, require_own_file
 
 _SCRATCH, _REPLACED = ".tmp", ".old.tmp"
 LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory

@@ -33,8 +33,7 @@ from embedtrain.models.encoder import prepare_backbone
 from embedtrain.models.module_settings import SETTINGS
 from embedtrain.models.stored_weights import stored_dtype, stored_tensors
 from embedtrain.models.types import ModelSource
-from embedtrain.utils.checksums import CHECKSUMS
-from embedtrain.utils.files import write_json
+from embedtrain.utils.files import CHECKSUMS, write_json
 
 _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."

@@ -36,8 +36,7 @@ from embedtrain.losses.encoded import Part
 from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
-from embedtrain.utils.checksums import Checksums, checksum, file_checksum
-from embedtrain.utils.files import atomic_write, reading
+from embedtrain.utils.files import Checksums, atomic_write, checksum, file_checksum, reading
 
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
 # their number; and parts of the digest.

@@ -45,8 +45,7 @@ from embedtrain.inference.vectors import to_int8
 from embedtrain.models.source import CommandModel
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
-from embedtrain.utils.checksums import file_checksum
-from embedtrain.utils.files import atomic_write, expand_user, make_folder, remove_tree
+from embedtrain.utils.files import atomic_write, expand_user, file_checksum, make_folder, remove_tree
 
 INDEX_FILE, KEYS_FILE = "vectors.json", "keys.npy"
 FORMAT = 1

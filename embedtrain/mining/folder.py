@@ -26,8 +26,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.mining.pool import MiningSource
-from embedtrain.utils.checksums import Checksums
-from embedtrain.utils.files import atomic_write, remove_tree, require_no_links
+from embedtrain.utils.files import Checksums, atomic_write, remove_tree, require_no_links
 
 QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
 

@@ -36,8 +36,7 @@ from embedtrain.mining.pool import (
     stripped_keys,
     write_pool,
 )
-from embedtrain.utils.checksums import damaged_files, write_checksums
-from embedtrain.utils.files import remove_tree
+from embedtrain.utils.files import damaged_files, remove_tree, write_checksums
 
 
 class Multimap:

@@ -7,7 +7,7 @@ as a model of another library or a repository of the Hub, is opened as it is.
 from pathlib import Path
 
 from embedtrain.errors import ModelError
-from embedtrain.utils.checksums import Block, Checksums
+from embedtrain.utils.files import Block, Checksums
 
 RECORD = "embedtrain.json"
 # Files of a directory that say how it was made; what the model computes does not depend on them.

@@ -13,8 +13,7 @@ from embedtrain.pipeline.state import PipelineState, StageRecord
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.report.page import REPORT_FILE, Table, write_report
 from embedtrain.tracking.pages import Page
-from embedtrain.utils.checksums import Checksums
-from embedtrain.utils.files import atomic_write
+from embedtrain.utils.files import Checksums, atomic_write
 from embedtrain.utils.formatting import format_duration
 
 LINEAGE_FILE = "lineage.json"

@@ -22,8 +22,7 @@ from embedtrain.config.options import is_in_result
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.pipeline.types import Pipeline, Stage
-from embedtrain.utils.checksums import Checksums, checksum_of, file_checksum
-from embedtrain.utils.files import atomic_write
+from embedtrain.utils.files import Checksums, atomic_write, checksum_of, file_checksum
 from embedtrain.utils.records import read_record
 
 # Of every kind of stage: where files are, speed, memory, and permissions.

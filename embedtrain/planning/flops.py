@@ -1,16 +1,22 @@
-"""FLOPs of a training step: the arithmetic that the model requires, independent of the implementation.
+"""FLOPs of a training step, the arithmetic that the model requires, and how many a device can compute per second.
 
 Padding, activation checkpointing and the second forward pass of gradient caching are not counted, so that a program
 that avoids them reaches a higher rate. The count follows Chowdhery et al., "PaLM" (2022), appendix B: 6 FLOPs per
 weight and token, and 12 per pair of tokens that attend to each other and element of their queries.
 """
 
+import re
+import statistics
+import time
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from embedtrain.distributed.collectives import gather_vector
+from embedtrain.distributed.world import World
 from embedtrain.models.attention_direction import attends_causally
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
@@ -104,3 +110,97 @@ def _attention(config: PretrainedConfig) -> tuple[AttentionLayers, ...]:
     reach = None if window is None else int(window) - causal
     counts = Counter(reach if kind == "sliding_attention" else None for kind in kinds)
     return tuple(AttentionLayers(number, width, causal, reach) for reach, number in counts.items())
+
+
+# TFLOP/s of dense products in bf16 with sums in fp32, by the name of the device: what the datasheets say, half of the
+# figure where that is for sparse matrices.
+_BF16_PEAKS = (
+    (r"B200", 2250.0),
+    (r"H200 NVL", 835.0),
+    (r"GH200|H200|H100 80GB HBM3|H100 SXM", 989.4),
+    (r"H100 NVL", 835.0),
+    (r"H100 PCIe", 756.0),
+    (r"A100", 312.0),
+    (r"L40S", 362.0),
+    (r"L4", 121.0),
+    (r"A30", 165.0),
+    (r"A10", 125.0),
+    (r"RTX 4090", 165.2),
+    (r"RTX 3090", 71.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsReference:
+    """FLOP/s of one device in dense products, of the type that the model computes in; None if it is not known."""
+
+    peak: float | None = None  # of the datasheet: the reference of `mfu`
+    matmul: float | None = None  # measured: the reference of `matmul_fraction`
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """The dense peak of the datasheet; None for other types than bf16, other devices, and parts of a device (MIG)."""
+    if dtype != torch.bfloat16 or "MIG" in device_name:
+        return None
+    return next(
+        (tflops * 1e12 for name, tflops in _BF16_PEAKS if re.search(rf"\b({name})\b", device_name)),
+        None,
+    )
+
+
+# Sizes n of n x n matrices, of which the largest that fits into `SECONDS` is measured. Small ones do not fill a GPU.
+SIZES = {"cuda": (2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}
+SECONDS = {"cuda": 0.4, "cpu": 0.06}
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulRate:
+    """The measured rate."""
+
+    flops: float  # floating point operations per second of one rank, the mean over ranks
+    size: int  # n
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.flops / 1e12:,.3g} TFLOP/s per rank in products of {self.size} x {self.size} matrices in {kind}"
+
+
+def matmul_rate(world: World, dtype: torch.dtype) -> MatmulRate:
+    """Measure the rate on all ranks at the same time, within half a second. A collective."""
+    sizes, device = SIZES[world.device.type], world.device
+    _seconds(sizes[0], dtype, device, rounds=1)  # warm-up: selects kernels, loads libraries
+    once = _seconds(sizes[0], dtype, device, rounds=1)
+    fitting = [n for n in sizes if once * (n / sizes[0]) ** 3 * (ROUNDS + 1) <= SECONDS[device.type]]
+    size = min(world.gather(max(fitting, default=sizes[0])))
+    local = 2.0 * size**3 / _seconds(size, dtype, device, rounds=ROUNDS)
+    rates = gather_vector(torch.tensor([local], dtype=torch.float64, device=device))
+    if device.type == "cuda":  # the matrices do not count as memory of training
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return MatmulRate(float(rates.mean()), size, dtype)
+
+
+def _seconds(size: int, dtype: torch.dtype, device: torch.device, *, rounds: int) -> float:
+    """Seconds of one product: the median of `rounds`, after a warm-up."""
+    # Random numbers, because zeros take less power and are multiplied faster.
+    source = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, dtype=dtype, device=device, generator=source) for _ in range(2))
+    out = torch.empty_like(left)
+    torch.mm(left, right, out=out)
+    return statistics.median(time_product(left, right, out) for _ in range(rounds))
+
+
+def time_product(left: Tensor, right: Tensor, out: Tensor) -> float:
+    """Seconds of one product."""
+    if left.device.type != "cuda":
+        started = time.perf_counter()
+        torch.mm(left, right, out=out)
+        return time.perf_counter() - started
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.mm(left, right, out=out)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

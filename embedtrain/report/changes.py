@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.report.axes import NumberFormat, format_value
+from embedtrain.report.chart import NumberFormat, format_value
 from embedtrain.report.runs import MEAN, RunRecords, Series, read_runs
 from embedtrain.tracking.metrics import MainChange, QueryMetrics, main_changes, query_metrics_path, read_query_metrics
 

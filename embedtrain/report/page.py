@@ -19,13 +19,11 @@ from embedtrain import __version__
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
-from embedtrain.report.axes import NumberFormat, format_value
 from embedtrain.report.changes import CONFIDENCE, RESAMPLES, Comparisons
-from embedtrain.report.chart import Chart
-from embedtrain.report.evaluation_sections import MainMetric, evaluation_sections, main_metric, vector_sections
-from embedtrain.report.metric_sections import metric_sections
+from embedtrain.report.chart import Chart, NumberFormat, format_value
 from embedtrain.report.runs import RunRecords, Series, Status, common_steps_per_epoch, read_runs
 from embedtrain.report.sample_section import sample_section, shorten
+from embedtrain.report.sections import MainMetric, evaluation_sections, main_metric, metric_sections, vector_sections
 from embedtrain.utils.files import atomic_write
 from embedtrain.utils.formatting import format_duration
 

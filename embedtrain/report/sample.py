@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from embedtrain.errors import DataError
-from embedtrain.utils.checksums import checksum, checksum_of
-from embedtrain.utils.files import atomic_write, make_folder
+from embedtrain.utils.files import atomic_write, checksum, checksum_of, make_folder
 from embedtrain.utils.records import is_count, read_record
 
 TEXTS_FILE = "sample.json"

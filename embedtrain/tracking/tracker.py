@@ -13,7 +13,6 @@ import torch
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.evaluation_table import Results
 from embedtrain.tracking.loggers import (
     TENSORBOARD_FINISH_TIMEOUT,
     TENSORBOARD_START_TIMEOUT,
@@ -34,6 +33,7 @@ from embedtrain.tracking.metrics import (
     read_metrics,
     write_query_metrics,
 )
+from embedtrain.tracking.pages import Results
 
 
 class Tracker:

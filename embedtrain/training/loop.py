@@ -19,17 +19,17 @@ from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.signals import Notice, StopSignals, exit_code
-from embedtrain.distributed.watchdog.activity import set_activity
+from embedtrain.distributed.watchdog.watchdog import set_activity
 from embedtrain.distributed.world import Timeouts, World
 from embedtrain.errors import ConfigError, EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.losses.excluded import no_negatives_warning
 from embedtrain.losses.listwise import constant_scores_warning
 from embedtrain.losses.sparsity import sparsity_warning
+from embedtrain.planning.flops import FlopsReference
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.guides import GuideModel, StoredTeacher
 from embedtrain.training.inputs import Run, RunInputs
-from embedtrain.training.precision import FlopsReference
 from embedtrain.training.profile import BATCHES, StepProfiler, span
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import EncoderWithLoss, TrainState, as_dict

@@ -19,7 +19,7 @@ from embedtrain.config.row_requirements import ScoreRequirement, row_requirement
 from embedtrain.data.rows import Example
 from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.train_data import TrainData
-from embedtrain.distributed.watchdog.activity import activity
+from embedtrain.distributed.watchdog.watchdog import activity
 from embedtrain.errors import TrainingError
 from embedtrain.evaluation.types import (
     Bitext,

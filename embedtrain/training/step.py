@@ -18,8 +18,7 @@ from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
 from embedtrain.planning.flops import NO_FLOPS, ModelFlops
 from embedtrain.training.backward import Backward
-from embedtrain.training.groups import logged_rates
-from embedtrain.training.optimizer import Schedule, clip_grad_norm, step_if
+from embedtrain.training.optimizer import Schedule, clip_grad_norm, logged_rates, step_if
 from embedtrain.training.profile import AGREE, NORM, OPTIMIZER, span
 from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.state import EncoderWithLoss, TrainState

@@ -30,19 +30,19 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import datasets_at, metrics_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.final_export import export_run, exported_step, read_best, upload_run
-from embedtrain.training.groups import describe_groups, trained_parameters
 from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length, truncate_dims
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
-from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.precision import choose_precision, flops_reference
+from embedtrain.training.optimizer import Schedule, build_optimizer, describe_groups, trained_parameters
 from embedtrain.training.resume import RunStart, measures_otherwise, start_from
 from embedtrain.training.run_reporter import RunReporter, choose_sample
 from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
 from embedtrain.training.setup import (
     build_backward,
     build_loss,
+    choose_precision,
     chunk_options,
     claim_output_dir,
+    flops_reference,
     load_models,
     open_checkpoints,
     open_tracker,

@@ -20,7 +20,7 @@ from embedtrain.distributed.device import (
     thread_initializer,
     total_memory,
 )
-from embedtrain.distributed.watchdog.activity import activity, set_activity
+from embedtrain.distributed.watchdog.watchdog import activity, set_activity
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import OutOfMemory
 from tests.memory import anonymous_mb, freed_memory

@@ -12,8 +12,7 @@ from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed import sharding
-from embedtrain.distributed.sharding import ParallelLayout, reshard, shard_encoder, unsharded_weights
-from embedtrain.distributed.weights import row_range
+from embedtrain.distributed.sharding import ParallelLayout, reshard, row_range, shard_encoder, unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
 from embedtrain.inference.loading.load import load_model

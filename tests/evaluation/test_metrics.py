@@ -6,8 +6,8 @@ import pytest
 import pytrec_eval
 
 from embedtrain.errors import ConfigError
+from embedtrain.evaluation.first_stage import read_run
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, parse_best_metric, retrieval_metrics, sts_metrics
-from embedtrain.evaluation.readers.reranking import read_run
 from embedtrain.evaluation.tasks import run_path, write_run
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedtrain.distributed.watchdog.activity import current_activity
+from embedtrain.distributed.watchdog.watchdog import current_activity
 
 
 def _before_step(step: int | None, action: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-import embedtrain.distributed.weights as weights
+import embedtrain.distributed.sharding as weights
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import reshard

@@ -3,7 +3,7 @@
 import pytest
 
 from embedtrain.distributed.world import World
-from embedtrain.training import precision
+from embedtrain.planning import flops
 from tests import runs
 from tests.pretend_cuda.steps import on_cpu
 from tests.runs import evaluation_metrics, losses, metric_rows, options, rewind_run
@@ -11,7 +11,7 @@ from tests.runs import evaluation_metrics, losses, metric_rows, options, rewind_
 
 def run(world: World, cpu: bool, *arguments: str) -> str:
     """The run's output; the matrices that measure the device are small."""
-    precision.SIZES, precision.SECONDS = {"cuda": (64,), "cpu": (64,)}, {"cuda": 0.01, "cpu": 0.01}
+    flops.SIZES, flops.SECONDS = {"cuda": (64,), "cpu": (64,)}, {"cuda": 0.01, "cpu": 0.01}
     return runs.run(on_cpu(world) if cpu else world, *arguments)
 
 

@@ -16,7 +16,7 @@ from embedtrain.config.limits import load_yaml
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
-from embedtrain.utils.checksums import write_checksums
+from embedtrain.utils.files import write_checksums
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 

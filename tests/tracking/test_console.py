@@ -12,9 +12,8 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.live import Live
 
-from embedtrain.tracking.console import Console
+from embedtrain.tracking.console import Console, ProgressLine, StepTimer, rate, step_metrics
 from embedtrain.tracking.metrics import DatasetInfo
-from embedtrain.tracking.step_line import ProgressLine, StepTimer, rate, step_metrics
 from embedtrain.utils.streams import SafeStream
 
 ROW = {

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from embedtrain.errors import DataError
-from embedtrain.tracking.evaluation_table import vector_rows
 from embedtrain.tracking.metrics import (
     DatasetInfo,
     FirstStage,
@@ -24,6 +23,7 @@ from embedtrain.tracking.metrics import (
     metrics_at,
     read_metrics,
 )
+from embedtrain.tracking.pages import vector_rows
 
 
 def test_every_row_is_in_the_file_immediately(tmp_path):

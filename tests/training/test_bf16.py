@@ -15,7 +15,7 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import load_model
 from embedtrain.tracking.console import Console
 from embedtrain.training.backward import Backward
-from embedtrain.training.precision import choose_precision
+from embedtrain.training.setup import choose_precision
 from tests.small import parallel, small_model, small_tokenizer
 from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
 

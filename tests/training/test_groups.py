@@ -19,8 +19,7 @@ from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.planning.model_costs import build_meta_encoder
 from embedtrain.training.backward import Backward
-from embedtrain.training.groups import describe_groups, logged_rates, trained_parameters
-from embedtrain.training.optimizer import Schedule, build_optimizer
+from embedtrain.training.optimizer import Schedule, build_optimizer, describe_groups, logged_rates, trained_parameters
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.state import EncoderWithLoss
 from tests.small import batch, parallel, small_model, small_tokenizer

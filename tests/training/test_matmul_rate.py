@@ -7,18 +7,18 @@ import torch
 from torch.distributed import HashStore
 
 from embedtrain.distributed.world import World
-from embedtrain.training import precision as module
-from embedtrain.training.precision import matmul_rate, peak_flops
+from embedtrain.planning import flops
+from embedtrain.planning.flops import matmul_rate, peak_flops
 
 
 def rate_for_durations(world: World, seconds: list[float]) -> tuple[float, int]:
     """The rate and size if a product takes `seconds[rank]`, whatever its size."""
-    real = module.time_product
-    module.time_product = lambda *_: seconds[world.rank]
+    real = flops.time_product
+    flops.time_product = lambda *_: seconds[world.rank]
     try:
         rate = matmul_rate(world, torch.float32)
     finally:
-        module.time_product = real
+        flops.time_product = real
     return rate.flops, rate.size
 
 

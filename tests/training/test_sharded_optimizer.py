@@ -13,12 +13,19 @@ from embedtrain.checkpoint.snapshot import optimizer_tensors
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.optim import OptimConfig, OptimizerName, StateDtype
 from embedtrain.config.recipe import CheckpointConfig, Strategy
-from embedtrain.distributed.weights import copy_local_rows
+from embedtrain.distributed.sharding import copy_local_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
-from embedtrain.training.groups import LABEL, RULE, trained_parameters
-from embedtrain.training.optimizer import build_optimizer, step_if
-from embedtrain.training.sharded_optimizer import ShardedOptimizer, orthogonalize, update_scale
+from embedtrain.training.optimizer import (
+    LABEL,
+    RULE,
+    ShardedOptimizer,
+    build_optimizer,
+    orthogonalize,
+    step_if,
+    trained_parameters,
+    update_scale,
+)
 from tests.small import parallel, small_model, small_tokenizer
 
 LR, DECAY, EPS = 0.1, 0.5, 1e-8

@@ -6,7 +6,7 @@ from torch import nn
 
 from embedtrain.config.recipe import Precision
 from embedtrain.losses.similarity import rounding_tolerance
-from embedtrain.training.precision import use_tf32_products
+from embedtrain.training.setup import use_tf32_products
 
 
 class Looking(nn.Module):

@@ -22,7 +22,7 @@ from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.weights import WeightRows
-from embedtrain.utils.checksums import checksum, checksum_of
+from embedtrain.utils.files import checksum, checksum_of
 
 Matrix = NDArray[np.float64]
 # Above this cosine, and between tensors that are 0, slerp is linear: the sine of the angle has no digits left.

@@ -26,8 +26,7 @@ from embedtrain.commands.merge.combine import (
 from embedtrain.commands.merge.members import Member, Piece, split_pieces
 from embedtrain.commands.merge.options import FindOptions, MergeMethod, MergeOptions, SearchMethod
 from embedtrain.config.recipe import ParallelConfig
-from embedtrain.distributed.sharding import reshard
-from embedtrain.distributed.weights import row_range
+from embedtrain.distributed.sharding import reshard, row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator

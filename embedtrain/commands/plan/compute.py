@@ -24,7 +24,7 @@ from embedtrain.planning.memory import ClusterSpec, RankWorkload, StepWorkload, 
 from embedtrain.planning.model_costs import ModelSpec, build_meta_encoder, model_spec
 from embedtrain.planning.strategy import LayoutCandidate, choose_encoding_layout, choose_layout, layout_candidates
 from embedtrain.tracking.pages import Page
-from embedtrain.training.groups import describe_groups, trained_parameters
+from embedtrain.training.optimizer import describe_groups, trained_parameters
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import format_duration
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.utils.checksums import Block, Checksums
-from embedtrain.utils.files import expand_user, has_home, temporary_home
+from embedtrain.utils.files import Block, Checksums, expand_user, has_home, temporary_home
 
 COMPLETE = "complete.json"  # the checksums of all files of a folder, written when it is complete
 # Bytes of a folder that every process verifies before it opens the folder: at most half a second.

@@ -27,8 +27,7 @@ from filelock import FileLock, Timeout
 
 from embedtrain.data.cache.cache import COMPLETE, VERIFIED_BYTES, write_error
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.utils.checksums import Checksums
-from embedtrain.utils.files import flush_to_disk, remove_tree
+from embedtrain.utils.files import Checksums, flush_to_disk, remove_tree
 
 Task: TypeAlias = Callable[[Path], None]  # writes one file or folder at the path it is given
 

@@ -32,7 +32,7 @@ from embedtrain.data.sources.table_rows import HubRepository, no_progress_bars, 
 from embedtrain.data.sources.text_rows import MAX_JSON_BYTES, read_json_text
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
-from embedtrain.evaluation.readers.reranking import with_candidates
+from embedtrain.evaluation.first_stage import with_candidates
 from embedtrain.evaluation.readers.rows import Row, first_row, read_raw_rows, read_rows, table_name
 from embedtrain.evaluation.types import Corpus, RetrievalSet
 

@@ -1,8 +1,8 @@
-"""Rows of tables with their locations and the checks of their values."""
+"""Rows of tables with the checks of their values, and sets from rows of a query with its documents."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,8 +10,9 @@ from embedtrain.data.sources import values
 from embedtrain.data.sources.part_reader import raw_rows
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.table_rows import no_progress_bars
-from embedtrain.data.sources.values import BadRow
+from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
+from embedtrain.evaluation.types import Corpus, RetrievalSet
 
 T = TypeVar("T")
 
@@ -120,3 +121,127 @@ def nothing_left(source: str, left_out: Sequence[str], has: str) -> DataError:
 def left_out_notes(name: str, left_out: Sequence[str], which: str) -> list[str]:
     """The note about the rows of a set that are left out, if there are any."""
     return [f"{name}: {len(left_out)} rows {which} (the first: {left_out[0]})"] if left_out else []
+
+
+def read_reranking(
+    name: str, rows: Iterable[Row], columns: Sequence[str], score: str | None, source: str, split: str
+) -> tuple[RetrievalSet, list[str]]:
+    """A set of queries and the documents to rank for each, and notes.
+
+    `columns` are those of the query, its documents, and documents that are not relevant, each a text or a list of
+    texts; `score` is that of the relevance of the documents, without which all of them are relevant. As in mteb, a
+    query without relevant or without other documents is left out; every text of a row is a document of its own, even if
+    texts are equal, with an id that sorts others before relevant ones of the same score. Rows of one document each are
+    one query where their queries are equal. `source` is the table's name in messages. Raises DataError if a row lacks a
+    column, or no row can be used.
+    """
+    found: dict[str, tuple[str, str, list[tuple[str, int]]]] = {}  # location, query and its documents
+    for row in rows:
+        text = row.text(columns[0])
+        is_list = score is None or isinstance(row.fields[row.key(columns[1])], list | dict)
+        _, _, documents = found.setdefault(row.location if is_list else f"query {text}", (row.location, text, []))
+        documents += graded_documents(row, columns, score)
+    queries: dict[str, str] = {}
+    ids: list[str] = []
+    texts: list[str] = []
+    judgements: dict[str, dict[str, int]] = {}
+    candidates: dict[str, range] = {}
+    left_out: list[str] = []
+    for location, text, documents in found.values():
+        if len({gain > 0 for _, gain in documents}) < 2:
+            left_out.append(location)
+            continue
+        query = f"{split}_query{len(queries)}"
+        queries[query] = text
+        start = len(ids)
+        for prefix, is_relevant in (("apositive", True), ("negative", False)):
+            chosen = [(document, gain) for document, gain in documents if (gain > 0) == is_relevant]
+            names = [f"{prefix}_{query}_{number:05}" for number in range(len(chosen))]
+            judgements.setdefault(query, {}).update(zip(names, (gain for _, gain in chosen), strict=True))
+            ids += names
+            texts += [document for document, _ in chosen]
+        candidates[query] = range(start, len(ids))
+    if not queries:
+        raise nothing_left(
+            source,
+            left_out,
+            "has both positives and negatives, so nothing can be ranked: add "
+            "negatives, or write queries, corpus and qrels, a retrieval set whose corpus is the pool",
+        )
+    notes = left_out_notes(name, left_out, "without positives or without negatives are left out, as in mteb")
+    return RetrievalSet(name, queries, Corpus(ids, texts), judgements, candidates), notes
+
+
+def read_questions(
+    name: str, rows: Iterable[Row], columns: Sequence[str], score: str | None, source: str
+) -> tuple[RetrievalSet, list[str]]:
+    """A set of rows with a query, its relevant documents and perhaps other documents, each a text or a list, and notes.
+
+    `columns` are those of the query, the relevant documents, and the other documents; `score` is that of the relevance
+    of the documents, which are then not all relevant. Every query is searched among the documents of all rows. Equal
+    queries are one query with the relevant documents of all its rows, and equal documents are one document. `source` is
+    the table's name in messages. Raises DataError if a row lacks a column, or no row can be used.
+    """
+    queries: dict[str, str] = {}
+    documents: dict[str, str] = {}
+    judgements: dict[str, dict[str, int]] = {}
+    locations: dict[str, str] = {}  # of the first row of a query
+    left_out: list[str] = []
+    for row in rows:
+        text = row.text(columns[0])
+        graded = [(document, gain) for document, gain in graded_documents(row, columns, score) if document.strip()]
+        for document, _ in graded:
+            documents.setdefault(document, f"d{len(documents)}")
+        judged = graded if score is not None else [(document, gain) for document, gain in graded if gain > 0]
+        if not text.strip() or not judged:
+            left_out.append(row.location)
+            continue
+        locations.setdefault(text, row.location)
+        query = queries.setdefault(text, f"q{len(queries)}")
+        gains = judgements.setdefault(query, {})
+        for document, gain in judged:
+            before = gains.setdefault(documents[document], gain)
+            if before != gain:
+                raise row.error(f"the document {shorten(document)} is judged {gain}, before {before}, for one query")
+    for text, query in list(queries.items()):
+        if not any(gain > 0 for gain in judgements[query].values()):
+            left_out.append(locations[text])
+            del queries[text], judgements[query]
+    if not queries:
+        raise nothing_left(source, left_out, f"has a {columns[0]} and a relevant {columns[1]}")
+    notes = left_out_notes(name, left_out, f"without {columns[0]} or {columns[1]} are left out")
+    by_id = {key: text for text, key in queries.items()}
+    return RetrievalSet(name, by_id, Corpus(list(documents.values()), list(documents)), judgements), notes
+
+
+def graded_documents(row: Row, columns: Sequence[str], score: str | None) -> list[tuple[str, int]]:
+    """The documents of a row and their relevance, that of the columns after the second 0."""
+    texts = texts_of(row, columns[1])
+    marks = row.check(values.marks_of, row.fields[columns[1]], columns[1])
+    if score is None:
+        gains = [1] * len(texts) if marks is None else [int(mark) for mark in marks]
+    else:
+        value = values.parse_cell(row.fields[row.key(score)])
+        grades = value if isinstance(value, list) else [value] * min(1, len(texts))
+        if len(grades) != len(texts):
+            raise row.error(f"{score} has {len(grades)} elements and {columns[1]} has {len(texts)}: give one for each")
+        numbers = [row.check(values.number, values.parse_cell(grade), score) for grade in grades]
+        fraction = next((number for number in numbers if not number.is_integer()), None)
+        if fraction is not None:
+            raise row.error(
+                f"{score} is {fraction:g}, and relevance is a whole number, above 0 for a relevant document: round it, "
+                f"or leave it out with columns: [{columns[0]},{columns[1]}]"
+            )
+        gains = [int(number) for number in numbers]
+    others = [text for column in columns[2:] if row.has(column) for text in texts_of(row, column)]
+    return [*zip(texts, gains, strict=True), *((text, 0) for text in others)]
+
+
+def texts_of(row: Row, key: str) -> list[str]:
+    """The texts of a column that holds a text, a list of texts, or nothing; each may be an object with a text."""
+    value = row.fields[row.key(key)]
+    if value is None or value == "":  # an empty cell of a CSV file
+        return []
+    if isinstance(value, dict):
+        value = values.objects_in(value)
+    return [row.check(values.string, text, key) for text in (value if isinstance(value, list) else [value])]

@@ -38,8 +38,15 @@ from embedtrain.data.sources.retrieval import SPLITS, choose_split
 from embedtrain.data.sources.table_rows import HubRepository
 from embedtrain.data.sources.values import BadRow, describe_error, list_names, shorten
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.evaluation.readers.reranking import read_questions, read_reranking
-from embedtrain.evaluation.readers.rows import Row, first_row, first_rows, read_rows, table_name
+from embedtrain.evaluation.readers.rows import (
+    Row,
+    first_row,
+    first_rows,
+    read_questions,
+    read_reranking,
+    read_rows,
+    table_name,
+)
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,

@@ -17,13 +17,17 @@ from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, Paralle
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
-from embedtrain.distributed.sharding import ParallelLayout, reshard, resolve_precision, shard_encoder, warm_up
-from embedtrain.distributed.weights import (
+from embedtrain.distributed.sharding import (
+    ParallelLayout,
     UnshardedWeight,
     broadcast_weights,
     copy_local_rows,
     read_shards,
     require_finite_weights,
+    reshard,
+    resolve_precision,
+    shard_encoder,
+    warm_up,
 )
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError

@@ -29,7 +29,7 @@ from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError, UnreadableError
-from embedtrain.utils.checksums import Checksums
+from embedtrain.utils.files import Checksums
 from tests.data.files import write
 from tests.small import small_tokenizer, text
 

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
-from embedtrain.distributed.watchdog.watchdog import Watchdog
+from embedtrain.distributed.watchdog.watchdog import Watchdog, activity, current_activity, set_activity
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, EmbedtrainError, FailedElsewhere, LostContact, Stopped
 

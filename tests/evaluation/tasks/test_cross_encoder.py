@@ -17,12 +17,13 @@ from embedtrain.evaluation.first_stage import (
     BM25,
     bm25_rankings,
     first_stage_note,
+    read_run,
+    with_candidates,
     with_candidates_of,
     with_rankings,
     words,
 )
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS
-from embedtrain.evaluation.readers.reranking import read_run, with_candidates
 from embedtrain.evaluation.types import Bitext, Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs
 from tests.evaluation.tasks.test_reranking import plain_set
 from tests.evaluation.tiny import pair_scorer, save_tiny_cross_encoder, sentence_encoder

@@ -16,10 +16,10 @@ import yaml
 
 from embedtrain.errors import DataError
 from embedtrain.report.changes import Change, Comparisons, describe_outcome
-from embedtrain.report.evaluation_sections import main_metric
 from embedtrain.report.page import write_report
 from embedtrain.report.runs import read_runs
 from embedtrain.report.sample import Role, Sample, SampleText, write_vectors
+from embedtrain.report.sections import main_metric
 from embedtrain.tracking.metrics import QueryMetrics, query_metrics_path, write_query_metrics
 from embedtrain.tracking.sessions import SESSIONS_FILE, SessionClock, read_sessions, record_end, record_start
 from tests.tracking.report.runs import ANSWERS, QUERIES, make_run, make_sample

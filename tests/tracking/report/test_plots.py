@@ -6,21 +6,28 @@ import math
 import numpy as np
 import pytest
 
-from embedtrain.report.axes import (
+from embedtrain.report.changes import RESAMPLES, interval
+from embedtrain.report.chart import (
     NumberFormat,
+    evenly_spaced,
     format_value,
     round_numbers,
     step_axis,
     tick_labels,
     value_axis,
 )
-from embedtrain.report.changes import RESAMPLES, interval
-from embedtrain.report.chart import evenly_spaced
 from embedtrain.report.page import options_of
 from embedtrain.report.runs import Series, read_runs
 from embedtrain.report.sample import PairRelation, Role, Vectors
-from embedtrain.report.sample_section import project, shorten
-from embedtrain.report.similarity import PairFamily, cosines, group_pairs, nearest_documents, select_queries
+from embedtrain.report.sample_section import (
+    PairFamily,
+    cosines,
+    group_pairs,
+    nearest_documents,
+    project,
+    select_queries,
+    shorten,
+)
 from tests.tracking.report.runs import make_run, make_sample
 
 

@@ -19,10 +19,10 @@ from embedtrain.config.recipe import ONNX, OPENVINO, Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.types import RetrievalSet
 from embedtrain.formats.onnx import FILES, write_graph, write_variants
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
 from embedtrain.kinds.dense.options import DenseOptions
-from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 
 DOCUMENTS = 200

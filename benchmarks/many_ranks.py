@@ -33,9 +33,9 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
 from embedtrain.distributed.messages import decode, encode
+from embedtrain.formats.source import open_model_source
 from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 
 T = TypeVar("T")

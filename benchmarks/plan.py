@@ -25,13 +25,13 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, GlobalBatch, Tokens
 from embedtrain.distributed.sharding import shard_encoder, warm_up
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.packing import enable_packing
-from embedtrain.models.source import open_model_source
 from embedtrain.planning.memory import ClusterSpec, StepWorkload
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_layout

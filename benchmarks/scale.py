@@ -27,6 +27,7 @@ from benchmarks.workloads import descriptions
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
 from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding
 from embedtrain.inference.index import ShardedIndex, first_added_order
@@ -36,7 +37,6 @@ from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.losses.encoded import Part
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.planning.memory import ClusterSpec
 from embedtrain.planning.model_costs import model_spec
 

@@ -12,9 +12,9 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.recipe import ParallelConfig, Pooling
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError, ModelError
+from embedtrain.formats.export_record import RECORD, verify_settings, verify_weights, write_record
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
-from embedtrain.models.export_record import RECORD, verify_settings, verify_weights, write_record
-from embedtrain.models.source import open_model_source
 from embedtrain.report.sample import (
     Pair,
     PairRelation,

@@ -21,9 +21,9 @@ ORDER = (
     ("evaluation", "mining"),
     "kinds",  # of which lower packages get what they need by `config.kinds`
     "inference",
+    "planning",
     "formats",
     "checkpoint",
-    "planning",
     "report",
     "tracking",
     "models",

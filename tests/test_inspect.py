@@ -30,8 +30,8 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
-from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout
-from embedtrain.kinds.sparse.data import StaticQueryLayout
+from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout
+from embedtrain.kinds.sparse.model import StaticQueryLayout
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.commands import ENVIRONMENT, call
 from tests.data.files import write

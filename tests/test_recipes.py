@@ -17,7 +17,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.pair_template import PAIR_TEMPLATES
 from embedtrain.config.recipe import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
 from embedtrain.training.train import train
 from tests.conftest import ROOT
 from tests.marks import slow_but

@@ -17,9 +17,9 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.command_model import load_reranker, open_reranker
 from embedtrain.inference.pair_scorer import PairScorer
-from embedtrain.models.source import open_model_source
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS

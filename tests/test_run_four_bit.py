@@ -16,11 +16,16 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, St
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
-from embedtrain.models.adapters import add_adapters, initial_adapters
+from embedtrain.models.adapters import (
+    FourBitLinear,
+    add_adapters,
+    four_bit_layers,
+    initial_adapters,
+    quantization_round_trip,
+)
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.four_bit import FourBitLinear, four_bit_layers, quantization_round_trip
-from embedtrain.models.source import open_model_source
 from tests.runs import losses, rewind_run, run
 from tests.small import parallel, save_small, small_model, write_rows
 

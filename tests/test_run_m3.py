@@ -10,7 +10,7 @@ from embedtrain import evaluate, load_encoder
 from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
 from embedtrain.formats.flag_embedding import LAYERS
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
 from tests.commands import call
 from tests.models.test_m3 import save_m3
 from tests.ranks import RankFailed

@@ -13,8 +13,8 @@ import torch
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training import loop

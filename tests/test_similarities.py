@@ -30,7 +30,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
 from embedtrain.training.inputs import with_similarity
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, model_options, save_guide, small_model, text

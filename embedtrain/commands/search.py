@@ -98,11 +98,11 @@ def run(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.retrieval import read_any_corpus
+    from embedtrain.formats.source import CommandModel
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.index import ShardedIndex, trec_order
     from embedtrain.inference.loading.command_model import load_encoder_model, open_reranker
     from embedtrain.inference.pair_scorer import best_first
-    from embedtrain.models.source import CommandModel
     from embedtrain.tracking.console import Console
 
     corpus = read_any_corpus(expand_user(options.corpus))

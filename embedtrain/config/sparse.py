@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 
 IDF = "idf"  # the value of model.query_weights for weights that are computed from the documents
 _QUERY_WEIGHT = 5e-5
@@ -45,6 +46,33 @@ class SparseQueries(str, Enum):
 
     encoded = "encoded"
     static = "static"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticQueries:
+    """Where the weights of tokens are, and whether they are trained."""
+
+    path: Path | None  # safetensors or JSON; None: they are computed from the training data
+    trained: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordWeights:
+    """The settings of a sparse model: those of its files, with the options of the recipe in their stead."""
+
+    pooling: SparsePooling = SparsePooling.max
+    activation: SparseActivation = SparseActivation.relu
+    queries: StaticQueries | None = None  # of queries that are not encoded
+
+    @property
+    def is_new(self) -> bool:
+        """False: the vocabulary head is in the files."""
+        return False
+
+    @property
+    def query_mode(self) -> SparseQueries:
+        """How queries become weights of words."""
+        return SparseQueries.encoded if self.queries is None else SparseQueries.static
 
 
 @dataclass(kw_only=True)

@@ -28,6 +28,8 @@ from embedtrain.config.recipe import (
 )
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, EmbedtrainError, ModelError
+from embedtrain.formats.export_record import export_lock, replace_export, require_only_export, write_record
+from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, card_header, description, hub_id
 from embedtrain.formats.onnx import GraphMeasure, check_graph, variant_table, write_graph, write_variants
 from embedtrain.formats.peft import (
@@ -41,8 +43,8 @@ from embedtrain.formats.peft import (
     load_rows,
     write_task_adapters,
 )
-from embedtrain.formats.replacement import export_lock, replace_export, require_only_export
 from embedtrain.formats.serving import ServedModel, changed_outputs, serving_section
+from embedtrain.formats.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.formats.transformers import remove_code
 from embedtrain.formats.verify import (
     ExportReference,
@@ -66,9 +68,6 @@ from embedtrain.formats.weights import (
 from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.export_record import write_record
-from embedtrain.models.hub import split_revision
-from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console

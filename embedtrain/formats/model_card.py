@@ -15,7 +15,7 @@ from embedtrain.config.kinds import Kind, load_kind
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.formats.peft import TaskAdapter
-from embedtrain.models.module_settings import TASKS_FOLDER
+from embedtrain.formats.sentence_transformers import TASKS_FOLDER
 from embedtrain.report.changes import CONFIDENCE, Change, changes_since_start
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.pages import vector_lines, without_forms

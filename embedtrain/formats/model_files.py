@@ -21,13 +21,13 @@ from embedtrain.config.recipe import LOGIT_SCORE, ExportConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
-from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
+from embedtrain.formats.tokenizer import open_tokenizer, resolve_max_length, write_tokenizer
+from embedtrain.formats.transformers import open_checked
 from embedtrain.formats.verify import PROBES
 from embedtrain.losses.encoded import Part
 from embedtrain.models.build import assemble_encoder, head_weights
 from embedtrain.models.encoder import POOLING_MODULE, Encoder
 from embedtrain.models.heads import module_locations
-from embedtrain.models.tokenizer import resolve_max_length
 from embedtrain.models.types import ModelSource
 
 # Outputs of graphs. The first two are those of transformers' classes, which optimum and sentence-transformers read; the

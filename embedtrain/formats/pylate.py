@@ -21,21 +21,20 @@ from embedtrain.config.late_interaction import (
     TokenVectors,
 )
 from embedtrain.errors import ModelError
-from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import (
+from embedtrain.formats.sentence_transformers import (
+    IDENTITY,
     MULTI_VECTOR,
     PYLATE,
     SETTINGS,
-    DenseSource,
     Module,
     prompts_of,
     read_dense,
     read_modules,
     read_transformer_settings,
 )
-from embedtrain.models.score_head import IDENTITY
+from embedtrain.models.file_references import read_json
 from embedtrain.models.security import weight_files
-from embedtrain.models.types import ModelSource
+from embedtrain.models.types import DenseSource, ModelSource
 
 STANFORD = "HF_ColBERT"
 METADATA = "artifact.metadata"  # of Stanford's ColBERT

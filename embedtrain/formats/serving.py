@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from embedtrain.formats.onnx import GRAPH
+from embedtrain.formats.sentence_transformers import PYLATE, SETTINGS
 from embedtrain.models.attention_direction import attends_causally, is_decoder
 from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import PYLATE, SETTINGS
 from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
 

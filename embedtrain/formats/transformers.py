@@ -1,9 +1,10 @@
-"""Directories of transformers: configuration and tokenizer as other readers than transformers 5 read them as well.
+"""Directories of transformers: the configuration of a backbone, checked when it is read and written for all readers.
 
 Transformers 4, text-embeddings-inference, vLLM, infinity, fastembed and llama.cpp read fields that transformers 5 no
 longer writes, or writes under names and in forms that they do not know.
 """
 
+import difflib
 import json
 import shutil
 from collections.abc import Mapping
@@ -12,32 +13,21 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import MODEL_MAPPING, AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoConfig, PretrainedConfig
 
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.formats.tokenizer import write_tokenizer
+from embedtrain.models.encoder import disable_unused
 from embedtrain.models.file_references import read_json
 from embedtrain.models.rope import with_rope_theta
+from embedtrain.models.security import require_safe_config
 from embedtrain.models.stored_weights import stored_tensors
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
+from embedtrain.utils.formatting import one_line
 
-_CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-_SPECIAL_TOKENS = "special_tokens_map.json"  # fastembed requires it
-# Transformers 4 knows a tokenizer without a class of its own by the second name, transformers 5 by both.
-_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-# How and where the tokenizer was last used; fastembed cuts texts at `max_length`.
-_STATE = (
-    "backend",
-    "is_local",
-    "local_files_only",
-    "max_length",
-    "stride",
-    "truncation_strategy",
-    "pad_to_multiple_of",
-)
-# A list of tokens: transformers 4 fails on it under the first name, which is a dict there.
-_EXTRA_TOKENS, _ADDITIONAL_TOKENS = "extra_special_tokens", "additional_special_tokens"
+_CONFIG = "config.json"
 # Decoders for which text-embeddings-inference reads the direction of attention under this name.
 _BIDIRECTIONAL, _BIDIRECTIONAL_TYPES = "use_bidirectional_attention", ("llama", "mistral", "qwen3")
 # Encoders whose implementation in vLLM requires `position_embedding_type`, which transformers 4 wrote.
@@ -47,6 +37,40 @@ _THETAS = {
     "modernbert": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
     "gemma3_text": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
 }
+
+
+def read_config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration in a model directory; a ModelError if it cannot be read, or needs code that is not trusted."""
+    settings = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    if "auto_map" in settings and not trust_remote_code and str(settings.get("model_type")) not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{directory / 'config.json'} needs Python code of the model (auto_map): review it, and if you trust its "
+            "authors write trust_remote_code=true (model.trust_remote_code=true for train) on the command line"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises nearly anything for invalid values
+        raise ModelError(
+            f"cannot read a model configuration from {directory} ({type(error).__name__}: {one_line(error)})"
+        ) from None
+    return check_config(config, str(directory))
+
+
+def check_config(config: PretrainedConfig, where: str) -> PretrainedConfig:
+    """The same configuration without what training does not use; a ModelError if it is not supported."""
+    if config.is_encoder_decoder:
+        raise ModelError(f"{where} holds {config.model_type}, an encoder-decoder; supported are encoders and decoders")
+    require_safe_config(config, where)
+    disable_unused(config)
+    return config
+
+
+def reject_typos(values: dict[str, Any], config: PretrainedConfig) -> None:
+    """Transformers accepts an unknown key silently and builds the model without it."""
+    for name in values:
+        matches = difflib.get_close_matches(name, config.to_dict(), n=1, cutoff=0.8)
+        if matches and not hasattr(config, name):
+            raise ConfigError(f"model.config.{name}: {config.model_type} has no such value; did you mean {matches[0]}?")
 
 
 def write_config(directory: Path, config: PretrainedConfig) -> None:
@@ -177,42 +201,6 @@ def _layer_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _drops_spaces(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer of the Unigram model removes the whitespace around words, as XLM-R's does."""
-    splitter = tokenizer.get("pre_tokenizer") or {}
-    names = {part["type"] for part in splitter.get("pretokenizers", [splitter]) if part}
-    return bool(tokenizer["model"]["type"] == "Unigram" and "WhitespaceSplit" in names)
-
-
-def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Write the files of a tokenizer of texts of at most `max_length` tokens.
-
-    The library tokenizers cuts where tokenizer.json says, fastembed where tokenizer_config.json says, and both contain
-    what the tokenizer was last used for: all say `max_length`.
-    """
-    tokenizer.model_max_length = max_length
-    tokenizer.save_pretrained(directory)
-    settings = {name: value for name, value in read_json(directory / _TOKENIZER_CONFIG).items() if name not in _STATE}
-    settings["tokenizer_class"] = _CLASSES.get(settings["tokenizer_class"], settings["tokenizer_class"])
-    # Transformers 4 has other defaults: without token_type_ids a pair has other scores, with them ModernBERT fails.
-    settings["model_input_names"] = tokenizer.model_input_names
-    if isinstance(tokens := settings.get(_EXTRA_TOKENS), list):
-        del settings[_EXTRA_TOKENS]
-        settings |= {_ADDITIONAL_TOKENS: tokens} if tokens else {}
-    if (directory / _TOKENIZER).is_file():  # tokenizers in Python have other files
-        content = read_json(directory / _TOKENIZER)
-        if _drops_spaces(content):
-            # llama.cpp keeps spaces otherwise: the name of the setting is that of decoding in transformers.
-            settings["clean_up_tokenization_spaces"] = True
-        truncation = {
-            "direction": tokenizer.truncation_side.capitalize(), "max_length": max_length,
-            "strategy": "LongestFirst", "stride": 0,
-        }  # fmt: skip
-        write_json(directory / _TOKENIZER, content | {"truncation": truncation, "padding": None})
-    write_json(directory / _TOKENIZER_CONFIG, settings)
-    write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)
-
-
 def open_checked(auto_class: Any, directory: Path, source: ModelSource) -> Any:
     """The float32 model that a class of transformers loads; CheckpointError if a weight is missing or unexpected."""
     try:
@@ -229,24 +217,6 @@ def open_checked(auto_class: Any, directory: Path, source: ModelSource) -> Any:
         for name in report[kind]:
             raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
     return model
-
-
-def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer as plain transformers loads it from a directory."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=source.trust_remote_code
-        )
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
-    return tokenizer
-
-
-def tokenize_padded(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], documents: list[str] | None = None
-) -> BatchEncoding:
-    """One padded batch [N, L] of texts, or of their pairs with `documents`, cut to the model's maximum length."""
-    return tokenizer(texts, documents, padding=True, truncation=True, return_tensors="pt")
 
 
 def compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:

@@ -7,6 +7,7 @@ frees the model before the next one, so that at most one copy is in memory.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from torch import Tensor
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.sentence_transformers import BATCH_SIZE
+from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import compare_shapes
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 
 # Short, long, many scripts, punctuation only, capitals and whitespace: where tokenizers and pooling go wrong.
@@ -175,3 +177,11 @@ def check_sentence_transformers(directory: Path, source: ModelSource, reference:
         return 0.0
     reference = reference.truncated(files.num_computed(source))
     return require_match(outputs, reference, f"sentence-transformers opens {directory}")
+
+
+def probes_of_sentence_transformer(model: Any) -> Tensor:
+    """Embeddings of PROBES, [len(PROBES), D], without a prompt, even if the model has one by default."""
+    vectors = model.encode(
+        list(PROBES), prompt="", batch_size=BATCH_SIZE, convert_to_tensor=True, show_progress_bar=False
+    )
+    return torch.as_tensor(vectors).float().cpu()

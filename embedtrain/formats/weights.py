@@ -5,6 +5,7 @@ first step and is part of every run directory. An export adds weights to a copy 
 live run write their own rows, or one process streams them from a checkpoint. No process holds the whole model.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,11 +27,11 @@ from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import ExportDtype
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.export_record import DESCRIPTIONS
+from embedtrain.formats.sentence_transformers import SETTINGS
 from embedtrain.formats.transformers import write_code, write_config, write_dtype, write_rope_theta
-from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from embedtrain.models.adapter_files import peft_key
+from embedtrain.models.adapters import ADAPTER_WEIGHTS, peft_key
 from embedtrain.models.encoder import prepare_backbone
-from embedtrain.models.module_settings import SETTINGS
 from embedtrain.models.stored_weights import stored_dtype, stored_tensors
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import CHECKSUMS, write_json
@@ -47,6 +48,8 @@ ADAPTER_FOLDER, ADAPTER_PREFIX = "adapter", "adapter:"
 WeightRows: TypeAlias = tuple[str, int, Tensor]
 
 DTYPES = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
+_LAYERS = ("colbert_linear.pt", "sparse_linear.pt")  # of FlagEmbedding
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 def pooler_weights(source: ModelSource) -> dict[str, Tensor]:
@@ -221,3 +224,43 @@ def clear_pooler(architecture: Path) -> None:
 
 def _convert(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return TensorSpec(dtype, spec.shape) if spec.dtype.is_floating_point else spec
+
+
+def weights_digest(source: ModelSource) -> str:
+    """A digest of a model's stored weights: names, sizes, and 64 samples of 64 KiB of every file.
+
+    Enough to distinguish models, and a model before and after training; a digest of all bytes of an 8B model would take
+    half a minute.
+    """
+    directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
+    return _sampled_digest(
+        (path.name, path)
+        for directory in filter(None, directories)
+        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.name in _LAYERS)
+    )
+
+
+def directory_digest(directory: Path) -> str:
+    """The same of all files that a model is read from: weights, settings and vocabulary.
+
+    Not of the card, of hidden files, or of those that only describe how an export was made.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = ((path.relative_to(directory).as_posix(), path) for path in files)
+    return _sampled_digest(
+        (name, path)
+        for name, path in names
+        if path.name not in DESCRIPTIONS and path.suffix != ".md" and not name.startswith(".")
+    )
+
+
+def _sampled_digest(files: Iterable[tuple[str, Path]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in files:
+        size = path.stat().st_size
+        digest.update(f"{name} {size}".encode())
+        with path.open("rb") as file:
+            for number in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -31,9 +31,9 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.formats.export_record import DESCRIPTIONS
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.losses.encoded import Part
-from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import Checksums, atomic_write, checksum, file_checksum, reading

@@ -38,11 +38,11 @@ from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError
+from embedtrain.formats.source import CommandModel
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model
 from embedtrain.inference.vector_cache import SIMILARITY, map_tensors, model_identity
 from embedtrain.inference.vectors import to_int8
-from embedtrain.models.source import CommandModel
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.utils.files import atomic_write, expand_user, file_checksum, make_folder, remove_tree

@@ -36,9 +36,9 @@ from embedtrain.data.sources.resolve import (
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.errors import DataError
+from embedtrain.formats.hub import split_revision
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mining.options import RowSearchOptions
-from embedtrain.models.hub import split_revision
 from embedtrain.utils.files import expand_user
 
 _BATCH_SIZE = 4096

@@ -12,6 +12,7 @@ from embedtrain.config.kinds import kinds
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, command_option_names, open_encoder_source
@@ -21,7 +22,6 @@ from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.mining.inputs import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.mining.options import RowSearchOptions
 from embedtrain.mining.pool import DocumentPool
-from embedtrain.models.source import open_model_source
 from embedtrain.models.types import ModelSource
 
 

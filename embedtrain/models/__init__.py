@@ -1,1 +1,1 @@
-"""Backbone, pooling, heads, tokenizer, adapters and the security checks of model directories."""
+"""Backbone, pooling, heads, packing, attention, adapters and the security checks of model directories."""

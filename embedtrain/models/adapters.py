@@ -2,6 +2,10 @@
 
 Adapters are injected into the backbone, which keeps its class and is not wrapped, so layers are found, sharded and
 saved as without adapters. Other trained modules (embeddings, norms, heads) just keep their gradient.
+
+The frozen linear layers may be in 4 bits, by bitsandbytes (Dettmers et al., "QLoRA", 2023): NF4 with quantised scales.
+Their weights are neither parameters nor in any state dict: they are not sharded (every rank holds half a byte per
+weight), not saved, and quantised from the model's files on every load.
 """
 
 import contextlib
@@ -11,10 +15,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -23,12 +28,17 @@ from torch import Tensor, nn
 
 from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precision
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.adapter_files import CLASSIFIER, CLASSIFIER_MODULES, CONFIG, AdapterFiles
-from embedtrain.models.bounded import BoundExceeded, run_bounded
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
 from embedtrain.models.own_class import HEAD
+from embedtrain.models.security import BoundExceeded, run_bounded
 
+if TYPE_CHECKING:
+    from embedtrain.formats.peft import AdapterFiles
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+# PEFT adds these names to `modules_to_save` of every classifier, whether or not it has such a module.
+CLASSIFIER, CLASSIFIER_MODULES = "SEQ_CLS", ("classifier", "score")
 EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 NAME = "default"  # PEFT's default name of an adapter
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
@@ -41,7 +51,7 @@ class AdapterInfo:
     """The adapters of an encoder."""
 
     config: peft.LoraConfig  # with resolved names of layers, saved with the adapter
-    files: AdapterFiles | None  # of the initial weights; None: they are random
+    files: "AdapterFiles | None"  # of the initial weights; None: they are random
     stored: tuple[str, ...]  # the encoder's names of the weights in `files`
     # Modules that are trained in full: the backbone's, and in transformers' class those of a cross-encoder's head.
     modules_to_save: tuple[str, ...]
@@ -64,7 +74,7 @@ class Delta:
         return rows.float() + self.scale * (b @ self.a.to(rows.device, torch.float32))
 
 
-def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None, frozen: torch.dtype) -> AdapterInfo:
+def add_adapters(encoder: Encoder, lora: LoraConfig, files: "AdapterFiles | None", frozen: torch.dtype) -> AdapterInfo:
     """Add adapters to an encoder, in place, and freeze its other weights in the dtype `frozen`.
 
     Parameters may be on the meta device. `files` are those of the adapter in `lora.path`. A ConfigError if a target or
@@ -215,7 +225,7 @@ def _peft_config(encoder: Encoder, lora: LoraConfig) -> peft.LoraConfig:
     )
 
 
-def _inject(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles | None) -> None:
+def _inject(encoder: Encoder, config: peft.LoraConfig, files: "AdapterFiles | None") -> None:
     if files is not None:
         _require_bounded_patterns(encoder, config, files)
     try:
@@ -225,7 +235,7 @@ def _inject(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles | Non
         raise ModelError(f"{where}: cannot add this adapter to {type(encoder.backbone).__name__}: {error}") from None
 
 
-def _require_bounded_patterns(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles) -> None:
+def _require_bounded_patterns(encoder: Encoder, config: peft.LoraConfig, files: "AdapterFiles") -> None:
     """Reject regular expressions that need long for the names of the encoder's layers, before PEFT matches them."""
     expressions = (config.target_modules, config.exclude_modules)
     patterns = [config.rank_pattern or {}, config.alpha_pattern or {}]
@@ -245,12 +255,12 @@ def _require_bounded_patterns(encoder: Encoder, config: peft.LoraConfig, files: 
         run_bounded(match, _PATTERN_SECONDS)
     except BoundExceeded as error:
         raise ModelError(
-            f"{files.directory / CONFIG}: matching its regular expressions (target_modules, exclude_modules, "
+            f"{files.directory / ADAPTER_CONFIG}: matching its regular expressions (target_modules, exclude_modules, "
             f"layers_pattern, rank_pattern, alpha_pattern) with the names of {len(names):,} modules {error}"
         ) from None
 
 
-def _modules_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str, nn.Module]:
+def _modules_of_files(encoder: Encoder, files: "AdapterFiles | None") -> dict[str, nn.Module]:
     if files is None:
         return {}
     names, modules = set(files.modules_to_save), {}
@@ -370,3 +380,87 @@ def _matching_modules(encoder: Encoder, option: str) -> Iterator[tuple[str, nn.M
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
+
+
+class FourBitLinear(nn.Module):
+    """A frozen linear layer [..., in] -> [..., out] with the bias of `linear`; `quantize_weight` sets its weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.packed: Tensor
+        self.register_buffer("packed", torch.empty(0, dtype=torch.uint8), persistent=False)
+        self._scales: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on every rank: 4 bits per weight, 8 bits for every 64 weights, and the scales of these."""
+        return round(self.in_features * self.out_features * (1 / 2 + 1 / 64 + 4 / (64 * 256)))
+
+    def quantize_weight(self, weight: Tensor) -> None:
+        """Quantise a weight [out, in] on the device of the layer."""
+        self.packed, self._scales = _quantize(weight)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [out, in] used in the forward pass."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(self.packed, self._scales).to(dtype)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        output: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T with W dequantised for each pass, so that only the 4 bits are held between passes.
+
+    bitsandbytes' own product looks for a kernel on the Hub when it runs on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.dequantized(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ ctx.layer.dequantized(grad.dtype), None
+
+
+def quantize_frozen(encoder: nn.Module) -> None:
+    """Replace, in place, every frozen linear layer of the backbone by a FourBitLinear."""
+    for parent in list(encoder.backbone.modules()):  # type: ignore[union-attr]
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear and not any(parameter.requires_grad for parameter in child.parameters()):
+                setattr(parent, name, FourBitLinear(child))
+
+
+def four_bit_layers(encoder: nn.Module) -> Iterator[tuple[str, FourBitLinear]]:
+    """Every FourBitLinear, by the name of its weight."""
+    for name, part in encoder.named_modules():
+        if isinstance(part, FourBitLinear):
+            yield f"{name}.weight", part
+
+
+def quantization_round_trip(weight: Tensor) -> Tensor:
+    """A weight [out, in] quantised and dequantised again, float32."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(*_quantize(weight)).float()  # type: ignore[no-any-return]
+
+
+def _quantize(weight: Tensor) -> tuple[Tensor, Any]:
+    from bitsandbytes.functional import quantize_4bit
+
+    values = weight.detach().float().contiguous()
+    packed, scales = quantize_4bit(values, blocksize=64, compress_statistics=True, quant_type="nf4")
+    return packed, scales
+
+
+def peft_key(stored_name: str) -> str:
+    """The key of a weight in an adapter's file, from its name in transformers' class."""
+    return f"{PEFT_PREFIX}{stored_name.replace('.default.', '.')}"

@@ -17,10 +17,10 @@ from transformers import PretrainedConfig
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import Encoder, prepare_backbone
 from embedtrain.models.heads import initial_head_weights, module_locations, pickled_head_names, pickled_head_weights
-from embedtrain.models.hub import one_line
 from embedtrain.models.own_class import HEAD
 from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.formatting import one_line
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 _MAX_TENSOR = 1 << 26  # numbers of a stored tensor that a small model may leave unused

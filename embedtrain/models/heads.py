@@ -11,9 +11,8 @@ from transformers import PretrainedConfig
 from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import POOLING_MODULE, Dense, hidden_size
-from embedtrain.models.module_settings import DenseSource
 from embedtrain.models.stored_weights import TensorLocation, read_pickled_tensors, shapes_match, stored_tensors
-from embedtrain.models.types import ModelSource
+from embedtrain.models.types import DenseSource, ModelSource
 
 # Of a Dense module that a version of sentence-transformers before 2.3 wrote.
 _PICKLE = "pytorch_model.bin"

@@ -36,7 +36,7 @@ from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.data.types import Chunk, PackedKeys, Packing
 from embedtrain.models.attention import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit, without_reads
 from embedtrain.models.encoder import Encoder, PooledHead, hidden_size, prepare_backbone
-from embedtrain.models.hub import one_line
+from embedtrain.utils.formatting import one_line
 
 NAME = "embedtrain_packed"
 # Arguments of a model's attention that are not supported.

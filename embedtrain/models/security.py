@@ -2,14 +2,24 @@
 
 The libraries obey more than the weights of a directory: arguments that are passed to `from_pretrained`, classes by
 name, attention kernels from other repositories. These checks reject such settings; `file_references.py` has those of
-files.
+files. What a file decides, such as a template or a regular expression, runs in a process that is ended when it needs too
+much time or memory.
 """
 
+import contextlib
+import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+import resource
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, dynamic_module_utils
 
@@ -21,6 +31,7 @@ from embedtrain.models.file_references import (
     require_own_files,
     require_own_settings,
 )
+from embedtrain.utils.formatting import format_bytes, one_line
 
 # Arguments for `from_pretrained` that sentence-transformers' settings may hold: none of them selects code or files.
 # sentence-transformers removes trust_remote_code itself.
@@ -47,6 +58,11 @@ _LIMITS = (
 )
 # The same for tokenizer_config.json and added_tokens.json, such as `extra_ids`; maximal lengths may be anything.
 _MAX_TOKENS = 10_000_000
+_PROBE_LENGTH = 64
+# Texts for which regular expressions that backtrack need very long, and the seconds that a tokenizer may need for all.
+_LONG_PROBES = tuple(part * 1000 + "!" for part in ("a", " ", "1", "\n", "a ", "A1b2 ", "-", "\u4e00"))
+_PROBE_SECONDS = 60
+_MEMORY = 1 << 30  # bytes in addition to those of this process
 
 
 def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
@@ -159,3 +175,104 @@ def _check_tokenizer_class(path: Path) -> None:
         raise ModelError(
             f"{path}: tokenizer_class={name} is not a tokenizer class of transformers, or its package is not installed"
         )
+
+
+def require_bounded_time(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Reject a tokenizer whose regular expressions fail, or need more than a minute, on texts of repeated characters.
+
+    Others may need long for other texts: Oniguruma's limit is 10^7 steps for each character where a match may start.
+    """
+    errors: list[BaseException] = []
+
+    def encode() -> None:
+        try:
+            for text in _LONG_PROBES:
+                tokenizer([text], truncation=True, max_length=_PROBE_LENGTH)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(_PROBE_SECONDS)
+    if thread.is_alive():
+        raise ModelError(
+            f"the tokenizer of {where} needs more than {_PROBE_SECONDS} s for {len(_LONG_PROBES)} texts of repeated "
+            "characters: a regular expression in its tokenizer.json backtracks without end"
+        )
+    for error in errors:
+        raise ModelError(f"the tokenizer of {where} cannot encode texts: {one_line(error)}") from None
+
+
+class BoundExceeded(Exception):
+    """The process was ended; the message is what it needed, the end of a sentence."""
+
+
+def run_bounded(function: Callable[[], Any], seconds: float) -> Any:
+    """The result of a function, a JSON value, from a copy of this process that is ended after `seconds`.
+
+    The function must use neither a device nor threads, which a copy does not have. Raises BoundExceeded if it needs
+    more time, or more than 1 GiB of memory, or raises anything.
+    """
+    memory = psutil.Process().memory_info().vms + _MEMORY
+    reading, writing = os.pipe()
+    # A copy needs milliseconds; a new Python that imports transformers would need seconds.
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _answer(function, writing, seconds, memory)
+    os.close(writing)
+    try:
+        content = _read_until(reading, time.monotonic() + seconds)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if content is None:
+        raise BoundExceeded(f"needs more than {seconds:g} s")
+    if not content:
+        raise BoundExceeded("ends the process that it runs in")
+    answer = json.loads(content)
+    if "error" in answer:
+        raise BoundExceeded(answer["error"])
+    return answer["result"]
+
+
+def _answer(function: Callable[[], Any], writing: int, seconds: float, memory: int) -> None:
+    """Write the function's result to a pipe and end this process, whatever happens."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        # If the parent is killed, nobody else ends this process.
+        _lower(resource.RLIMIT_CPU, int(seconds) + 1)
+        _lower(resource.RLIMIT_AS, memory)
+        _lower(resource.RLIMIT_CORE, 0)
+        try:
+            answer = {"result": function()}
+        except MemoryError:
+            answer = {"error": f"needs more than {format_bytes(_MEMORY, binary=True)} of memory"}
+        except BaseException as error:
+            answer = {"error": f"raises {type(error).__name__}: {str(error)[:200]}"}
+        with os.fdopen(writing, "w") as file:
+            json.dump(answer, file)
+    finally:
+        os._exit(0)
+
+
+def _lower(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    with contextlib.suppress(OSError, ValueError):  # macOS has no limit of the address space
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _read_until(reading: int, deadline: float) -> bytes | None:
+    """What is written until the pipe is closed; None if that is after the deadline."""
+    parts: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(reading, 1 << 16)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)

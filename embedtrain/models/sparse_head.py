@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from embedtrain.config.sparse import SparseActivation, SparsePooling
-from embedtrain.data.types import Packing
+from embedtrain.data.types import Packing, QueryWords
 
+# The name of the weights in the encoder, and in the file.
+QUERY_WEIGHTS, STORED_WEIGHT = "query_weights.weight", "weight"
+# Peak learning rate of numbers of 1 to 10, for which that of a model is far too small.
+QUERY_WEIGHTS_LR = 1e-3
 # Logits of one block of words: 4 MiB of float32 on a CPU, whose caches are small; a GPU needs larger products.
 _CPU_CELLS, _GPU_CELLS = 1 << 20, 1 << 26
 # Below this fraction of active words, the gradient is computed cell by cell. On a GPU, counting them would make the
@@ -292,3 +296,22 @@ def _sum_over_tokens(values: Tensor, spans: TokenSpans) -> Tensor:
 
 def _result_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class QueryWeights(nn.Module):
+    """The weight of each token in queries, [V], in float32 as an FSDP group of its own."""
+
+    def __init__(self, num_words: int, *, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_words), requires_grad=trained)
+
+    def forward(self, queries: QueryWords | None) -> tuple[Tensor, Tensor]:
+        """The weights of all words in each query, [Q, V], and a zero that depends on all weights.
+
+        With the zero in its graph, a chunk without queries has a gradient as well: FSDP reduces it on all ranks.
+        """
+        weight, zero = self.weight, 0.0 * self.weight.sum()
+        if queries is None:
+            return weight.new_zeros((0, len(weight))), zero
+        empty = weight.new_zeros((queries.count, len(weight)))
+        return empty.index_put((queries.queries, queries.words), weight[queries.words]), zero

@@ -1,10 +1,9 @@
-"""Weights in the files of a model: where they are, their type, and a digest of them."""
+"""Weights in the files of a model: where they are, their type, and small files of torch."""
 
-import hashlib
 import io
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +12,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from embedtrain.errors import ModelError
-from embedtrain.models.export_record import DESCRIPTIONS
 from embedtrain.models.file_references import require_own_file
-from embedtrain.models.hub import one_line
 from embedtrain.models.security import weight_files
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.formatting import one_line
 
-_LAYERS = ("colbert_linear.pt", "sparse_linear.pt")  # of FlagEmbedding
 _MAX_BYTES = 1 << 30
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 class TensorLocation(NamedTuple):
@@ -59,46 +55,6 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
             num_tensors.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118 - not a dict
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     return dtypes.get(num_tensors.most_common(1)[0][0], torch.float32)
-
-
-def weights_digest(source: ModelSource) -> str:
-    """A digest of a model's stored weights: names, sizes, and 64 samples of 64 KiB of every file.
-
-    Enough to distinguish models, and a model before and after training; a digest of all bytes of an 8B model would take
-    half a minute.
-    """
-    directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
-    return _sampled_digest(
-        (path.name, path)
-        for directory in filter(None, directories)
-        for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.name in _LAYERS)
-    )
-
-
-def directory_digest(directory: Path) -> str:
-    """The same of all files that a model is read from: weights, settings and vocabulary.
-
-    Not of the card, of hidden files, or of those that only describe how an export was made.
-    """
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    names = ((path.relative_to(directory).as_posix(), path) for path in files)
-    return _sampled_digest(
-        (name, path)
-        for name, path in names
-        if path.name not in DESCRIPTIONS and path.suffix != ".md" and not name.startswith(".")
-    )
-
-
-def _sampled_digest(files: Iterable[tuple[str, Path]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, path in files:
-        size = path.stat().st_size
-        digest.update(f"{name} {size}".encode())
-        with path.open("rb") as file:
-            for number in range(_NUM_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def shapes_match(locations: Mapping[str, TensorLocation], shapes: Mapping[str, torch.Size]) -> bool:

@@ -7,11 +7,24 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from embedtrain.config.heads import HeadInit
 from embedtrain.config.kinds import Kind
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
-from embedtrain.models.module_settings import DenseSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSource:
+    """A Dense head of a sentence-transformers directory, with its weights in `directory`, or a new one."""
+
+    directory: Path | None  # None: its weights start from the seed
+    num_in: int
+    num_out: int
+    bias: bool
+    activation: str
+    init: HeadInit | None = None  # of a new one; None: as torch initialises a linear layer
+    is_inline: bool = False  # whether its weights are among those of the backbone, in the same files
 
 
 @dataclass(frozen=True, kw_only=True)

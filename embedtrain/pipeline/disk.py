@@ -10,8 +10,8 @@ from embedtrain.config.commands import MODEL
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ExportDtype, ModelConfig, Recipe
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.models.hub import download_configuration
-from embedtrain.models.source import CommandModel, with_kind_of_files
+from embedtrain.formats.hub import download_configuration
+from embedtrain.formats.source import CommandModel, with_kind_of_files
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.planning.model_costs import MetaEncoder, build_meta_encoder
 from embedtrain.utils.files import directory_size

@@ -8,7 +8,7 @@ from typing import Any
 
 from embedtrain.config.commands import MODEL
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.models.export_record import RECORD
+from embedtrain.formats.export_record import RECORD
 from embedtrain.pipeline.state import PipelineState, StageRecord
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.report.page import REPORT_FILE, Table, write_report

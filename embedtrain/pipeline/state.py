@@ -20,7 +20,7 @@ from typing import Any
 from embedtrain.config.compose import to_plain
 from embedtrain.config.options import is_in_result
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.models.export_record import DESCRIPTIONS
+from embedtrain.formats.export_record import DESCRIPTIONS
 from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.utils.files import Checksums, atomic_write, checksum_of, file_checksum
 from embedtrain.utils.records import read_record

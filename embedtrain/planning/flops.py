@@ -17,9 +17,9 @@ from transformers import PretrainedConfig
 
 from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.world import World
+from embedtrain.models.adapters import four_bit_layers
 from embedtrain.models.attention_direction import attends_causally
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.own_class import HEAD
 
 

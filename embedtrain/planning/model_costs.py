@@ -27,14 +27,13 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import large_embedding
-from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.adapters import add_adapters, frozen_dtype
+from embedtrain.formats.hub import download_configuration
+from embedtrain.formats.peft import open_adapter
+from embedtrain.formats.source import open_model_source
+from embedtrain.models.adapters import add_adapters, four_bit_layers, frozen_dtype
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder, hidden_size
-from embedtrain.models.four_bit import four_bit_layers
-from embedtrain.models.hub import download_configuration
-from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 from embedtrain.planning.flops import lookup_weights

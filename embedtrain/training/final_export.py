@@ -17,11 +17,11 @@ from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.formats.export import ExportResult, export_dtype, live_weights, plan_export
+from embedtrain.formats.export_record import export_lock
 from embedtrain.formats.hub import upload_model
 from embedtrain.formats.model_card import model_card, recipe_of_weights
 from embedtrain.formats.peft import AdapterBase
 from embedtrain.formats.quantisation_file import write_trained_ranges
-from embedtrain.formats.replacement import export_lock
 from embedtrain.formats.verify import MIN_BF16_EFFECT, ExportReference, export_tolerance
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.models.adapters import without_adapters

@@ -20,6 +20,8 @@ from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, ModelError
+from embedtrain.formats.hub import resolve_directory, split_revision
+from embedtrain.formats.weights import directory_digest
 from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.principal_components import Moments, principal_components
@@ -34,8 +36,6 @@ from embedtrain.inference.vector_directory import (
 from embedtrain.losses.distillation import DistillEmbeddings
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.hub import resolve_directory, split_revision
-from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training.inputs import Run, RunInputs
 from embedtrain.training.rank_batch import GuideTokenizer
 from embedtrain.training.resume import TEACHERS

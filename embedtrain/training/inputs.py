@@ -36,14 +36,13 @@ from embedtrain.evaluation.first_stage import first_stage_note, with_candidates_
 from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.sets import check_paths, load_sets, set_name
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Variant, check_sets_of_kind, metric_names
-from embedtrain.formats.hub import require_export_support
+from embedtrain.formats.hub import download_configuration, require_export_support, require_hub_id, split_revision
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.weights import weights_digest
 from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
 from embedtrain.models.blocks import ExitPath, exit_path
 from embedtrain.models.build import build_encoder
-from embedtrain.models.hub import download_configuration, require_hub_id, split_revision
 from embedtrain.models.rope import set_rope_theta
-from embedtrain.models.source import open_model_source
-from embedtrain.models.stored_weights import weights_digest
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.utils.files import expand_user

@@ -24,7 +24,7 @@ from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup, 
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.errors import ConfigError
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.static_queries import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
+from embedtrain.models.sparse_head import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
 from embedtrain.training.schedule import LearningRate, num_steps
 from embedtrain.utils.formatting import format_count
 

@@ -27,8 +27,8 @@ from embedtrain.config.recipe import CheckpointContents, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.hub import split_revision
 from embedtrain.formats.peft import BASE_WEIGHTS
-from embedtrain.models.hub import split_revision
 from embedtrain.tracking.console import Console
 from embedtrain.training.state import TrainState
 from embedtrain.utils.files import expand_user

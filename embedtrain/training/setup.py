@@ -20,15 +20,15 @@ from embedtrain.distributed.device import advise_when_exhausted, has_bf16
 from embedtrain.distributed.sharding import copy_local_rows, resolve_precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.formats.export_record import require_only_export
 from embedtrain.formats.onnx import require_graph
 from embedtrain.formats.peft import BASE_WEIGHTS, write_adapter_config
-from embedtrain.formats.replacement import require_only_export
+from embedtrain.formats.tokenizer import read_tokenizer
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.blocks import EarlyExits
-from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.planning.flops import FlopsReference, matmul_rate, peak_flops
 from embedtrain.planning.memory import StepWorkload
 from embedtrain.planning.model_costs import compute_dtype

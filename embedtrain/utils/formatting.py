@@ -1,6 +1,7 @@
 """Counts, bytes, durations and texts of files as messages show them, and URLs without passwords."""
 
 import re
+import textwrap
 from pathlib import Path
 
 # `user:password@` of a URL. A password may hold any character; digits before a slash are a port.
@@ -72,3 +73,8 @@ def format_duration(seconds: float) -> str:
     if hours == 0:
         return f"{minute} min {second} s"
     return f"{hours} h {minute} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error without line breaks."""
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")

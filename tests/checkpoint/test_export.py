@@ -17,11 +17,11 @@ from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.formats import replacement
+from embedtrain.formats import export_record as replacement
 from embedtrain.formats.export import checkpoint_weights, load_checkpoint_encoder
+from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import PROBES, export_tolerance, max_relative_difference
 from embedtrain.models.build import full_state_dict
-from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.runs import run
 from tests.small import model_options, save_small, small_model, write_rows

@@ -10,12 +10,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from embedtrain.errors import ModelError
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.kinds.cross_encoder.files import formatted_pairs, probe_pairs
-from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from tests.small import model_options, save_small, small_model
 

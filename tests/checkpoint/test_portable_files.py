@@ -6,8 +6,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from embedtrain.formats.transformers import write_config, write_rope_theta, write_tokenizer
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import write_tokenizer
+from embedtrain.formats.transformers import write_config, write_rope_theta
 from tests.small import ARCHITECTURES, small_model, small_tokenizer
 
 LLAMA_3 = {

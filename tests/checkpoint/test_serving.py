@@ -15,9 +15,9 @@ from embedtrain.config.heads import HeadActivation, HeadConfig
 from embedtrain.config.kinds import kind_of_files, kinds
 from embedtrain.config.recipe import Pooling
 from embedtrain.formats.serving import ENGINES, Effect, ServedModel, serving_section
+from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import WeightPlan, create_model_directory
-from embedtrain.models.module_settings import DenseSource
-from embedtrain.models.source import open_model_source
+from embedtrain.models.types import DenseSource
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.tei_rules import TeiError, TeiModel, open_as_tei
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.errors import ModelError
-from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
+from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout, PairTruncation
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import TextTokens
 

@@ -12,10 +12,10 @@ from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from tests.small import model_options, parallel, save_small, small_model
 
 # The last one declares no layers, and its class does not support gradient checkpointing.

@@ -15,10 +15,10 @@ from embedtrain.distributed import sharding
 from embedtrain.distributed.sharding import ParallelLayout, reshard, row_range, shard_encoder, unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from tests.small import ARCHITECTURES, model_options, parallel, save_small, small_model
 

@@ -17,7 +17,7 @@ from embedtrain.config.names import suggest
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import TrainData, load_recipe_data
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
 from tests.conftest import ROOT
 from tests.docs.commands import commands
 from tests.docs.pages import blocks

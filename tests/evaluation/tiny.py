@@ -17,8 +17,8 @@ from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.pair_scorer import PairScorer
-from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout
-from embedtrain.kinds.late_interaction.data import TokenVectorLayout
+from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout
+from embedtrain.kinds.late_interaction.model import TokenVectorLayout
 from embedtrain.kinds.late_interaction.score import MaxSim
 from tests.small import small_tokenizer
 

@@ -18,8 +18,8 @@ from embedtrain import export as export_in_python
 from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
 from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.formats.export_record import RECORD
 from embedtrain.formats.hub import upload_model
-from embedtrain.models.export_record import RECORD
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
 from tests.runs import run
 from tests.small import save_small, small_model, write_beir, write_rows

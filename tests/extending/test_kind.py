@@ -12,12 +12,12 @@ from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.tokens import Layout
 from embedtrain.errors import ConfigError
 from embedtrain.formats.model_files import ModelFiles, write_own_tokenizer
+from embedtrain.formats.source import read_files, source_of
 from embedtrain.inference.exact import pairwise_dot
-from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.matrix_score import MatrixScore
 from embedtrain.models.encoder import Head, hidden_size
 from embedtrain.models.pooling import PooledTokens
-from embedtrain.models.source import read_files, source_of
 from embedtrain.utils.files import write_json
 from tests.commands import call
 from tests.runs import losses, metric_rows, rewind_run, run_without_base

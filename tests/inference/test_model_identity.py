@@ -13,9 +13,9 @@ from embedtrain import evaluate, mine
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.vector_cache import model_identity
-from embedtrain.models.source import open_model_source
 from tests.small import WORDS, model_options, save_adapter, save_guide, small_model, text
 
 CORPUS = {f"d{i}": text(i, 2 + i % 9) for i in range(30)}

@@ -9,7 +9,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import SECOND_SEGMENT, Pair
 from embedtrain.errors import TrainingError
 from embedtrain.inference.pair_scorer import PairScorer, Selected, best_first
-from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
+from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout, PairTruncation
 from tests.evaluation.tiny import pair_encoder, pair_scorer, pair_tokenizer, save_tiny_cross_encoder
 from tests.small import text
 

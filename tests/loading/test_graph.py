@@ -15,13 +15,13 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.formats import graph_session
+from embedtrain.formats import onnx as graph_session
 from embedtrain.formats.onnx import GRAPH
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model, load_reranker, open_reranker
 from embedtrain.inference.loading.graph import GraphEncoder
 from embedtrain.inference.pair_scorer import PairScorer
-from embedtrain.models.source import open_model_source
 from embedtrain.tracking.console import Console
 from tests.small import model_options, text, write_beir
 from tests.verify.test_kinds import exported

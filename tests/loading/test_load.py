@@ -19,10 +19,10 @@ from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import prepare_backbone
-from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, model_options, parallel, save_small, small_model, small_tokenizer
 
 TEXT = {"input_ids": [[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]], "attention_mask": [[1, 1, 1, 1, 0, 0], [1] * 6]}

@@ -20,11 +20,11 @@ from embedtrain.config.recipe import BaseDtype, LoraConfig, ModelConfig, Paralle
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
+from embedtrain.formats.peft import KNOWN_KEYS, open_adapter
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.models.adapter_files import KNOWN_KEYS, open_adapter
 from embedtrain.models.adapters import without_adapters
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch

@@ -8,10 +8,10 @@ from transformers import AutoModel, PretrainedConfig
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
+from embedtrain.formats.export_record import RECORD
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.build import assemble_encoder
-from embedtrain.models.export_record import RECORD
-from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import model_options, save_small, small_model, small_tokenizer
 

@@ -9,9 +9,9 @@ from sentence_transformers.models import Transformer
 from torch import nn
 
 from embedtrain.errors import ConfigError
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, save_small, small_model
 
 BLOCKS = {

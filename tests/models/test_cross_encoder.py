@@ -26,18 +26,17 @@ from embedtrain.data.tokens import TextTokenizer, restore_order
 from embedtrain.data.types import Pair
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.peft import open_adapter
+from embedtrain.formats.sentence_transformers import SIGMOID
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
-from embedtrain.kinds.cross_encoder.data import PairLayout, read_pair_format
-from embedtrain.kinds.cross_encoder.model import ScoreHead
-from embedtrain.models.adapter_files import open_adapter, peft_key
-from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters
+from embedtrain.kinds.cross_encoder.model import PairLayout, ScoreHead, read_pair_format
+from embedtrain.models.adapters import adapter_settings, add_adapters, initial_adapters, peft_key
 from embedtrain.models.attention import CPU
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
 from embedtrain.models.own_class import own_class_mismatch, own_name
 from embedtrain.models.packing import check_packing, enable_packing, packing_mismatch
-from embedtrain.models.score_head import SIGMOID
-from embedtrain.models.source import open_model_source
 from tests.small import model_options, parallel, save_small, small_model, small_tokenizer, text
 
 # Every architecture with what differs from `small_model`.

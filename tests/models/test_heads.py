@@ -12,11 +12,11 @@ from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Recipe
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
+from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import PROBES
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.training.inputs import check_dimensions
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import model_options, save_small, small_model

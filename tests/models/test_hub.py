@@ -16,10 +16,10 @@ from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.hub import split_revision
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.mining.teacher import open_teacher
-from embedtrain.models.hub import split_revision
-from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.training.guides import load_guides
 from embedtrain.training.train import train
 from tests.mine.models import save_cross_encoder

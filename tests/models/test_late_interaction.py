@@ -12,15 +12,14 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, Chunk, TextRole, Tokens
 from embedtrain.errors import ConfigError
-from embedtrain.kinds.late_interaction.data import TokenVectorLayout
-from embedtrain.kinds.late_interaction.model import TokenVectorHead, expansion_mismatch
+from embedtrain.formats.source import open_model_source
+from embedtrain.kinds.late_interaction.model import TokenVectorHead, TokenVectorLayout, expansion_mismatch
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.encoded import Part
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch
-from embedtrain.models.source import open_model_source
 from tests.small import small_model, small_tokenizer, text
 
 DEVICE = torch.device("cpu")

@@ -12,7 +12,7 @@ from sentence_transformers import MultiVectorEncoder
 from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
 from tests.late_interaction_models import (
     PUNCTUATION,
     TEXTS,

@@ -12,13 +12,12 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.flag_embedding import LAYERS, write_m3_layer
-from embedtrain.kinds.m3.data import M3Layout
-from embedtrain.kinds.m3.model import M3Head
+from embedtrain.formats.source import open_model_source
+from embedtrain.kinds.m3.model import M3Head, M3Layout
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import enable_packing
-from embedtrain.models.source import open_model_source
 from tests.small import model_options, save_guide, save_small, small_model, small_tokenizer, text
 
 TEXTS = [text(seed, length) for seed, length in enumerate((30, 18, 9, 2))] + ["alpha beta alpha alpha"]

@@ -10,11 +10,11 @@ from transformers import MistralConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.types import Chunk, Tokens
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.attention import CPU, KERNEL_CAPABILITY
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch, window_mismatch
-from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, model_options, small_model, small_tokenizer, text
 
 DEVICE = torch.device("cpu")

@@ -6,10 +6,10 @@ import torch
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import enable_packing
-from embedtrain.models.source import open_model_source
 from tests.custom_code import model_with_remote_code
 from tests.models.test_packing import CASES, gradients, options
 from tests.small import model_options, small_model, small_tokenizer, text

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.pooling import POOLING, PooledTokens
-from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model
 
 LENGTHS = [3, 1, 7, 5]

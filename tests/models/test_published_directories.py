@@ -17,9 +17,9 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.flag_embedding import write_m3_layer
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import load_tokenizer
 from tests.small import model_options, save_small, small_model, small_tokenizer
 
 TEXTS = ["alpha beta", "gamma a b c d e"]

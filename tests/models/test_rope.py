@@ -14,10 +14,10 @@ from embedtrain.config.model_checks import check_model, check_rope_scaling
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import load_tokenizer, resolve_max_length
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.rope import RopeTheta
-from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.commands import call
 from tests.runs import evaluation_metrics, run

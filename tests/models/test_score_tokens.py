@@ -17,10 +17,10 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Pair
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
-from embedtrain.kinds.cross_encoder.data import PairLayout, template_format
+from embedtrain.kinds.cross_encoder.model import PairLayout, template_format
 from embedtrain.models.build import full_state_dict
-from embedtrain.models.source import open_model_source
 from tests.small import model_options, parallel
 from tests.token_rerankers import GEMMA_CHAT, QWEN3_CHAT, add_logit_score, chat_tokenizer, save_causal
 

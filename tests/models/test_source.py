@@ -15,11 +15,11 @@ from transformers import T5Config
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
+from embedtrain.formats.sentence_transformers import DENSE_KEYS, NORMALIZE_KEYS, POOLING_KEYS
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
-from embedtrain.models.module_settings import DENSE_KEYS, NORMALIZE_KEYS, POOLING_KEYS
-from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import stored_dtype
-from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from tests.small import model_options, save_small, small_model
 
 POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last, "max": Pooling.max}

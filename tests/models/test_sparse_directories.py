@@ -17,9 +17,9 @@ from embedtrain.config.sparse import SparseQueries
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model, open_encoder_source
-from embedtrain.models.source import open_model_source
 from tests.small import model_options, save_language_model, save_small, small_model, small_tokenizer, text
 
 TEXTS = [text(seed, length) for seed, length in enumerate((30, 19, 3, 1))] + ["", "alpha alpha beta", "[SEP] </s> x"]

@@ -9,12 +9,12 @@ from torch import Tensor
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.data.types import Packing
+from embedtrain.formats.source import open_model_source
 from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.own_class import language_model_class, own_class_mismatch, own_name
 from embedtrain.models.packing import enable_packing
-from embedtrain.models.source import open_model_source
 from embedtrain.models.sparse_head import TokenSpans, word_weights
 from tests.small import small_model, text, text_tokenizer
 

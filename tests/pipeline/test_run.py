@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from embedtrain.config.commands import WRITING
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, FailedElsewhere
-from embedtrain.models.export_record import verify_settings
+from embedtrain.formats.export_record import verify_settings
 from embedtrain.pipeline.disk import disk_of_training
 from embedtrain.pipeline.run import run_pipeline, without_timeout
 from embedtrain.planning.model_costs import build_meta_encoder

@@ -166,7 +166,7 @@ def test_only_the_configuration_of_a_hub_repository_is_downloaded(tmp_path, monk
         options.append((path, revision, only))
         return directory
 
-    monkeypatch.setattr("embedtrain.models.hub.resolve_directory", fetched)
+    monkeypatch.setattr("embedtrain.formats.hub.resolve_directory", fetched)
     planned("model.path=someone/model", "model.revision=v1", "model.pooling=mean", "gpus=1")
     ((path, revision, only),) = options
     assert (path, revision) == ("someone/model", "v1")

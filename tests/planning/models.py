@@ -5,10 +5,10 @@ from typing import Any
 from torch import nn
 
 from embedtrain.config.recipe import Pooling, Precision
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.planning.model_costs import ModelSpec, model_spec
 from tests.small import model_options
 

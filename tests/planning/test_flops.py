@@ -7,9 +7,9 @@ from transformers import masking_utils
 
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.data.types import Chunk
+from embedtrain.formats.source import open_model_source
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.planning.flops import AttentionLayers, model_flops
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, small_model

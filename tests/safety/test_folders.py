@@ -12,12 +12,7 @@ from embedtrain.checkpoint.step_directory import delete_checkpoint, list_steps, 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.formats.replacement import (
-    export_lock,
-    replace_export,
-    require_replaceable,
-)
-from embedtrain.models.export_record import write_record
+from embedtrain.formats.export_record import export_lock, replace_export, require_replaceable, write_record
 from embedtrain.report.page import write_report
 from tests.runs import options, run
 

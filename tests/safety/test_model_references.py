@@ -9,8 +9,8 @@ import pytest
 from transformers import BertTokenizer
 
 from embedtrain.errors import ModelError
+from embedtrain.formats.tokenizer import read_tokenizer
 from embedtrain.models.security import require_safe_files
-from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.safety.payloads import edit
 
 SECRET = "secretword"

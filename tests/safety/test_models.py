@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerFast
 from embedtrain.config.recipe import LoraConfig, Pooling
 from embedtrain.data.tokens import FastTokenizer
 from embedtrain.errors import ModelError
-from embedtrain.models import adapters, chat_template
-from embedtrain.models.adapter_files import read_settings
+from embedtrain.formats import chat_template
+from embedtrain.formats.peft import read_settings
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import read_tokenizer
+from embedtrain.models import adapters
 from embedtrain.models.build import build_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import read_pickled_tensors, stored_tensors
-from embedtrain.models.tokenizer_files import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
 from tests.small import model_options, save_guide, small_model, write_rows

@@ -22,12 +22,12 @@ from embedtrain.config.recipe import LoraConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import load_tokenizer
 from tests.runs import evaluation_metrics, losses, rewind_run, run
 from tests.small import model_options, save_guide, small_model, small_tokenizer, write_beir, write_rows
 

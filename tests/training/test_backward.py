@@ -16,11 +16,11 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch

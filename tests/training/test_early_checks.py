@@ -9,7 +9,7 @@ from embedtrain.config.recipe import TrainSource
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import EmbedtrainError
-from embedtrain.models.source import open_model_source
+from embedtrain.formats.source import open_model_source
 from embedtrain.training.inputs import check_dimensions, check_local_inputs, instruction_warnings
 from embedtrain.utils.hub import is_local_path
 from tests.small import small_model
@@ -61,7 +61,7 @@ def test_what_may_be_on_the_hub_passes():
 
 
 def test_dimensions_before_weights(tmp_path):
-    from embedtrain.models.source import open_model_source
+    from embedtrain.formats.source import open_model_source
     from tests.small import save_small, small_model
 
     save_small(small_model("bert"), tmp_path / "model")

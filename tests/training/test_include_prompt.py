@@ -19,13 +19,13 @@ from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import ChunkOptions, GuideTokenizer, make_rank_batch

@@ -19,14 +19,13 @@ from embedtrain.config.recipe import GradientReduction, ModelConfig, Pooling, St
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import bound_tokenizer, load_model
-from embedtrain.kinds.late_interaction.data import TokenVectorLayout
-from embedtrain.kinds.late_interaction.model import TokenVectorHead
+from embedtrain.kinds.late_interaction.model import TokenVectorHead, TokenVectorLayout
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from tests.models.test_late_interaction import late_interaction, own_class
 from tests.small import batch, model_options, parallel, save_small, small_tokenizer, tokenised

@@ -20,11 +20,11 @@ from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig
 from embedtrain.data.types import Chunk, GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.models.blocks import EarlyExits, exit_path
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import (

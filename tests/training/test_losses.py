@@ -51,13 +51,13 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import load_guides
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm

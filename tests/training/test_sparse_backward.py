@@ -13,13 +13,13 @@ from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
 from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import (

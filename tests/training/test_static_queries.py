@@ -12,14 +12,14 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
 from embedtrain.config.sparse import SparseQueries, SparsityConfig
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.kinds.sparse.model import WordHead
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.sparsity import SparsityRegularized
 from embedtrain.models.build import assemble_encoder, full_state_dict
-from embedtrain.models.source import open_model_source
-from embedtrain.models.static_queries import QUERY_WEIGHTS
+from embedtrain.models.sparse_head import QUERY_WEIGHTS
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.models.test_sparse_directories import WEIGHTS, opensearch

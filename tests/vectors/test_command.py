@@ -20,10 +20,10 @@ from embedtrain.config.losses import DistillEmbeddingsConfig, TeacherMap
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.formats.weights import directory_digest
 from embedtrain.inference import vector_directory
 from embedtrain.inference.vector_directory import KEY_TYPE, StoredVectors
 from embedtrain.losses.build import build_loss
-from embedtrain.models.stored_weights import directory_digest
 from embedtrain.training import guides
 from tests.runs import losses, run_without_base
 from tests.safety.payloads import MARKER, edit, plant_module

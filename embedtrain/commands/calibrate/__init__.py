@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from torch import Tensor
 
     from embedtrain.distributed.world import World
+    from embedtrain.formats.source import CommandModel
     from embedtrain.inference.loading.load import LoadedModel
-    from embedtrain.models.source import CommandModel
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
 
@@ -37,12 +37,12 @@ def run(options: CalibrateOptions) -> Path:
     """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
     from embedtrain.commands.calibrate.head import fit_head, ranges_of, require_copyable, write_directory
     from embedtrain.distributed.world import joined_world
-    from embedtrain.formats.replacement import export_lock, replace_export, require_replaceable
+    from embedtrain.formats.export_record import export_lock, replace_export, require_replaceable
+    from embedtrain.formats.hub import resolve_directory
+    from embedtrain.formats.source import CommandModel
+    from embedtrain.formats.weights import weights_digest
     from embedtrain.inference.loading.command_model import load_encoder_model
     from embedtrain.inference.loading.load import quiet_libraries
-    from embedtrain.models.hub import resolve_directory
-    from embedtrain.models.source import CommandModel
-    from embedtrain.models.stored_weights import weights_digest
     from embedtrain.tracking.console import Console
 
     quiet_libraries()

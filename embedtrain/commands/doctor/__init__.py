@@ -64,7 +64,7 @@ def run(arguments: tuple[DoctorOptions, Environment]) -> None:
     from embedtrain.commands.doctor.host import Finding, Level, in_order, worst
     from embedtrain.distributed.world import joined_world, rank_from_environment
     from embedtrain.errors import EmbedtrainError
-    from embedtrain.models.hub import one_line
+    from embedtrain.utils.formatting import one_line
 
     options, environment = arguments
     local, has_joined = check_locally(options, environment), False

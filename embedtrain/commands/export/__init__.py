@@ -120,8 +120,8 @@ def run(options: ExportOptions) -> Path:
     """Read a checkpoint in one process, write the model directory, reopen and verify it; returns the directory."""
     from embedtrain.commands.export.convert import export_adapters, export_checkpoint, open_run
     from embedtrain.commands.export.graph_metrics import graph_metrics
+    from embedtrain.formats.export_record import require_replaceable
     from embedtrain.formats.hub import require_export_support, upload_model
-    from embedtrain.formats.replacement import require_replaceable
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
 

@@ -23,6 +23,8 @@ from embedtrain.formats.export import (
     load_checkpoint_encoder,
     plan_export,
 )
+from embedtrain.formats.export_record import export_lock
+from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, hub_id, model_card, recipe_of_weights, tasks_card
 from embedtrain.formats.onnx import GraphMeasure, require_graph
 from embedtrain.formats.peft import (
@@ -34,17 +36,14 @@ from embedtrain.formats.peft import (
     require_same_base,
 )
 from embedtrain.formats.quantisation_file import write_trained_ranges
-from embedtrain.formats.replacement import export_lock
+from embedtrain.formats.source import different_setting, different_tokens, open_model_source
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.formats.transformers import complete_older_files
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
-from embedtrain.models.compatibility import different_setting, different_tokens
-from embedtrain.models.hub import split_revision
 from embedtrain.models.security import require_no_links
-from embedtrain.models.source import open_model_source
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 

@@ -191,9 +191,9 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
 def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[str, str], str]:
     """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
     from embedtrain.commands.inspect.texts import UntruncatedTokenizer
+    from embedtrain.formats.source import open_model_source
+    from embedtrain.formats.tokenizer import load_tokenizer
     from embedtrain.inference.loading.load import bound_tokenizer
-    from embedtrain.models.source import open_model_source
-    from embedtrain.models.tokenizer import load_tokenizer
 
     model = recipe.model
     if model.path is None and model.config is None:
@@ -342,10 +342,10 @@ def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer")
 
 def _packing(recipe: Recipe) -> set[bool]:
     """On which machines, with a GPU or without, the model's texts are packed."""
+    from embedtrain.formats.source import open_model_source
     from embedtrain.models.attention import CPU, KERNEL_CAPABILITY
     from embedtrain.models.build import build_encoder
     from embedtrain.models.packing import check_packing
-    from embedtrain.models.source import open_model_source
 
     if recipe.model.attention is Attention.padded:
         return set()

@@ -42,8 +42,8 @@ def run(options: MergeOptions) -> Path:
     from embedtrain.commands.merge.output import locked_output, merge_record, multiply_factors, write_merged
     from embedtrain.commands.merge.search import Merger
     from embedtrain.distributed.world import joined_world
+    from embedtrain.formats.export_record import require_replaceable
     from embedtrain.formats.hub import require_export_support, upload_model
-    from embedtrain.formats.replacement import require_replaceable
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
 

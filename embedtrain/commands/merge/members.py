@@ -39,18 +39,22 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe, WeightsOf
 from embedtrain.config.validation import written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.formats.peft import AdapterCheckpoint, merged_adapter, require_same_base
+from embedtrain.formats.export_record import verify_weights
+from embedtrain.formats.hub import split_revision
+from embedtrain.formats.peft import AdapterCheckpoint, merged_adapter, open_adapter, require_same_base
+from embedtrain.formats.source import (
+    CommandModel,
+    different_setting,
+    different_tokens,
+    open_model_source,
+    with_kind_of_files,
+)
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.formats.weights import WeightStream
-from embedtrain.models.adapter_files import CONFIG as ADAPTER_CONFIG
-from embedtrain.models.adapter_files import open_adapter
+from embedtrain.models.adapters import ADAPTER_CONFIG
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.compatibility import different_setting, different_tokens
-from embedtrain.models.export_record import verify_weights
-from embedtrain.models.hub import split_revision
 from embedtrain.models.security import require_no_links
-from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.models.stored_weights import stored_dtype
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.metrics import metrics_at
 from embedtrain.utils.files import expand_user

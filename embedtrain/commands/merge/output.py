@@ -21,9 +21,11 @@ from embedtrain.config.recipe import ONNX, ExportDtype, WeightsOf
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.formats.export import ExportResult, plan_export
+from embedtrain.formats.export_record import export_lock
+from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, card_header, description, graph_usage, hub_id
 from embedtrain.formats.peft import load_rows
-from embedtrain.formats.replacement import export_lock
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.formats.verify import ExportReference, export_tolerance
 from embedtrain.formats.weights import (
     DTYPES,
@@ -35,8 +37,6 @@ from embedtrain.formats.weights import (
 )
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder
-from embedtrain.models.hub import split_revision
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.tracking.console import Console
 from embedtrain.utils.files import remove_tree, write_json
 

@@ -15,11 +15,11 @@ from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.formats.export import DerivedModel, ExportResult, num_parameters, open_model, write_derived
-from embedtrain.formats.replacement import require_replaceable
+from embedtrain.formats.export_record import require_replaceable
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.blocks import block_list, find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.utils.formatting import format_count

@@ -74,10 +74,10 @@ def run(options: StaticOptions) -> Path:
     from embedtrain.commands.static.table import make_table, require_distillable, write_table
     from embedtrain.config.compressed import check_kind_of_vectors
     from embedtrain.distributed.world import joined_world
-    from embedtrain.formats.replacement import require_replaceable
+    from embedtrain.formats.export_record import require_replaceable
+    from embedtrain.formats.source import CommandModel
     from embedtrain.inference.loading.command_model import load_encoder_model
     from embedtrain.inference.loading.load import quiet_libraries
-    from embedtrain.models.source import CommandModel
     from embedtrain.tracking.console import Console
 
     quiet_libraries()

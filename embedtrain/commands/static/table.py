@@ -27,11 +27,11 @@ from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.formats.export import DerivedModel, ExportResult, write_derived
+from embedtrain.formats.static_embedding import TABLE, StaticConfig, is_static
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.principal_components import Moments, principal_components
-from embedtrain.kinds.dense.data import StaticLayout
-from embedtrain.models.static_embedding import TABLE, StaticConfig, is_static
+from embedtrain.kinds.dense.model import StaticLayout
 from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.tracking.console import Console
 

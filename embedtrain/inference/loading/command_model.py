@@ -12,11 +12,11 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Pr
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.hub import resolve_directory
+from embedtrain.formats.peft import open_adapter
+from embedtrain.formats.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.inference.loading.graph import load_graph
 from embedtrain.inference.loading.load import LoadedModel, load_model
-from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.hub import resolve_directory
-from embedtrain.models.source import CommandModel, open_model_source, with_kind_of_files
 from embedtrain.models.types import ModelSource
 
 

@@ -16,11 +16,10 @@ from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.formats.graph_session import open_graph
-from embedtrain.formats.onnx import FILES, GRAPH
+from embedtrain.formats.onnx import FILES, GRAPH, open_graph
+from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.inference.loading.load import LoadedModel, bound_tokenizer
 from embedtrain.models.encoder import Encoder, PooledHead
-from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.models.types import ModelSource
 
 

@@ -31,12 +31,16 @@ from embedtrain.distributed.sharding import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.models.adapter_files import open_adapter
+from embedtrain.formats.export_record import verify_weights
+from embedtrain.formats.peft import open_adapter
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.models.adapters import (
     AdapterInfo,
     add_adapters,
     base_name,
     describe_adapters,
+    four_bit_layers,
     frozen_dtype,
     initial_adapters,
 )
@@ -50,8 +54,6 @@ from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
-from embedtrain.models.export_record import verify_weights
-from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.packing import (
     PackingCheck,
     check_packing,
@@ -60,9 +62,7 @@ from embedtrain.models.packing import (
     packing_mismatch,
     window_mismatch,
 )
-from embedtrain.models.source import open_model_source
 from embedtrain.models.stored_weights import TensorLocation, stored_dtype
-from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.models.types import ModelSource
 from embedtrain.planning.memory import ClusterSpec, StepWorkload, fit_activation_tokens
 from embedtrain.planning.model_costs import ModelSpec, model_spec

@@ -58,7 +58,7 @@ class CrossEncoder(Kind):
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Pairs of a query and a document."""
-        from embedtrain.kinds.cross_encoder.data import PairLayout, read_pair_format
+        from embedtrain.kinds.cross_encoder.model import PairLayout, read_pair_format
 
         return PairLayout(tokenizer, read_pair_format(source, tokenizer))
 

@@ -31,6 +31,7 @@ from embedtrain.data.text_format import Prompt
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, Pair
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.formats.chat_template import write_chat_template
 from embedtrain.formats.model_files import (
     LOGITS,
     ModelFiles,
@@ -42,24 +43,23 @@ from embedtrain.formats.model_files import (
 )
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
+    IDENTITY,
+    SIGMOID,
     TRANSFORMER_MODULE,
     TRANSFORMER_SETTINGS,
     load_model,
     opening,
     write_modules,
 )
-from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
+from embedtrain.formats.tokenizer import open_tokenizer, read_tokenizer, write_tokenizer
+from embedtrain.formats.transformers import open_checked
 from embedtrain.formats.verify import PROBES
-from embedtrain.kinds.cross_encoder.data import PairFormat, PairLayout, PairTruncation
-from embedtrain.kinds.cross_encoder.model import vocabulary_head
+from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout, PairTruncation, vocabulary_head
 from embedtrain.losses.encoded import Part
-from embedtrain.models.chat_template import write_chat_template
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.own_class import own_name
-from embedtrain.models.score_head import IDENTITY, SIGMOID
 from embedtrain.models.stored_weights import TensorLocation, stored_tensors
-from embedtrain.models.tokenizer_files import read_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 

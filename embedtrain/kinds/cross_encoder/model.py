@@ -1,34 +1,391 @@
-"""The head of cross-encoders: that of transformers' class for sequence classification, pairs of texts to scores.
+"""Cross-encoders: pairs of a query and a document as input, and the head, which turns pairs into scores.
+
+Both texts are tokenised separately, without special tokens, and joined by ids. Tokenizers do the same: special tokens
+separate the two texts, so no token spans both. The tokens of a query that has many documents are therefore computed and
+cached once.
+
+The head is that of transformers' class for sequence classification.
 
 N: pairs; L: tokens of a padded pair; H: hidden size.
 """
 
 import copy
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from embedtrain.config.pair_template import PairTemplate
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
-from embedtrain.data.types import Chunk
-from embedtrain.errors import ModelError
+from embedtrain.data.text_format import NO_PROMPT, Prompt
+from embedtrain.data.tokens import TOKENIZER_LOCK, UNLIMITED, FastTokenizer, Layout
+from embedtrain.data.types import (
+    SECOND_SEGMENT,
+    BatchTokens,
+    Chunk,
+    EncoderInputs,
+    Pair,
+    TextRole,
+    Tokens,
+    gather_ranges,
+)
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.kinds.cross_encoder.source import HeadSource
+from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.build import build_encoder, read_model
 from embedtrain.models.encoder import Encoder, hidden_size, prepare_backbone
-from embedtrain.models.hub import one_line
 from embedtrain.models.own_class import HEAD, ClassHead, StandIn, located_in_class, own_name, stand_in_of
 from embedtrain.models.pooling import POOLING, PooledTokens
-from embedtrain.models.score_head import HeadSource
 from embedtrain.models.stored_weights import TensorLocation, stored_tensors
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.formatting import one_line
 
+_FIRST = np.uint8(0)  # flags of tokens of the first segment
+_WINDOW_OVERLAP = 80  # tokens
+_MAX_TEMPLATE = 100_000  # tokens
+# A tokenizer's own pairs of these texts are compared with ours.
+_PROBES = [
+    ("a", "b"),
+    ("What is it?", " two  words\n"),
+    ("Ünïcödé, 中文", "123 <s> [SEP]"),
+    ("many words " * 9, "so many " * 9),
+]
+_PROBE_TOKENS = (8, 11, 500)  # tokens of both texts, besides those of the template
+_MAX_PROBE = 10_000  # tokens of a probe with a template
 # The weight of a score of tokens, and where the rows that it starts from are stored.
 SCORE, _VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
 # The largest difference between a score and that of the whole class, relative to the larger one of the score and 1.
 _TOLERANCE = 1e-3
+
+
+class PairTruncation(str, Enum):
+    """Which text of a pair is cut if both do not fit."""
+
+    longest_first = "longest_first"  # the longer one, then both alike
+    only_second = "only_second"  # the document
+
+
+@dataclass(frozen=True, slots=True)
+class PairFormat:
+    """How the tokens of two texts become the input of a cross-encoder: before, query, between, document, after."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    second_type: int = 0  # token type of the document and of what follows it; other tokens have type 0
+    truncation: PairTruncation = PairTruncation.longest_first
+    # With `only_second`, the query has at most this fraction of the tokens between `before` and `after`.
+    max_query_fraction: float = 1.0
+    from_left: bool = False  # whether truncation removes the beginning of a text
+    query: Prompt = NO_PROMPT  # text that is tokenised with a query, around it and its prompt
+    document: Prompt = NO_PROMPT
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, token_types: bool = False) -> "PairFormat":
+        """The format of the tokenizer's own pairs, for a model with or without token types.
+
+        Raises a ModelError if joined ids differ from the tokenizer's, which would change every score.
+        """
+        contents = FastTokenizer(tokenizer, special_tokens=False)
+        query, document = contents.ids(list(_PROBES[0]), _MAX_PROBE)
+        pair = _own_pair(tokenizer, *_PROBES[0], _MAX_PROBE, token_types=token_types)
+        for first, second in itertools.product(_find(pair.ids, query), _find(pair.ids, document)):
+            if second < first + len(query):
+                continue
+            pair_format = cls(
+                before=tuple(pair.ids[:first]),
+                between=tuple(pair.ids[first + len(query) : second]),
+                after=tuple(pair.ids[second + len(document) :]),
+                second_type=pair.types[second],
+                from_left=tokenizer.truncation_side == "left",
+            )
+            if all(
+                pair_format._joins_as(tokenizer, contents.ids([*texts], _MAX_PROBE), texts, token_types)
+                for texts in _PROBES
+            ):
+                return pair_format
+        raise ModelError(
+            f"the pair {_PROBES[0]} has other tokens with {type(tokenizer).__name__} than its two texts with special "
+            "tokens between them: this tokenizer cannot be used for a cross-encoder"
+        )
+
+    def _joins_as(
+        self, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], texts: tuple[str, str], token_types: bool
+    ) -> bool:
+        """Whether the tokenizer's own pair of texts with these ids is the same, whatever the length."""
+        for length in (self.num_special + max_tokens for max_tokens in _PROBE_TOKENS):
+            joined = self.join(Tokens.of(ids[:1]), Tokens.of(ids[1:]), length)
+            types = np.where(joined.flags & SECOND_SEGMENT, self.second_type, 0).tolist()
+            pair = _OwnPair(joined.ids.tolist(), types)
+            if pair != _own_pair(tokenizer, *texts, length, token_types=token_types):
+                return False
+        return True
+
+    @property
+    def num_special(self) -> int:
+        """Tokens of a pair besides those of its texts."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def fit(
+        self, query_lengths: NDArray[np.int64], document_lengths: NDArray[np.int64], max_length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens that pairs keep of their queries and documents, int64 [N] each.
+
+        Texts are limited to `max_length` before: if both exceed it, the query counts as the shorter one, where a
+        tokenizer compares whole texts.
+        """
+        max_tokens = max(0, max_length - self.num_special)
+        queries, documents = query_lengths, document_lengths
+        if self.truncation is PairTruncation.longest_first:
+            shorter = np.minimum(queries, documents)
+            # The longer text is cut to what the shorter one leaves; if that is less, both get half, and the text that
+            # was longer gets the odd token (as the tokenizers library does, 0.23).
+            longer = np.maximum(shorter, max_tokens - shorter)
+            halves = shorter + longer > max_tokens
+            shorter, longer = (
+                np.where(halves, max_tokens // 2, shorter),
+                np.where(halves, max_tokens - max_tokens // 2, longer),
+            )
+            swapped = queries > documents
+            limits = np.where(swapped, longer, shorter), np.where(swapped, shorter, longer)
+            return np.minimum(queries, limits[0]), np.minimum(documents, limits[1])
+        between_ends = max(0, max_length - len(self.before) - len(self.after))
+        queries = np.minimum(queries, min(max_tokens, int(between_ends * self.max_query_fraction)))
+        return queries, np.minimum(documents, max_tokens - queries)
+
+    def join(self, queries: Tokens, documents: Tokens, max_length: int) -> Tokens:
+        """N pairs from the tokens of both texts; those of type `second_type` are flagged SECOND_SEGMENT."""
+        kept_queries, kept_documents = self.fit(queries.lengths, documents.lengths, max_length)
+        lengths = kept_queries + kept_documents + self.num_special
+        total = int(lengths.sum())
+        joined = Tokens(np.empty(total, dtype=np.int32), np.zeros(total, dtype=np.uint8), lengths)
+
+        def put(
+            ids: NDArray[np.int32],
+            starts: NDArray[np.int64],
+            lengths: NDArray[np.int64],
+            flag: np.uint8 = _FIRST,
+        ) -> None:
+            before = np.cumsum(lengths) - lengths
+            places = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+            joined.ids[places], joined.flags[places] = ids, flag
+
+        def put_all(ids: tuple[int, ...], starts: NDArray[np.int64], flag: np.uint8 = _FIRST) -> NDArray[np.int64]:
+            for number, token in enumerate(ids):
+                joined.ids[starts + number], joined.flags[starts + number] = token, flag
+            return starts + len(ids)
+
+        start = put_all(self.before, np.cumsum(lengths) - lengths)
+        put(self._cut(queries, kept_queries), start, kept_queries)
+        start = put_all(self.between, start + kept_queries)
+        put(self._cut(documents, kept_documents), start, kept_documents, SECOND_SEGMENT)
+        put_all(self.after, start + kept_documents, SECOND_SEGMENT)
+        return joined
+
+    def _cut(self, texts: Tokens, kept: NDArray[np.int64]) -> NDArray[np.int32]:
+        starts = np.cumsum(texts.lengths) - texts.lengths
+        return gather_ranges(texts.ids, starts + texts.lengths - kept if self.from_left else starts, kept)
+
+
+class _OwnPair(NamedTuple):
+    ids: list[int]
+    types: list[int]
+
+
+def _own_pair(
+    tokenizer: PreTrainedTokenizerBase, query: str, document: str, max_length: int, *, token_types: bool
+) -> _OwnPair:
+    """What the tokenizer itself makes of a pair."""
+    token_types = token_types and "token_type_ids" in tokenizer.model_input_names
+    with TOKENIZER_LOCK:
+        encoded = tokenizer(
+            query, document, truncation="longest_first", max_length=max_length, return_token_type_ids=token_types
+        )
+    ids: list[int] = encoded["input_ids"]
+    return _OwnPair(ids, encoded["token_type_ids"] if token_types else [0] * len(ids))
+
+
+def _find(ids: list[int], part: list[int]) -> list[int]:
+    """The indices where `part` begins in `ids`: in a template, a token of a text may occur before the text."""
+    return [index for index in range(len(ids) - len(part) + 1) if ids[index : index + len(part)] == part]
+
+
+class PairLayout(Layout):
+    """Pairs as complete inputs; texts alone are tokens without special tokens, perhaps none.
+
+    Args:
+        pair_format: the format that the model is trained with.
+    """
+
+    dummy = Pair("a", "a")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pair_format: PairFormat) -> None:
+        super().__init__(tokenizer, special_tokens=False)
+        self.pair_format, self.second_type = pair_format, pair_format.second_type
+        self.num_pair_tokens = pair_format.num_special
+
+    def check(self, max_length: int) -> None:
+        """Raise a ModelError if a pair has no room for texts."""
+        if max_length <= self.pair_format.num_special:
+            raise ModelError(
+                f"model.max_length={max_length} leaves no room for texts: a pair has {self.pair_format.num_special} "
+                "tokens besides those of its texts"
+            )
+
+    def tokenize(
+        self,
+        texts: Sequence[str],
+        limit: int,
+        prompts: str | Sequence[str] = "",
+        role: TextRole = TextRole.document,
+    ) -> Tokens:
+        """The tokens of texts, which `query_prompt` and `document_prompt` have formatted."""
+        return Tokens.of(self.fast.ids([str(text) for text in texts], limit) if texts else [])
+
+    def tokens(
+        self, texts: Sequence[str] | Sequence[Pair], limit: int, prompts: str | Sequence[str], role: TextRole
+    ) -> Tokens:
+        """The tokens of texts, or of pairs, whose texts are formatted here; a list has texts or pairs."""
+        pairs = [text for text in texts if isinstance(text, Pair)]
+        if not pairs:
+            return self.tokenize(cast(Sequence[str], texts), limit)
+        has_windows = any(pair.start is not None for pair in pairs)
+        queries, documents = self._contents(pairs, UNLIMITED if has_windows else limit)
+        if has_windows:
+            # Both texts are cut here: with another length of the document, the query would be cut otherwise.
+            kept = zip(*self.pair_format.fit(queries.lengths, documents.lengths, limit), strict=True)
+            cut: tuple[list[list[int]], list[list[int]]] = ([], [])
+            texts_of_pairs = zip(pairs, queries.lists(), documents.lists(), kept, strict=True)
+            for pair, query, document, (num_query, num_document) in texts_of_pairs:
+                first = len(query) - num_query if self.pair_format.from_left else 0
+                is_window = pair.start is not None
+                cut[0].append(query[first : first + num_query] if is_window else query)
+                cut[1].append(document[pair.start : pair.start + num_document] if pair.start is not None else document)
+            queries, documents = map(Tokens.of, cut)
+        return self.join(queries, documents, limit)
+
+    def join(self, queries: Tokens, documents: Tokens, max_length: int) -> Tokens:
+        """N pairs from the tokens of their texts."""
+        return self.pair_format.join(queries, documents, max_length)
+
+    def windows(self, items: Sequence[Pair], max_length: int) -> NDArray[np.int64]:
+        """For each pair, the number of windows that its document takes, and the tokens from one to the next: [N, 2].
+
+        A document that fits is one window. The windows of a longer one overlap by 80 tokens, or by a quarter of a
+        window if that is less, as in BCEmbedding's RerankerModel.
+        """
+        queries, documents = self._contents(items, UNLIMITED)
+        _, sizes = self.pair_format.fit(queries.lengths, documents.lengths, max_length)
+        strides = np.maximum(1, sizes - np.minimum(_WINDOW_OVERLAP, sizes // 4))
+        # Without room for the document, because the query takes it all, one window is as good as many.
+        counts = np.where(sizes > 0, 1 + -(-np.maximum(0, documents.lengths - sizes) // strides), 1)
+        return np.stack([counts, strides], axis=1)
+
+    def are_whole(self, pairs: Sequence[Pair], max_length: int) -> NDArray[np.bool_]:
+        """For each pair, whether neither of its texts is cut: bool [N]."""
+        queries, documents = self._contents(pairs, UNLIMITED)
+        kept = self.pair_format.fit(queries.lengths, documents.lengths, max_length)
+        whole: NDArray[np.bool_] = (kept[0] == queries.lengths) & (kept[1] == documents.lengths)
+        return whole
+
+    def inputs(self, tokens: BatchTokens, max_length: int) -> EncoderInputs:
+        """The M pairs of a batch: each document with the query of its row."""
+        num_rows = len(tokens.num_documents)
+        rows = np.repeat(np.arange(num_rows), tokens.num_documents)
+        documents = num_rows + np.arange(len(rows))
+        kept = self.pair_format.fit(tokens.lengths[rows], tokens.lengths[documents], max_length)
+
+        def selected(inputs: NDArray[np.int64]) -> Tokens:
+            texts = tokens.tokens(rows[inputs]), tokens.tokens(documents[inputs])
+            return self.join(*texts, max_length)
+
+        lengths = kept[0] + kept[1] + self.pair_format.num_special
+        return EncoderInputs(num_queries=0, rows=rows, lengths=lengths, costs=lengths, sizes=(None,), tokens=selected)
+
+    def query_prompt(self, prompt: Prompt) -> Prompt:
+        """The text around a query: its prompt and that of the pair format."""
+        return self.pair_format.query.around(prompt)
+
+    def document_prompt(self, prompt: Prompt) -> Prompt:
+        """The text around a document."""
+        return self.pair_format.document.around(prompt)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What determines the tokens of a text besides the tokenizer and lengths."""
+        around = (self.pair_format.query, self.pair_format.document)
+        texts = [(prompt.prefix, prompt.suffix) for prompt in around]
+        return ("without special tokens", *(texts if any(map(any, texts)) else []))
+
+    def _contents(self, pairs: Sequence[Pair], limit: int) -> tuple[Tokens, Tokens]:
+        """The tokens of the queries and of the documents, without special tokens; those of equal texts once."""
+        texts = [(self.pair_format.query(pair.query), self.pair_format.document(pair.document)) for pair in pairs]
+        distinct = list(dict.fromkeys(itertools.chain.from_iterable(texts)))
+        ids = dict(zip(distinct, self.fast.ids(distinct, limit) if distinct else [], strict=True))
+        return Tokens.of([ids[query] for query, _ in texts]), Tokens.of([ids[document] for _, document in texts])
+
+
+def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> PairFormat:
+    """The format in which a cross-encoder reads pairs.
+
+    A ConfigError if an encoder has a template, or a new head is trained on pairs with nothing between their texts; a
+    ModelError if the tokenizer's pairs are not its texts and special tokens around them.
+    """
+    types = int(getattr(source.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
+    head = source.settings if source.kind.name == "cross_encoder" else None
+    if head is not None and head.template is not None:
+        if not is_decoder(source.config):
+            raise ConfigError(
+                f"model.pair_template={head.template}: is for decoders; {source.config.model_type} is an encoder, "
+                "whose pairs have special tokens between their texts; leave it out"
+            )
+        return template_format(head.template, tokenizer)
+    pair_format = PairFormat.of(tokenizer, token_types=types)
+    needs_template = head is not None and (head.is_new or bool(head.tokens)) and is_decoder(source.config)
+    if needs_template and not pair_format.between:
+        raise ConfigError(
+            "model.pair_template=null: the tokenizer puts nothing between the two texts of a pair; set "
+            'model.pair_template, such as {query: "Query: {query}\\n", document: "Document: {document}\\n"}'
+        )
+    return pair_format
+
+
+def template_format(template: PairTemplate, tokenizer: PreTrainedTokenizerBase) -> PairFormat:
+    """The pair format of a template: its end survives truncation, and only the document is cut."""
+    special = PairFormat.of(tokenizer) if template.special_tokens else None
+    before, after = (special.before, special.after) if special is not None else ((), ())
+    if template.bos and tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.pad_token_id:
+        before = (int(tokenizer.bos_token_id),)
+    tokens = FastTokenizer(tokenizer, special_tokens=False)
+
+    def ids(texts: Sequence[str]) -> tuple[int, ...]:
+        return tuple(token for part in tokens.ids(list(texts), _MAX_TEMPLATE) for token in part) if texts else ()
+
+    return PairFormat(
+        before=before + ids(template.prefix),
+        between=ids(template.between),
+        after=ids(template.suffix) + after,
+        truncation=PairTruncation.only_second,
+        max_query_fraction=template.max_query_fraction,
+        from_left=tokenizer.truncation_side == "left",
+        query=Prompt(*template.query),
+        document=Prompt(*template.document),
+    )
 
 
 class ScoreHead(ClassHead):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from embedtrain.config.recipe import ADAPTER, Pooling
 from embedtrain.config.validation import OptionChecks, written
-from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.dense.options import DenseOptions, check_dense
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Dense(BackboneKind):
     def outputs(self, source: "ModelSource") -> str:
         """Pooling, heads and normalisation."""
         from embedtrain.config.loss_choices import VectorSimilarity
-        from embedtrain.models.static_embedding import is_static
+        from embedtrain.formats.static_embedding import is_static
 
         sizes = "".join(f" -> {dense.num_out}" for dense in source.dense)
         heads = f", {'new ' * source.has_new_head}heads {source.dense[0].num_in}{sizes}" if source.dense else ""
@@ -50,8 +50,8 @@ class Dense(BackboneKind):
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; those of a static table have no special tokens."""
         from embedtrain.data.tokens import Layout
-        from embedtrain.kinds.dense.data import StaticLayout
-        from embedtrain.models.static_embedding import is_static
+        from embedtrain.formats.static_embedding import is_static
+        from embedtrain.kinds.dense.model import StaticLayout
 
         if is_static(source.config):
             return StaticLayout(tokenizer)
@@ -108,8 +108,8 @@ class Dense(BackboneKind):
 
     def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
         """The model with the head. A table of static embeddings is an FSDP group of its own, in float32."""
+        from embedtrain.formats.static_embedding import is_static
         from embedtrain.models.encoder import Encoder
-        from embedtrain.models.static_embedding import is_static
 
         encoder = super().encoder(source, model)
         if not is_static(source.config):
@@ -120,7 +120,7 @@ class Dense(BackboneKind):
 
     def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
         """Those of the backbone, or the table."""
-        from embedtrain.models.static_embedding import is_static, read_table
+        from embedtrain.formats.static_embedding import is_static, read_table
 
         if is_static(source.config):
             assert source.directory is not None
@@ -129,7 +129,7 @@ class Dense(BackboneKind):
 
     def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
         """The table of Model2Vec, which has another name in its file."""
-        from embedtrain.models.static_embedding import is_static, read_table
+        from embedtrain.formats.static_embedding import is_static, read_table
 
         if not is_static(source.config) or source.directory is None:
             return {}
@@ -139,7 +139,7 @@ class Dense(BackboneKind):
         self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
     ) -> tuple[dict[str, "TensorLocation"], set[str]]:
         """The table of Model2Vec is computed."""
-        from embedtrain.models.static_embedding import STORED_TABLE, TABLE, is_static
+        from embedtrain.formats.static_embedding import STORED_TABLE, TABLE, is_static
 
         return {}, {TABLE} if is_static(source.config) and STORED_TABLE not in stored else set()
 

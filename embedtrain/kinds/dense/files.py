@@ -24,20 +24,19 @@ from embedtrain.formats.model_files import (
 )
 from embedtrain.formats.sentence_transformers import (
     OLD_MODULE,
+    SETTINGS,
     TRANSFORMER_SETTINGS,
     load_model,
     opening,
-    probes_of_sentence_transformer,
     write_modules,
     write_pooling,
 )
-from embedtrain.formats.transformers import tokenize_padded
-from embedtrain.formats.verify import PROBES
+from embedtrain.formats.static_embedding import STATIC_EMBEDDING, is_static, write_static_tokenizer
+from embedtrain.formats.tokenizer import tokenize_padded
+from embedtrain.formats.verify import PROBES, probes_of_sentence_transformer
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import SETTINGS
 from embedtrain.models.pooling import build_pooling
-from embedtrain.models.static_embedding import STATIC_EMBEDDING, is_static, write_static_tokenizer
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 

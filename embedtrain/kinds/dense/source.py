@@ -8,13 +8,13 @@ from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
+from embedtrain.formats.sentence_transformers import SETTINGS, read_similarity, read_truncate_dim
+from embedtrain.formats.source import read_files, source_of
+from embedtrain.formats.static_embedding import is_static
 from embedtrain.kinds.dense.options import DenseOptions, include_prompt_error
 from embedtrain.models.attention_direction import require_pooling
 from embedtrain.models.heads import dense_heads
-from embedtrain.models.module_settings import SETTINGS, read_similarity, read_truncate_dim
 from embedtrain.models.pooling import pooling_of
-from embedtrain.models.source import read_files, source_of
-from embedtrain.models.static_embedding import is_static
 from embedtrain.models.types import ModelSource
 
 

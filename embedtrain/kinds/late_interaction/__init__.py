@@ -9,7 +9,7 @@ from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.config.recipe import ADAPTER
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
-from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_late_interaction
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LateInteraction(BackboneKind):
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts with a vector for each of several tokens."""
-        from embedtrain.kinds.late_interaction.data import TokenVectorLayout
+        from embedtrain.kinds.late_interaction.model import TokenVectorLayout
 
         return TokenVectorLayout(tokenizer, source.settings)
 

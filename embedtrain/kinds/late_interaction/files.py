@@ -31,7 +31,10 @@ from embedtrain.formats.model_files import (
 from embedtrain.formats.pylate import PYLATE_DENSE, pylate_settings, why_not_pylate
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
+    MULTI_VECTOR,
     OLD_MODULE,
+    PYLATE,
+    SETTINGS,
     TRANSFORMER_MODULE,
     TRANSFORMER_SETTINGS,
     load_model,
@@ -39,11 +42,10 @@ from embedtrain.formats.sentence_transformers import (
     write_modules,
 )
 from embedtrain.formats.verify import PROBES
-from embedtrain.kinds.late_interaction.data import TokenVectorLayout
+from embedtrain.kinds.late_interaction.model import TokenVectorLayout
 from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import MULTI_VECTOR, PYLATE, SETTINGS
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 

@@ -15,11 +15,10 @@ from embedtrain.config.late_interaction import (
 )
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.pylate import late_interaction_format, read_late_interaction
+from embedtrain.formats.source import adapted_config, read_files, require_own_transformer, source_of
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions
 from embedtrain.models.encoder import hidden_size
-from embedtrain.models.module_settings import DenseSource
-from embedtrain.models.source import adapted_config, read_files, require_own_transformer, source_of
-from embedtrain.models.types import ModelSource, Tokenization
+from embedtrain.models.types import DenseSource, ModelSource, Tokenization
 
 _IDENTITY = "torch.nn.modules.linear.Identity"
 

@@ -9,7 +9,7 @@ from embedtrain.config.losses import SCORE_LOSSES
 from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.recipe import ADAPTER
 from embedtrain.config.validation import OptionChecks
-from embedtrain.kinds.backbone import BackboneKind
+from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.m3.options import M3Options, check_m3
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class M3(BackboneKind):
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts with a row for each token."""
-        from embedtrain.kinds.m3.data import M3Layout
+        from embedtrain.kinds.m3.model import M3Layout
 
         return M3Layout(tokenizer)
 

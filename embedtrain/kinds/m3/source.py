@@ -8,9 +8,9 @@ from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.flag_embedding import COLBERT, SPARSE, has_m3_layers, read_m3_layer, read_m3_settings
+from embedtrain.formats.source import read_files, source_of
 from embedtrain.kinds.m3.options import M3Options
 from embedtrain.models.encoder import hidden_size
-from embedtrain.models.source import read_files, source_of
 from embedtrain.models.types import ModelSource
 
 

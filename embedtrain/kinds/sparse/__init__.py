@@ -48,7 +48,7 @@ class Sparse(Kind):
 
     def outputs(self, source: "ModelSource") -> str:
         """Weights of words."""
-        from embedtrain.models.static_queries import describe_static_queries
+        from embedtrain.kinds.sparse.model import describe_static_queries
 
         queries = source.settings.queries
         static = f", {describe_static_queries(queries)}" if queries is not None else ""
@@ -57,7 +57,7 @@ class Sparse(Kind):
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; static queries are not encoded."""
         from embedtrain.data.tokens import Layout
-        from embedtrain.kinds.sparse.data import static_query_layout
+        from embedtrain.kinds.sparse.model import static_query_layout
 
         if source.settings.queries is None:
             return Layout(tokenizer, include_prompt=source.include_prompt)
@@ -136,7 +136,7 @@ class Sparse(Kind):
     ) -> tuple[dict[str, "TensorLocation"], set[str]]:
         """In the files of the class; the weights of queries are in their own."""
         from embedtrain.models.own_class import located_in_class
-        from embedtrain.models.static_queries import QUERY_WEIGHTS
+        from embedtrain.models.sparse_head import QUERY_WEIGHTS
 
         return located_in_class(shapes, stored), {QUERY_WEIGHTS} & set(shapes)
 
@@ -168,8 +168,8 @@ class Sparse(Kind):
         self, source: "ModelSource", stores: "Sequence[TokenStore]", world: "World", console: "Console"
     ) -> "Mapping[str, Tensor]":
         """Those of static queries, if the model has none: inverse document frequencies of the documents."""
-        from embedtrain.kinds.sparse.document_frequencies import inverse_document_frequencies
-        from embedtrain.models.static_queries import QUERY_WEIGHTS
+        from embedtrain.kinds.sparse.model import inverse_document_frequencies
+        from embedtrain.models.sparse_head import QUERY_WEIGHTS
 
         queries = source.settings.queries
         if queries is None or queries.path is not None:

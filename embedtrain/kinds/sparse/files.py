@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from embedtrain.config.sparse import SparseActivation, SparsePooling
+from embedtrain.config.sparse import SparseActivation, SparsePooling, WordWeights
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import CheckpointError
@@ -27,35 +27,27 @@ from embedtrain.formats.model_files import (
 )
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
+    QUERY_FOLDER,
+    ROUTER_CONFIG,
+    SPARSE,
     TRANSFORMER_MODULE,
     TRANSFORMER_SETTINGS,
+    WEIGHTS,
     load_model,
     opening,
     write_modules,
 )
-from embedtrain.formats.transformers import open_checked, open_tokenizer, write_tokenizer
+from embedtrain.formats.tokenizer import open_tokenizer, read_tokenizer, write_tokenizer
+from embedtrain.formats.transformers import open_checked
 from embedtrain.formats.verify import PROBES
+from embedtrain.kinds.sparse.model import IDF_FILE, read_query_weights, write_idf
 from embedtrain.losses.encoded import Part
 from embedtrain.models.build import build_encoder
-from embedtrain.models.directory_modules import ROUTER_CONFIG
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import SPARSE
 from embedtrain.models.own_class import is_masked, language_model, language_model_class, own_name
-from embedtrain.models.sparse_head import activate
-from embedtrain.models.static_queries import (
-    IDF_FILE,
-    QUERY_FOLDER,
-    QUERY_WEIGHTS,
-    STORED_WEIGHT,
-    WEIGHTS,
-    QueryWeights,
-    read_query_weights,
-    write_idf,
-)
-from embedtrain.models.tokenizer_files import read_tokenizer
+from embedtrain.models.sparse_head import QUERY_WEIGHTS, STORED_WEIGHT, QueryWeights, activate
 from embedtrain.models.types import ModelSource
-from embedtrain.models.word_weights import WordWeights
 from embedtrain.utils.files import write_json
 
 SPLADE_FOLDER, _ROUTED_SPLADE_FOLDER = "1_SpladePooling", "document_1_SpladePooling"

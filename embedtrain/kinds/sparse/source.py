@@ -9,17 +9,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPIN
 from embedtrain.config.kinds import Kind
 from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.sparse import IDF, SparseQueries
+from embedtrain.config.sparse import IDF, SparseQueries, StaticQueries, WordWeights
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.sentence_transformers import SETTINGS, SPARSE, SPLADE_POOLING, read_similarity, routed_modules
+from embedtrain.formats.source import read_files, source_of
 from embedtrain.kinds.dense.options import DenseOptions
+from embedtrain.kinds.sparse.model import IDF_FILE
 from embedtrain.kinds.sparse.options import SparseOptions
-from embedtrain.models.directory_modules import routed_modules
 from embedtrain.models.file_references import read_json
-from embedtrain.models.module_settings import SETTINGS, SPARSE, read_similarity
-from embedtrain.models.source import read_files, source_of
-from embedtrain.models.static_queries import IDF_FILE, StaticQueries
 from embedtrain.models.types import ModelSource
-from embedtrain.models.word_weights import SPLADE_POOLING, WordWeights
 from embedtrain.utils.files import expand_user
 
 # Settings that change logits after the vocabulary head, with the values that do not.

@@ -1,25 +1,114 @@
-"""Loads a model's tokenizer, checks that it fits the model, and decides the maximal length of texts."""
+"""Tokenizers: read from a directory, checked against the model, written for all readers, opened by transformers."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, normalizers
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.export_record import verify_settings
-from embedtrain.models.hub import resolve_directory
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
+from embedtrain.formats.export_record import verify_settings
+from embedtrain.formats.hub import resolve_directory
+from embedtrain.formats.static_embedding import is_static, read_static_tokenizer
+from embedtrain.models.file_references import read_json
 from embedtrain.models.rope import batch_independent_length, has_rotary_positions, num_positions
-from embedtrain.models.static_embedding import is_static, read_static_tokenizer
-from embedtrain.models.tokenizer_files import TOKENIZER_FILES, read_tokenizer
+from embedtrain.models.security import require_bounded_time, require_safe_files
 from embedtrain.models.types import ModelSource
+from embedtrain.utils.files import write_json
+from embedtrain.utils.formatting import one_line
 
+# Files of a Hub repository to download for its tokenizer alone.
+TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+_CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"  # fastembed requires it
+# Transformers 4 knows a tokenizer without a class of its own by the second name, transformers 5 by both.
+_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+# How and where the tokenizer was last used; fastembed cuts texts at `max_length`.
+_STATE = (
+    "backend",
+    "is_local",
+    "local_files_only",
+    "max_length",
+    "stride",
+    "truncation_strategy",
+    "pad_to_multiple_of",
+)
+# A list of tokens: transformers 4 fails on it under the first name, which is a dict there.
+_EXTRA_TOKENS, _ADDITIONAL_TOKENS = "extra_special_tokens", "additional_special_tokens"
 # Texts that show how a tokenizer begins and ends texts, and their maximal length.
 _PROBES = ("a", "two words", "")
 _PROBE_LENGTH = 64
+
+
+def read_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a directory's tokenizer unchanged; a ModelError if there is none, or it fails the security checks."""
+    require_safe_files(directory, trust_remote_code=trust_remote_code)
+    try:
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ModelError(f"cannot read a tokenizer from {directory}: {one_line(error)}") from None
+    if not isinstance(loaded, PreTrainedTokenizerBase):
+        raise ModelError(f"cannot read a tokenizer from {directory}: its files define a {type(loaded).__name__}")
+    require_bounded_time(loaded, str(directory))
+    return loaded
+
+
+def _drops_spaces(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer of the Unigram model removes the whitespace around words, as XLM-R's does."""
+    splitter = tokenizer.get("pre_tokenizer") or {}
+    names = {part["type"] for part in splitter.get("pretokenizers", [splitter]) if part}
+    return bool(tokenizer["model"]["type"] == "Unigram" and "WhitespaceSplit" in names)
+
+
+def write_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Write the files of a tokenizer of texts of at most `max_length` tokens.
+
+    The library tokenizers cuts where tokenizer.json says, fastembed where tokenizer_config.json says, and both contain
+    what the tokenizer was last used for: all say `max_length`.
+    """
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(directory)
+    settings = {name: value for name, value in read_json(directory / _TOKENIZER_CONFIG).items() if name not in _STATE}
+    settings["tokenizer_class"] = _CLASSES.get(settings["tokenizer_class"], settings["tokenizer_class"])
+    # Transformers 4 has other defaults: without token_type_ids a pair has other scores, with them ModernBERT fails.
+    settings["model_input_names"] = tokenizer.model_input_names
+    if isinstance(tokens := settings.get(_EXTRA_TOKENS), list):
+        del settings[_EXTRA_TOKENS]
+        settings |= {_ADDITIONAL_TOKENS: tokens} if tokens else {}
+    if (directory / _TOKENIZER).is_file():  # tokenizers in Python have other files
+        content = read_json(directory / _TOKENIZER)
+        if _drops_spaces(content):
+            # llama.cpp keeps spaces otherwise: the name of the setting is that of decoding in transformers.
+            settings["clean_up_tokenization_spaces"] = True
+        truncation = {
+            "direction": tokenizer.truncation_side.capitalize(), "max_length": max_length,
+            "strategy": "LongestFirst", "stride": 0,
+        }  # fmt: skip
+        write_json(directory / _TOKENIZER, content | {"truncation": truncation, "padding": None})
+    write_json(directory / _TOKENIZER_CONFIG, settings)
+    write_json(directory / _SPECIAL_TOKENS, tokenizer.special_tokens_map)
+
+
+def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer as plain transformers loads it from a directory."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    return tokenizer
+
+
+def tokenize_padded(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], documents: list[str] | None = None
+) -> BatchEncoding:
+    """One padded batch [N, L] of texts, or of their pairs with `documents`, cut to the model's maximum length."""
+    return tokenizer(texts, documents, padding=True, truncation=True, return_tensors="pt")
 
 
 def load_tokenizer(

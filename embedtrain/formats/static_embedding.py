@@ -17,9 +17,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
-from embedtrain.models.hub import one_line
-from embedtrain.models.security import require_safe_files
-from embedtrain.models.tokenizer_files import require_bounded_time
+from embedtrain.models.security import require_bounded_time, require_safe_files
+from embedtrain.utils.formatting import one_line
 
 # The name of the module in sentence-transformers, and `model_type` in config.json and `model.config`.
 STATIC_EMBEDDING, MODEL_TYPE = "StaticEmbedding", "static_embedding"

@@ -1,7 +1,8 @@
 """Opens a model: reads pooling, prompts, maximal length and heads from its files, without its weights.
 
 A Hub id (downloaded to a directory), a Hugging Face directory, a sentence-transformers directory and a configuration
-without weights all become a `ModelSource`. What only one kind of model has is read by the kind.
+without weights all become a `ModelSource`. What only one kind of model has is read by the kind. Two of them are compared
+before their weights are combined.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from embedtrain.config.code import code_option
 from embedtrain.config.kinds import Kind, kind_of_files, load_kind
@@ -17,18 +18,37 @@ from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.formats.export_record import verify_settings
+from embedtrain.formats.hub import resolve_directory
+from embedtrain.formats.sentence_transformers import (
+    SETTINGS,
+    DirectoryModules,
+    prompts_of,
+    read_directory_modules,
+    read_transformer_settings,
+    task_prompts,
+)
+from embedtrain.formats.static_embedding import is_static, read_static_config, read_static_max_length
+from embedtrain.formats.transformers import check_config, read_config, reject_typos
 from embedtrain.models.attention_direction import set_attention_direction
-from embedtrain.models.configuration import check_config, read_config, reject_typos
-from embedtrain.models.directory_modules import DirectoryModules, read_directory_modules
-from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json
-from embedtrain.models.hub import one_line, resolve_directory
-from embedtrain.models.module_settings import SETTINGS, prompts_of, read_transformer_settings, task_prompts
+from embedtrain.models.pooling import pooling_name
 from embedtrain.models.rope import scale_rope, set_rope_theta
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
-from embedtrain.models.static_embedding import is_static, read_static_config, read_static_max_length
 from embedtrain.models.types import ModelSource, Tokenization
 from embedtrain.utils.files import expand_user
+from embedtrain.utils.formatting import one_line
+
+# Entries of a configuration that do not change what an encoder computes.
+_INERT = frozenset({
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
+    "id2label", "label2id", "problem_type", "gradient_checkpointing", "_attn_implementation", "auto_map",
+    "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "sentence_transformers",
+})  # fmt: skip
+_INERT_PARTS = ("dropout", "drop_rate")
+_MAX_SHOWN = 80  # characters of a value
+# Texts whose tokens show lower case, special tokens and the splitting of words.
+_PROBES = ("Alpha BETA", "what is 1+1?", "naïve café 東京")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,3 +239,69 @@ def _adapted(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
     set_rope_theta(config, model.rope_theta, "model.rope_theta")
     scale_rope(config, model.rope_scaling)
     return config
+
+
+def different_setting(first: ModelSource, other: ModelSource) -> str | None:
+    """`NAME is VALUE, not VALUE` with the values of `other` and of `first`; None if all settings are equal."""
+    expected = _settings(first) | _computing(first.config)
+    actual = _settings(other) | _computing(other.config)
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            return f"{name} is {_shown(actual.get(name))}, not {_shown(expected.get(name))}"
+    return None
+
+
+def different_tokens(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
+    """How two tokenizers differ, with the values of `other` first; None if their tokens are the same."""
+    expected, actual = first.get_vocab(), other.get_vocab()
+    if expected != actual:
+        token = min(token for token in expected.keys() | actual.keys() if expected.get(token) != actual.get(token))
+        return f"their tokenizers differ, the token {token!r} has the id {actual.get(token)}, not {expected.get(token)}"
+    for text in _PROBES:
+        ids = [tokenizer(text)["input_ids"] for tokenizer in (first, other)]
+        if ids[0] != ids[1]:
+            return (
+                f"their tokenizers have the same vocabulary, but read {text!r} as {_shown(ids[1])}, "
+                f"not {_shown(ids[0])}"
+            )
+    return None
+
+
+def _settings(source: ModelSource) -> dict[str, Any]:
+    """What surrounds the weights of a model, by the names of messages."""
+    settings: dict[str, Any] = {
+        "kind": source.kind.name,
+        "pooling": pooling_name(source.pooling),
+        "pooling of the prompt's tokens": source.include_prompt,
+        "normalisation of vectors": source.normalize,
+        "similarity of vectors": source.similarity.value,
+        "number of Dense heads": len(source.dense),
+        "lower case": source.tokenization.lowercase,
+    }
+    for index, dense in enumerate(source.dense):
+        settings[f"activation of Dense head {index}"] = dense.activation
+    if source.kind.name == "cross_encoder":
+        settings["activation of scores"] = source.settings.activation
+        settings["template of pairs"] = source.settings.template
+    if source.kind.name == "sparse":
+        settings["weights of words"] = source.settings.pooling.value, source.settings.activation.value
+        settings["queries of the sparse model"] = source.settings.query_mode.value
+    if source.kind.name == "late_interaction":
+        settings["token vectors"] = source.settings
+    if source.kind.name == "m3":
+        settings["representations"] = source.settings
+    return settings
+
+
+def _computing(config: PretrainedConfig) -> dict[str, Any]:
+    values: dict[str, Any] = config.to_dict()
+    return {
+        f"{name} in config.json": value
+        for name, value in values.items()
+        if name not in _INERT and not any(part in name for part in _INERT_PARTS)
+    }
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.pair_template import PLAIN_INSTRUCTION, PairTemplate
 from embedtrain.errors import ModelError
-from embedtrain.models.bounded import BoundExceeded, run_bounded
-from embedtrain.models.hub import one_line
+from embedtrain.models.security import BoundExceeded, run_bounded
+from embedtrain.utils.formatting import one_line
 
 # Private use characters, which no template contains.
 _QUERY, _DOCUMENT, _INSTRUCTIONS = "\ue000", "\ue001", ("\ue002", "\ue003")

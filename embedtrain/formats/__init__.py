@@ -1,1 +1,1 @@
-"""Write model directories for sentence-transformers, transformers and ONNX, and verify them."""
+"""Model directories of each library: read, written side by side, and verified; the Hub."""

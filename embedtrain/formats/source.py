@@ -1,8 +1,8 @@
 """Opens a model: reads pooling, prompts, maximal length and heads from its files, without its weights.
 
 A Hub id (downloaded to a directory), a Hugging Face directory, a sentence-transformers directory and a configuration
-without weights all become a `ModelSource`. What only one kind of model has is read by the kind. Two of them are compared
-before their weights are combined.
+without weights all become a `ModelSource`. What only one kind of model has is read by the kind. Two of them are
+compared before their weights are combined.
 """
 
 from dataclasses import dataclass, fields, replace

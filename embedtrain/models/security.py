@@ -2,8 +2,8 @@
 
 The libraries obey more than the weights of a directory: arguments that are passed to `from_pretrained`, classes by
 name, attention kernels from other repositories. These checks reject such settings; `file_references.py` has those of
-files. What a file decides, such as a template or a regular expression, runs in a process that is ended when it needs too
-much time or memory.
+files. What a file decides, such as a template or a regular expression, runs in a process that is ended when it needs
+too much time or memory.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.formats import export_record as replacement
+from embedtrain.formats import export_record
 from embedtrain.formats.export import checkpoint_weights, load_checkpoint_encoder
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import PROBES, export_tolerance, max_relative_difference
@@ -140,13 +140,13 @@ def test_weights_beyond_the_range_of_the_type_are_rejected(tmp_path, small):
 
 
 def test_exports_to_one_directory_exclude_each_other_until_killed(tmp_path, small, monkeypatch):
-    monkeypatch.setattr(replacement, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(export_record, "LOCK_TIMEOUT", 0.1)
     to = tmp_path / "out"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""
 import time
 from pathlib import Path
-from embedtrain.formats.replacement import export_lock
+from embedtrain.formats.export_record import export_lock
 to = Path({str(to)!r})
 with export_lock(to) as unfinished:
     (unfinished / "onnx").mkdir(parents=True)

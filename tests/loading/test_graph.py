@@ -15,7 +15,7 @@ from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.formats import onnx as graph_session
+from embedtrain.formats import onnx
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import SentenceEncoder
@@ -136,8 +136,8 @@ def dense(tmp_path_factory):
 )
 def test_graphs_of_something_else(tmp_path, monkeypatch, dense, change, part):
     pytest.importorskip("onnx")
-    monkeypatch.setattr(graph_session, "_RUN_SECONDS", 1.0)
-    monkeypatch.setattr(graph_session, "_TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(onnx, "_RUN_SECONDS", 1.0)
+    monkeypatch.setattr(onnx, "_TOKEN_SECONDS", 0.0)
     directory = shutil.copytree(dense, tmp_path / "model")
     source = open_model_source(model_options(path=str(directory)))
     change_graph(directory / GRAPH, change)
@@ -164,4 +164,4 @@ def test_openvino_opens_no_graph_with_a_loop(tmp_path, dense):
     path = tmp_path / "model" / "openvino_model.xml"
     openvino.save_model(openvino.convert_model(str(directory / GRAPH)), str(path))
     with pytest.raises(CheckpointError, match="has a Loop, which may never end"):
-        graph_session.open_graph(path, directory)
+        onnx.open_graph(path, directory)

@@ -134,7 +134,7 @@ def _search(directory: Path, size: int, scan: ScanDtype | None, ranks: int, rank
                 first_added_order(size), world, IndexConfig(scan_dtype=scan, place=VectorPlacement.disk)
             )
             for part, numbers in cache.read_local(files, world, mapped=True):
-                index.add(EncodedShard(part.values, torch.from_numpy(numbers)))
+                index.add(EncodedShard(part, torch.from_numpy(numbers)))
             added = time.process_time()
             ranking = index.search(queries, TOP_K)
             searched = time.process_time()

@@ -17,6 +17,7 @@ from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex
+from embedtrain.losses.encoded import Part
 
 TITLE = "Encoding in bf16 with random weights, and exact search over random vectors in fp32"
 MODELS = ("XLM-R-large", "Qwen3-0.6B", "Qwen3-4B")
@@ -75,7 +76,7 @@ def _search_row(world: World, place: str, num_documents: int, num_queries: int, 
 
     def add() -> None:
         for block, rows in zip(blocks, torch.arange(num_documents).split(50_000), strict=True):
-            index.add(EncodedShard(block, rows))
+            index.add(EncodedShard(Part(block), rows))
 
     def topk() -> Tensor:
         scores, documents = (torch.empty(num_queries, 0, device=device) for _ in range(2))

@@ -34,15 +34,10 @@ class M3Settings:
     """What a model of this kind computes.
 
     The encoder returns a row per token of a text. The first token's row has the dense vector, that of each other token
-    its vector; behind it, in the last two columns, are the token's lexical weight and its id.
+    its vector; the last column is the token's lexical weight.
     """
 
     dimension: int  # of the dense vector
     token_dimension: int  # of a token's vector
     weights: HybridWeights
     is_new: bool = False  # whether the two linear layers are not in the files and start from the seed
-
-    @property
-    def width(self) -> int:
-        """The columns of a row."""
-        return max(self.dimension, self.token_dimension) + 2

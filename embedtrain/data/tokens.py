@@ -164,6 +164,7 @@ class Layout:
         roles_differ: whether the cached tokens of a query differ from those of the same document.
         caches_flags: whether the first tokens of a cached text may be flagged NOT_POOLED.
         has_token_rows: whether the encoder returns a row for each token but those flagged NO_VECTOR.
+        has_row_ids: whether texts are compared by the ids of these tokens as well.
         second_type: the token type of tokens flagged SECOND_SEGMENT; 0: the model has no token types.
         has_skip_list: whether texts of the model have a list of tokens without vectors.
         num_pair_tokens: tokens of a pair besides those of its texts; None: texts are encoded alone.
@@ -180,6 +181,7 @@ class Layout:
 
     roles_differ: ClassVar[bool] = False
     has_token_rows: ClassVar[bool] = False
+    has_row_ids: ClassVar[bool] = False
     has_skip_list: ClassVar[bool] = False
     second_type = 0
     num_pair_tokens: int | None = None
@@ -320,6 +322,8 @@ class Layout:
         if self.has_token_rows:
             chunk.token_rows = torch.from_numpy(np.flatnonzero(is_token)[flags & NO_VECTOR == 0])
             chunk.sizes = self.num_vectors(tokens)
+        if self.has_row_ids:
+            chunk.row_ids = torch.from_numpy(ids[flags & NO_VECTOR == 0].astype(np.int64))
         return chunk
 
     def windows(self, items: Sequence[Pair], max_length: int) -> NDArray[np.int64]:

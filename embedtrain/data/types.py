@@ -295,6 +295,7 @@ class Chunk:
         token_rows: int64 [R], the tokens that have a vector, as flat indices in ids, text by text; None: a text has
             one vector.
         sizes: int64 [N], vectors of each text, with `token_rows`.
+        row_ids: int64 [R], the ids of these tokens, if texts are compared by them; see `Part`.
         query_words: texts that are not encoded; then only the others are in ids, and `rows` are those of all. None:
             there are none.
     """
@@ -306,6 +307,7 @@ class Chunk:
         "packing",
         "pooled",
         "query_words",
+        "row_ids",
         "rows",
         "sizes",
         "token_rows",
@@ -324,11 +326,12 @@ class Chunk:
         types: Tensor | None = None,
         token_rows: Tensor | None = None,
         sizes: NDArray[np.int64] | None = None,
+        row_ids: Tensor | None = None,
         query_words: QueryWords | None = None,
     ) -> None:
         self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
         self.packing, self.has_padding, self.types = packing, has_padding, types
-        self.token_rows, self.sizes, self.query_words = token_rows, sizes, query_words
+        self.token_rows, self.sizes, self.row_ids, self.query_words = token_rows, sizes, row_ids, query_words
 
     @classmethod
     def of_one_token(cls, device: torch.device) -> "Chunk":
@@ -357,6 +360,7 @@ class Chunk:
             packing=None if self.packing is None else self.packing.map_tensors(change),
             types=changed(self.types),
             token_rows=changed(self.token_rows),
+            row_ids=changed(self.row_ids),
             query_words=None if self.query_words is None else self.query_words.map_tensors(change),
         )
 

@@ -223,4 +223,6 @@ class _NoModelCard:
 
 def _lexical_weights(part: Part) -> dict[int, float]:
     """The weights of one text, those above 0, by token id."""
-    return {int(token): weight for weight, token in part.values.tolist() if weight > 0}
+    assert part.ids is not None
+    weights = zip(part.ids.tolist(), part.values[:, 0].tolist(), strict=True)
+    return {token: weight for token, weight in weights if weight > 0}

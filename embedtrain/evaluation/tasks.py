@@ -158,7 +158,7 @@ class EncoderContext(EvaluationContext):
         index = ShardedIndex(first_added_order(num), self.world, self.index, self.score)
         local_rows = torch.arange(num)[rank :: self.world.size]
         local = documents.take(local_rows.to(documents.values.device), local_rows.numpy())
-        index.add(EncodedShard(local.values, local_rows, local.sizes))
+        index.add(EncodedShard(local, local_rows))
         nearest: list[int] = index.search(queries, 1).documents.flatten().tolist()
         return nearest
 

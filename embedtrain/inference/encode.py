@@ -43,16 +43,10 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
-    """The vectors on this rank; each text is on exactly one rank."""
+    """The texts of this rank; each text is on exactly one rank."""
 
-    vectors: Tensor  # [R, D] on this rank's device, text by text; float32, unless `transform` returned another type
+    part: Part  # of n_r texts, on this rank's device; float32, unless `transform` returned another type
     rows: Tensor  # int64 [n_r] on the CPU, the index of each text among the n texts
-    sizes: NDArray[np.int64] | None = None  # [n_r], vectors of each text; None: one
-
-    @property
-    def part(self) -> Part:
-        """The vectors of the n_r texts."""
-        return Part(self.vectors, self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +70,7 @@ class _Block:
     distinct: NDArray[np.int64]  # [m], numbers of the texts
     vectors: Part  # of m texts, transformed, on the device
     is_finite: HostCopy  # bool [R], of each vector
-    stored: HostCopy | None  # the vectors, if they are cached on disk
+    stored: tuple[HostCopy, ...]  # the vectors, and the ids that they have, if they are cached on disk
     num_done: int  # chunks of all ranks up to the end of this block
 
 
@@ -245,12 +239,12 @@ class SentenceEncoder:
             rows, positions = plan.expand(distinct)
             if mapped:  # only repetitions of a text are copied
                 is_first = np.diff(positions, prepend=-1) > 0
-                yield EncodedShard(encoded.values, rows[torch.from_numpy(is_first)], encoded.sizes)
+                yield EncodedShard(encoded, rows[torch.from_numpy(is_first)])
                 rows, positions = rows[torch.from_numpy(~is_first)], positions[~is_first]
             with torch.inference_mode(False), torch.no_grad():
                 has_no_repetitions = not mapped and len(rows) == len(distinct)
                 part = encoded if has_no_repetitions else _take(encoded, positions)
-            yield EncodedShard(part.values, rows, part.sizes)
+            yield EncodedShard(part, rows)
 
     def _with_prompt(
         self,
@@ -271,7 +265,7 @@ class SentenceEncoder:
             cached_chunks = {number for _, numbers in files for number in numbers}
             remaining = [number for number in remaining if number not in cached_chunks]
             for vectors, distinct in work.vector_cache.read_local(files, world, mapped=work.mapped):
-                yield vectors if work.mapped else vectors.with_values(vectors.values.to(world.device)), distinct
+                yield vectors if work.mapped else vectors.to(world.device), distinct
             if not remaining:
                 return
         with self._unsharded(), contextlib.closing(self._prepared(work, remaining)) as prepared:
@@ -319,7 +313,8 @@ class SentenceEncoder:
         with torch.inference_mode(False), torch.no_grad():
             is_finite = HostCopy(torch.isfinite(vectors.values).all(dim=1))
             vectors = vectors.with_values(work.transform(vectors.values))
-            stored = None if work.vector_cache is None else HostCopy(vectors.values)
+            cached = () if work.vector_cache is None else (vectors.values, vectors.ids)
+            stored = tuple(HostCopy(tensor) for tensor in cached if tensor is not None)
         numbers = np.concatenate([np.empty(0, dtype=np.int64), *distinct])
         return _Block(local_chunks, numbers, vectors, is_finite, stored, num_done)
 
@@ -339,8 +334,9 @@ class SentenceEncoder:
                 f"{count} vectors on rank {rank} are not finite, the first of the text {text!r}: "
                 f"the weights hold NaN or infinity, or overflow in this precision"
             )
-        if work.vector_cache is not None and block.stored is not None:
-            stored = block.vectors.with_values(block.stored.wait())
+        if work.vector_cache is not None:
+            values, *ids = (copy.wait() for copy in block.stored)
+            stored = Part(values, block.vectors.sizes, *ids)
             stored = work.vector_cache.write(stored, block.distinct, block.chunks, self.world, mapped=work.mapped)
             return_freed_memory()
         self.progress(work.label, block.num_done, len(work.plan))
@@ -368,8 +364,9 @@ class SentenceEncoder:
 
     def _forward(self, chunk: Chunk) -> Part:
         vectors: Tensor
-        (vectors,) = self.encoder(chunk.to(self.world.device))
-        return Part(vectors[:, : self.truncate_dim].float(), chunk.sizes)
+        chunk = chunk.to(self.world.device)
+        (vectors,) = self.encoder(chunk)
+        return Part(vectors[:, : self.truncate_dim].float(), chunk.sizes, chunk.row_ids)
 
 
 def _take(part: Part, texts: NDArray[np.int64]) -> Part:
@@ -405,7 +402,8 @@ def eval_mode(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
 def gather_texts(local: Part) -> Part:
     """The texts of all ranks, on every rank. A collective."""
     values = gather_rows(local.values)
-    return Part(values, None if local.sizes is None else gather_numbers(local.sizes, values.device))
+    sizes = None if local.sizes is None else gather_numbers(local.sizes, values.device)
+    return Part(values, sizes, None if local.ids is None else gather_rows(local.ids))
 
 
 def gather_numbers(numbers: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:

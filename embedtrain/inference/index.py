@@ -106,14 +106,14 @@ class ShardedIndex:
             config = replace(config, place=VectorPlacement.auto)
         index = ShardedIndex(self.priorities, self.world, config, score)
         for shard in self.shards():
-            index.add(EncodedShard(transform(shard.vectors), shard.rows, shard.sizes))
+            index.add(EncodedShard(shard.part.with_values(transform(shard.part.values)), shard.rows))
         return index
 
     def shards(self) -> Iterator[EncodedShard]:
         """This rank's documents, a block at a time, as float32 on the device."""
         rows = self._document_numbers()
         for numbers, part in self._documents.parts():
-            yield EncodedShard(part.values, rows[numbers], part.sizes)
+            yield EncodedShard(part, rows[numbers])
 
     def viewed(self, name: str) -> "ShardedIndex":
         """An index of the same documents that are compared by one of the views of the score."""
@@ -182,7 +182,7 @@ class ShardedIndex:
         if len(local):
             device, query_rows = self.world.device, local // documents.shape[1]
             local_scores = self._documents.exact_scores(
-                _on_device(_as_part(queries), device), query_rows.to(device), numbers[at[local]].to(device)
+                _as_part(queries).to(device, torch.float32), query_rows.to(device), numbers[at[local]].to(device)
             )
             scores[local.to(device)] = local_scores
         dist.all_reduce(scores, op=dist.ReduceOp.MAX)
@@ -195,7 +195,7 @@ class ShardedIndex:
         `queries` are those of `search`, and `scores` float32 [Q], the same on every rank. Counts are exact, for scores
         are compared as `search` returns them.
         """
-        queries = _on_device(_as_part(queries), self.world.device)
+        queries = _as_part(queries).to(self.world.device, torch.float32)
         scores = scores.to(self.world.device)
         counts = torch.zeros(len(queries), dtype=torch.int64, device=self.world.device)
         with full_precision(self.world.device):
@@ -226,7 +226,7 @@ class ShardedIndex:
     def _local_results(self, queries: Part, k: int) -> Tensor:
         """Keys of the best `k` documents of all ranks for the queries whose results this rank merges, [t, k]."""
         assert k > 0, "a ranking holds at least one document"
-        queries = _on_device(queries, self.world.device)
+        queries = queries.to(self.world.device, torch.float32)
         with full_precision(self.world.device):
             shard_keys = ShardSearch(self._documents, self._device_priorities()).search(queries, k)
         counts = self._query_counts(len(queries))
@@ -278,10 +278,6 @@ def _compact(priorities: Tensor) -> Tensor:
 
 def _as_part(queries: Part | Tensor) -> Part:
     return queries if isinstance(queries, Part) else Part(queries)
-
-
-def _on_device(queries: Part, device: torch.device) -> Part:
-    return queries.with_values(queries.values.to(device, torch.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def sample_ranges(index: ShardedIndex, dimension: int, size: int) -> Ranges:
     chosen, device = sampled_rows(index.num_documents, size), index.world.device
     low, high = (torch.full((dimension,), value, device=device) for value in (torch.inf, -torch.inf))
     for shard in index.shards():
-        vectors = index.score.search_rows(shard.vectors, dimension)[chosen[shard.rows].to(device)]
+        vectors = index.score.search_rows(shard.part.values, dimension)[chosen[shard.rows].to(device)]
         if len(vectors):
             low, high = torch.minimum(low, vectors.amin(dim=0)), torch.maximum(high, vectors.amax(dim=0))
     dist.all_reduce(low, op=dist.ReduceOp.MIN)

@@ -39,10 +39,11 @@ from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import Checksums, atomic_write, checksum, file_checksum, reading
 
 # Part of the file format: the tensors with the numbers of the distinct texts and, if a text has several vectors, with
-# their number; and parts of the digest.
+# their number, and with the ids of their tokens; and parts of the digest.
 _VECTORS = "vectors"
 _DISTINCT_TEXTS = "distinct_texts"
 _SIZES = "sizes"
+_IDS = "ids"
 # Compressed rows: entries of row i are those from `_STARTS`[i] to `_STARTS`[i + 1].
 _STARTS, _COLUMNS, _ENTRIES, _WIDTH = "starts", "columns", "entries", "width"
 # An entry takes twice the bytes of a number of a dense row.
@@ -150,6 +151,8 @@ class VectorCache:
                 tensors = {**_compressed(vectors.values.cpu()), _DISTINCT_TEXTS: from_numpy(distinct)}
                 if vectors.sizes is not None:
                     tensors[_SIZES] = from_numpy(vectors.sizes)
+                if vectors.ids is not None:
+                    tensors[_IDS] = vectors.ids.cpu()
                 content = save(tensors, metadata={"chunks": json.dumps(list(chunks))})
                 path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{checksum(content)}.safetensors"
                 try:
@@ -212,7 +215,10 @@ def _read(path: Path, *, mapped: bool = False) -> tuple[Part, NDArray[np.int64]]
             if mapped and _VECTORS in file.keys():  # noqa: SIM118 (not a dict)
                 return _mapped(path), file.get_tensor(_DISTINCT_TEXTS).numpy()
             vectors, distinct = _read_values(file), file.get_tensor(_DISTINCT_TEXTS)
-            sizes = file.get_tensor(_SIZES) if _SIZES in file.keys() else None  # noqa: SIM118 (not a dict)
+            sizes, ids = (
+                file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 (not a dict)
+                for name in (_SIZES, _IDS)
+            )
     except (SafetensorError, OSError, RuntimeError, IndexError) as error:
         raise DataError(f"{path}: stored vectors cannot be read ({error}): delete {path.parent}") from error
     counted = torch.tensor([len(distinct)]) if sizes is None else sizes
@@ -222,9 +228,10 @@ def _read(path: Path, *, mapped: bool = False) -> tuple[Part, NDArray[np.int64]]
         or distinct.dtype != torch.int64
         or (sizes is not None and (sizes.dtype != torch.int64 or sizes.shape != distinct.shape))
         or len(vectors) != int(counted.sum())
+        or (ids is not None and (ids.dtype != torch.int64 or ids.shape != vectors.shape[:1]))
     ):
         raise DataError(f"{path}: not a file of stored vectors: delete {path.parent}")
-    return Part(vectors, None if sizes is None else sizes.numpy()), distinct.numpy()
+    return Part(vectors, None if sizes is None else sizes.numpy(), ids), distinct.numpy()
 
 
 def _mapped(path: Path) -> Part:

@@ -128,7 +128,7 @@ class MatrixStore(DocumentStore):
     def add(self, documents: Part) -> None:
         """Add documents."""
         if len(documents):
-            self._parts.append(documents.with_values(documents.values.to(self._device, torch.float32)))
+            self._parts.append(documents.to(self._device, torch.float32))
 
     def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
         """All documents, in the order in which they were added."""

@@ -16,6 +16,7 @@ class Part:
 
     values: Tensor  # float32 or float64 [R, D], the rows of all texts, text by text
     sizes: NDArray[np.int64] | None = None  # [N], rows of each text, in host memory; None: one row each
+    ids: Tensor | None = None  # int64 [R], the token of each row, if texts are compared by their tokens as well
 
     def __len__(self) -> int:
         """N."""
@@ -29,16 +30,18 @@ class Part:
     def slice(self, start: int, end: int) -> "Part":
         """The texts from `start` to `end`."""
         if self.sizes is None:
-            return Part(self.values[start:end])
+            return Part(self.values[start:end], None, None if self.ids is None else self.ids[start:end])
         first, count = int(self.sizes[:start].sum()), int(self.sizes[start:end].sum())
-        return Part(self.values[first : first + count], self.sizes[start:end])
+        ids = None if self.ids is None else self.ids[first : first + count]
+        return Part(self.values[first : first + count], self.sizes[start:end], ids)
 
     def take(self, indices: Tensor, texts: NDArray[np.int64]) -> "Part":
         """These texts, whose indices are known to the host as well; differentiable."""
-        if self.sizes is None:
-            return Part(self.values[indices])
-        rows = to_device(row_indices(torch.from_numpy(texts), self.sizes).numpy(), self.values.device)
-        return Part(self.values[rows], self.sizes[texts])
+        rows = indices
+        if self.sizes is not None:
+            rows = to_device(row_indices(torch.from_numpy(texts), self.sizes), self.values.device)
+        ids = None if self.ids is None else self.ids[rows]
+        return Part(self.values[rows], None if self.sizes is None else self.sizes[texts], ids)
 
     def per_row(self, values: Tensor) -> Tensor:
         """The value of each row's text: [N] to [R]."""
@@ -49,14 +52,19 @@ class Part:
 
     def with_values(self, values: Tensor) -> "Part":
         """Other values of the same texts, such as their gradient."""
-        return Part(values, self.sizes)
+        return Part(values, self.sizes, self.ids)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Part":
+        """The same texts on a device, with values of another type."""
+        return Part(self.values.to(device, dtype), self.sizes, None if self.ids is None else self.ids.to(device))
 
 
 def concatenate(parts: Sequence[Part]) -> Part:
     """The texts of several parts, one after the other; at least one part."""
     values = torch.cat([part.values for part in parts])
     sizes = [part.sizes for part in parts if part.sizes is not None]
-    return Part(values, np.concatenate(sizes) if sizes else None)
+    ids = [part.ids for part in parts if part.ids is not None]
+    return Part(values, np.concatenate(sizes) if sizes else None, torch.cat(ids) if ids else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +86,10 @@ class Encoded:
         return part.values
 
 
-def split_queries(
-    parts: Sequence[Tensor], sizes: Sequence[NDArray[np.int64] | None], num_queries: int
-) -> tuple[Encoded, Encoded]:
-    """The queries, which are the first texts, and the documents, from the rows and the sizes of each part."""
-    queries, documents = [], []
-    for values, counts in zip(parts, sizes, strict=True):
-        first = num_queries if counts is None else int(counts[:num_queries].sum())
-        queries.append(Part(values[:first], None if counts is None else counts[:num_queries]))
-        documents.append(Part(values[first:], None if counts is None else counts[num_queries:]))
-    return Encoded(tuple(queries)), Encoded(tuple(documents))
+def split_queries(parts: Sequence[Part], num_queries: int) -> tuple[Encoded, Encoded]:
+    """The queries, which are the first texts, and the documents."""
+    queries = Encoded(tuple(part.slice(0, num_queries) for part in parts))
+    return queries, Encoded(tuple(part.slice(num_queries, len(part)) for part in parts))
 
 
 def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:

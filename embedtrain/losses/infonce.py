@@ -8,7 +8,6 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.loss_choices import Hardness, Implementation, MarginKind, PartitionMode
@@ -19,7 +18,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
 from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
-from embedtrain.losses.ring import MAX_GATHERED_BYTES, gathered_bytes
+from embedtrain.losses.ring import MAX_GATHERED_BYTES, gather_part, gathered_bytes
 from embedtrain.losses.score import TiledScore, VectorScore
 from embedtrain.losses.similarity import Temperature, group_logsumexp, group_max, rounding_tolerance
 from embedtrain.losses.softmax import (
@@ -172,8 +171,8 @@ class InfoNCE(EncodedLoss):
             sums = ring_softmax(rows, local, rules, scale, positive, self.partitions, texts, global_rows)
             return sums.plus(mixed)
         gathered = self._candidates(
-            _gather(documents, sizes.documents, counts.documents),
-            None if queried is None else _gather(queried, sizes.queries, counts.queries),
+            gather_part(documents, sizes.documents, counts.documents),
+            None if queried is None else gather_part(queried, sizes.queries, counts.queries),
             None if guide is None else _gather_guide(guide, counts, with_queries=queried is not None),
         )
         softmax = plain_softmax if implementation is Implementation.plain else tiled_softmax
@@ -298,11 +297,6 @@ def choose_implementation(
     }
     size = gathered_bytes(sum(by_kind.values()), dimension, dtype, len(counts.queries))
     return Implementation.ring if size > MAX_GATHERED_BYTES else Implementation.tiled
-
-
-def _gather(part: Part, sizes: NDArray[np.int64] | None, counts: list[int]) -> Part:
-    """The rows of all ranks."""
-    return Part(gather_rows(part.values, rows_per_rank(sizes, counts)), sizes)
 
 
 def _gather_guide(guide: Guide, counts: Counts, *, with_queries: bool) -> Guide:

@@ -1,10 +1,10 @@
-"""Statistics of each row over the candidates of all ranks, which travel around a ring of ranks.
+"""The candidates of all ranks: gathered, or travelling around a ring of ranks for statistics of each row over them.
 
-For batches whose candidates no rank could hold. A loss names its statistics, such as the logsumexp of a row's scores,
-in a `Reducer`, and is an ordinary function of them. In the forward pass candidates travel, once or more; in the
+A ring is for batches whose candidates no rank could hold. A loss names its statistics, such as the logsumexp of a row's
+scores, in a `Reducer`, and is an ordinary function of them. In the forward pass candidates travel, once or more; in the
 backward pass they travel again for the gradient of this rank's rows, then the rows with what was computed of them, for
 the gradient of this rank's candidates. Scores are computed again each time; gradients never travel. `softmax` and
-`similarities` accumulate gradients while candidates pass, which travel one time less.
+`distill_similarities` accumulate gradients while candidates pass, which travel one time less.
 
 B: rows of this rank; c, t: rows and candidates of one tile; S: statistics.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.loss_choices import Implementation
-from embedtrain.distributed.collectives import ring
+from embedtrain.distributed.collectives import gather_rows, ring
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import Columns, ScoreTile
 from embedtrain.losses.types import GlobalRows, rows_per_rank
@@ -127,6 +127,16 @@ def uses_ring(
     return gathered_bytes(sum(rows_per_rank(sizes, counts)), width, dtype, len(counts)) > MAX_GATHERED_BYTES
 
 
+def gather_part(part: Part, sizes: NDArray[np.int64] | None, counts: Sequence[int]) -> Part:
+    """The texts of all ranks, of which each rank has `counts`; differentiable. A collective.
+
+    `sizes` are the rows of each text of all ranks.
+    """
+    lengths = rows_per_rank(sizes, counts)
+    ids = None if part.ids is None else gather_rows(part.ids, lengths)
+    return Part(gather_rows(part.values, lengths), sizes, ids)
+
+
 def gathered_bytes(num_rows: int, width: int, dtype: torch.dtype, num_ranks: int) -> float:
     """Bytes of other ranks' candidates, of `num_rows` over all ranks, and of their gradient."""
     return 2 * num_rows * (1.0 - 1.0 / num_ranks) * width * dtype.itemsize
@@ -196,12 +206,15 @@ def passing_texts(parts: Sequence[Part], sizes: PartSizes, counts: Sequence[int]
     `sizes` are those of each part of the texts of all ranks.
     """
     lengths = [rows_per_rank(of_part, counts) for of_part in sizes]
-    for rank, received in ring([part.values for part in parts], lengths):
+    with_ids = [number for number, part in enumerate(parts) if part.ids is not None]
+    tensors = [*(part.values for part in parts), *(ids for part in parts if (ids := part.ids) is not None)]
+    for rank, received in ring(tensors, [*lengths, *(lengths[number] for number in with_ids)]):
         first = sum(counts[:rank])
+        ids_of = dict(zip(with_ids, received[len(parts) :], strict=True))
         yield Texts(
             first,
             tuple(
-                Part(values, None if of_part is None else of_part[first : first + counts[rank]])
-                for values, of_part in zip(received, sizes, strict=True)
+                Part(values, None if of_part is None else of_part[first : first + counts[rank]], ids_of.get(number))
+                for number, (values, of_part) in enumerate(zip(received[: len(parts)], sizes, strict=True))
             ),
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from embedtrain.inference.store import DocumentStore
 
 
-# Names of representations in sentence-transformers (`output_value`), and that of rows (weight, id) of tokens.
+# Names of representations in sentence-transformers (`output_value`), and that of the weights of tokens.
 SENTENCE_EMBEDDING, TOKEN_EMBEDDINGS, LEXICAL_WEIGHTS = "sentence_embedding", "token_embeddings", "lexical_weights"
 
 

@@ -20,7 +20,7 @@ from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
-from embedtrain.losses.encoded import split_queries
+from embedtrain.losses.encoded import Part, split_queries
 from embedtrain.losses.types import Loss, LossOutput, RowSources
 from embedtrain.models.attention import grad_independent_attention
 from embedtrain.training.guides import GuideModel
@@ -147,7 +147,12 @@ class Backward:
             exchange.to_row_owner(part).requires_grad_()
             for exchange, part in zip(batch.exchanges, encoded, strict=True)
         ]
-        output = self.loss_backward(rows, batch, weight)
+        parts = [Part(values, exchange.sizes) for values, exchange in zip(rows, batch.exchanges, strict=True)]
+        if self.dummy.row_ids is not None:
+            # Of all chunks, of which a rank may have none.
+            ids = [self.dummy.row_ids[:0], *(chunk.row_ids for chunk in batch.chunks if chunk.row_ids is not None)]
+            parts[0] = replace(parts[0], ids=batch.exchanges[0].to_row_owner(torch.cat(ids)))
+        output = self.loss_backward(parts, batch, weight)
         if sample is not None and self.row_specs is not None:
             vectors, row_spec = rows[0].detach(), self.row_specs[batch.batch_info.origin.source]
             queries, documents = vectors[: batch.num_queries], vectors[batch.num_queries :]
@@ -158,11 +163,11 @@ class Backward:
         ]
         return output, grads, torch.stack([part.isfinite().all() for part in encoded]).all()
 
-    def loss_backward(self, rows: Sequence[Tensor], batch: RankBatch, weight: float) -> LossOutput:
-        """The loss of the vectors in `rows`, whose gradients it computes; the local loss counts `weight` times."""
+    def loss_backward(self, parts: Sequence[Part], batch: RankBatch, weight: float) -> LossOutput:
+        """The loss of texts, and the gradients of their values; the local loss counts `weight` times."""
         guides = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
         batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **guides})
-        queries, documents = split_queries(rows, [exchange.sizes for exchange in batch.exchanges], batch.num_queries)
+        queries, documents = split_queries(parts, batch.num_queries)
         output: LossOutput = self.loss(queries, documents, batch_info)
         # Gradients are averaged over ranks, but local losses add up. No other code depends on this factor.
         (output.local_loss * (weight * self.world.size)).backward()

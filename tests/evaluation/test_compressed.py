@@ -16,6 +16,7 @@ from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
 from embedtrain.inference.quantised import CompressedIndex, sample_ranges, sampled_rows
+from embedtrain.losses.encoded import Part
 from tests.evaluation.test_evaluator import pairs, small_set
 from tests.evaluation.tiny import sentence_encoder
 
@@ -96,7 +97,7 @@ def search(world, queries, documents, ids, k):
     index = ShardedIndex(trec_order(ids), world)
     rows = torch.arange(world.rank, len(ids), world.size)
     for batch in rows.split(7):
-        index.add(EncodedShard(unit_vectors(documents[batch]), batch))
+        index.add(EncodedShard(Part(unit_vectors(documents[batch])), batch))
     ranges = {dims: sample_ranges(index, dims, SAMPLE) for dims in (8, 16, 20, DIMENSION)}
     return [
         CompressedIndex(index, vectors, DIMENSION, ranges.__getitem__).search(queries, k).documents.numpy()

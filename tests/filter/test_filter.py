@@ -19,6 +19,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, FailedElsewhere
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, first_added_order
+from embedtrain.losses.encoded import Part
 from embedtrain.mining.folder import MiningFolder
 from tests.mine.models import save_cross_encoder
 from tests.mine.reference import documents_of
@@ -206,7 +207,7 @@ def count_above(world: World, vectors: torch.Tensor, queries: torch.Tensor) -> t
     """Counts at the scores of documents, and those of all scores."""
     index = ShardedIndex(first_added_order(len(vectors)), world)
     rows = torch.arange(len(vectors))[world.rank :: world.size]
-    index.add(EncodedShard(vectors[rows], rows))
+    index.add(EncodedShard(Part(vectors[rows]), rows))
     everything = index.scores_of(queries, torch.arange(len(vectors)).expand(len(queries), -1))
     limits = everything[torch.arange(len(queries)), torch.arange(len(queries)) * 3]
     return index.count_above(queries, limits), (everything > limits[:, None]).sum(dim=1)

@@ -7,6 +7,7 @@ from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlaceme
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.losses.encoded import Part
 from tests.inference.test_index import exact_ranking, rows_of, sizes_of, vectors
 
 
@@ -19,7 +20,7 @@ def search(
     with sizes_of(TILE=16, QUERY_BATCH_SIZE=5):
         index = ShardedIndex(trec_order(ids), world, IndexConfig(place=placement, dtype=dtype))
         for part in rows.split(13):
-            index.add(EncodedShard(documents[part].to(world.device), part))
+            index.add(EncodedShard(Part(documents[part].to(world.device)), part))
         ranking = index.search(queries.to(world.device), k)
     return rows_of(ranking.scores.cpu(), ranking.documents.cpu())
 

@@ -35,7 +35,7 @@ def encode_all(world, texts, prompt="", chunk_tokens=40):
 
 def join_blocks(blocks):
     blocks = list(blocks)
-    return torch.cat([block.rows for block in blocks]), torch.cat([block.vectors for block in blocks])
+    return torch.cat([block.rows for block in blocks]), torch.cat([block.part.values for block in blocks])
 
 
 def encode_sharded(world, texts):
@@ -86,7 +86,7 @@ def evaluate_then_train(world, inference_mode):
         shard = next(encoder.encode_blocks(TEXTS))
         everything = encoder.encode_all(TEXTS)
     assert not everything.is_inference()
-    assert not shard.vectors.is_inference()
+    assert not shard.part.values.is_inference()
     assert not everything.requires_grad
     assert model.training
     assert not model.backbone.embeddings.training
@@ -221,7 +221,7 @@ def encode_with_cache(world, folder, texts, stop_after=None):
         for block in encoder.encode_blocks(
             texts, "alpha ", vector_cache=vector_cache, transform=lambda v: v.to(torch.bfloat16)
         ):
-            vectors |= dict(zip(block.rows.tolist(), block.vectors.float().tolist(), strict=True))
+            vectors |= dict(zip(block.rows.tolist(), block.part.values.float().tolist(), strict=True))
     except Breaks:
         return None
     finally:

@@ -57,7 +57,7 @@ def search_sharded(world, queries, documents, ids, k, sizes=None, all_on=None, s
     with sizes_of(**(sizes or {})):
         index = ShardedIndex(trec_order(ids), world, score=vector_score(VectorSimilarity(similarity)))
         for batch in torch.tensor(rows, dtype=torch.int64).split(5):
-            index.add(EncodedShard(documents[batch], batch))
+            index.add(EncodedShard(Part(documents[batch]), batch))
         ranking = index.search(queries, k)
     return rows_of(ranking.scores, ranking.documents)
 
@@ -133,7 +133,7 @@ def test_similarities_of_vectors_that_are_not_normalised(ranks, similarity):
 def count_above(world, queries, documents, limits, similarity):
     index = ShardedIndex(first_added_order(len(documents)), world, score=vector_score(VectorSimilarity(similarity)))
     rows = torch.arange(world.rank, len(documents), world.size)
-    index.add(EncodedShard(documents[rows], rows))
+    index.add(EncodedShard(Part(documents[rows]), rows))
     return index.count_above(queries, limits).tolist()
 
 
@@ -215,7 +215,7 @@ def search_and_rescore(world, queries, documents, ids, k, config, queries_per_sc
     with sizes_of(TILE=7, QUERIES_PER_SCAN=queries_per_scan, QUERY_BATCH_SIZE=2):
         index = ShardedIndex(trec_order(ids), world, config)
         for batch in torch.arange(len(ids))[world.rank :: world.size].split(4):
-            index.add(EncodedShard(documents[batch], batch))
+            index.add(EncodedShard(Part(documents[batch]), batch))
         ranking = index.search(queries, k)
         padded = torch.cat([ranking.documents, torch.full((len(queries), 1), -1)], dim=1)
         return ranking.scores, ranking.documents, index.scores_of(queries, padded)

@@ -76,7 +76,7 @@ def search(
         index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSim(mean=mean))
         for batch in np.array_split(np.arange(world.rank, len(ids), world.size), 3):
             part = documents.take(torch.from_numpy(batch), batch)
-            index.add(EncodedShard(part.values, torch.from_numpy(batch), part.sizes))
+            index.add(EncodedShard(part, torch.from_numpy(batch)))
         ranking = index.search(queries, k)
         every = torch.arange(len(ids)).repeat(len(queries), 1)
         return rows_of(ranking.scores, ranking.documents), index.scores_of(queries, every).tolist()
@@ -138,7 +138,7 @@ def search_truncated(world):
     index = ShardedIndex(trec_order(numbered(11)), world, score=MaxSim(mean=False))
     local = np.arange(world.rank, 11, world.size)
     part = DOCUMENTS.take(torch.from_numpy(local), local)
-    index.add(EncodedShard(part.values, torch.from_numpy(local), part.sizes))
+    index.add(EncodedShard(part, torch.from_numpy(local)))
     ranking = index.truncated(3).search(QUERIES.with_values(index.score.search_rows(QUERIES.values, 3)), 4)
     return rows_of(ranking.scores, ranking.documents)
 
@@ -189,7 +189,7 @@ def blocks_with_cache(world, folder, role=TextRole.document):
     encoder = token_encoder(world, chunk_tokens=16)
     rows = {}
     for block in encoder.encode_blocks(TEXTS, vector_cache=VectorCache(folder, {"model": "tiny"}), role=role):
-        vectors = block.vectors.split(block.part.sizes.tolist())
+        vectors = block.part.values.split(block.part.sizes.tolist())
         rows |= {row: of_text.tolist() for row, of_text in zip(block.rows.tolist(), vectors, strict=True)}
     return rows, encoder.encoder.forwards
 

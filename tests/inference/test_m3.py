@@ -20,14 +20,15 @@ SETTINGS = M3Settings(dimension=6, token_dimension=4, weights=HybridWeights(0.7,
 def texts(seed: int, sizes: list[int]) -> Part:
     """Random rows; an id has at most one weight above 0 in a text."""
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    parts, all_ids = [], []
     for size in sizes:
         dense = normalize(torch.randn(1, 6, generator=generator), dim=1)
         tokens = pad(normalize(torch.randn(size - 1, 4, generator=generator), dim=1), (0, 2))
-        weights, ids = torch.rand(size, 1, generator=generator), torch.randperm(30, generator=generator)[:size, None]
+        weights, ids = torch.rand(size, 1, generator=generator), torch.randperm(30, generator=generator)[:size]
         weights[0] = 0
-        parts.append(torch.cat([torch.cat([dense, tokens]), weights, ids.float()], dim=1))
-    return Part(torch.cat(parts), np.array(sizes, dtype=np.int64))
+        parts.append(torch.cat([torch.cat([dense, tokens]), weights], dim=1))
+        all_ids.append(ids + (1 << 30))  # no float32 has all of these numbers
+    return Part(torch.cat(parts), np.array(sizes, dtype=np.int64), torch.cat(all_ids))
 
 
 QUERIES = texts(1, [3, 2, 6, 9])
@@ -38,8 +39,9 @@ IDS = [f"d{number}" for number in range(12)]
 def expected_scores(weights: tuple[float, ...]) -> torch.Tensor:
     """[T, n], in float64."""
     scores = []
-    for query in QUERIES.values.double().split(QUERIES.sizes.tolist()):
-        for document in DOCUMENTS.values.double().split(DOCUMENTS.sizes.tolist()):
+    rows = [torch.cat([part.values.double(), part.ids.double().unsqueeze(1)], dim=1) for part in (QUERIES, DOCUMENTS)]
+    for query in rows[0].split(QUERIES.sizes.tolist()):
+        for document in rows[1].split(DOCUMENTS.sizes.tolist()):
             lexical = sum(float(q[-2] * d[-2]) for q in query for d in document if q[-1] == d[-1])
             multi = (query[1:, :4] @ document[1:, :4].T).amax(dim=1).mean()
             scores.append(
@@ -58,7 +60,7 @@ def search(world, view, tile_rows):
         local = DOCUMENTS.take(rows, rows.numpy())
         for start in range(0, len(local), 2):
             part = local.slice(start, min(start + 2, len(local)))
-            index.add(EncodedShard(part.values, rows[start : start + 2], part.sizes))
+            index.add(EncodedShard(part, rows[start : start + 2]))
         index = index if view is None else index.viewed(view)
         ranking = index.search(QUERIES, 5)
         scores = index.scores_of(QUERIES, torch.arange(len(DOCUMENTS)).expand(len(QUERIES), -1))
@@ -97,6 +99,6 @@ def test_the_first_stage_is_within_its_error():
     assert (difference <= error).all() and (error < 1e-4).all()
 
 
-def test_ids_need_float32():
+def test_lexical_weights_need_float32():
     with pytest.raises(ConfigError, match=r"index\.dtype=bf16: .*fp32"):
         M3Score(SETTINGS).store(IndexConfig(dtype=VectorDtype.bf16), torch.device("cpu"), 1)

@@ -114,7 +114,7 @@ def search(world: World) -> tuple[list[list[int]], Tensor]:
     index = ShardedIndex(trec_order([f"{n:02}" for n in range(DOCUMENTS)]), world, score=LargerProduct())
     rows = torch.arange(DOCUMENTS)[world.rank :: world.size]
     local = documents.take(rows, rows.numpy())
-    index.add(EncodedShard(local.values, rows, local.sizes))
+    index.add(EncodedShard(local, rows))
     ranking = index.search(halves(TEXTS, 1), 5)
     assert index.scores_of(halves(TEXTS, 1), ranking.documents).equal(ranking.scores)
     return ranking.documents.tolist(), ranking.scores

@@ -37,7 +37,7 @@ def search(world, queries, documents, ids, k, config, limit=None):
         )
         index = ShardedIndex(trec_order(ids), world, config)
         for batch in torch.arange(len(ids))[world.rank :: world.size].split(7):
-            index.add(EncodedShard(documents[batch], batch))
+            index.add(EncodedShard(Part(documents[batch]), batch))
         ranking = index.search(queries, k)
         above = index.count_above(queries, ranking.scores[:, -1])
         return (

@@ -29,7 +29,7 @@ def search(world, k):
         patch.setattr(sparse, "BLOCK_NUMEL", 200)
         index = ShardedIndex(trec_order(IDS), world, score=WordScore())
         for rows in torch.arange(world.rank, len(IDS), world.size).split(3):
-            index.add(EncodedShard(documents[rows], rows))
+            index.add(EncodedShard(Part(documents[rows]), rows))
         ranking = index.search(queries, k)
     return ranking.scores.tolist(), ranking.documents.tolist()
 

@@ -50,7 +50,7 @@ STEP = 2
 
 
 def m3_batch() -> TokenBatch:
-    """Texts whose rows end with a lexical weight and an id; each id has at most one weight above 0 in a text."""
+    """Texts whose rows end with a lexical weight and an id (`with_ids`); each id has at most one weight above 0."""
     batch = token_batch(query_rows=(3, 2, 4, 2, 5), candidate_rows=(5, 2, 3, 7, 2, 5, 3, 9, 4))
     generator = torch.Generator().manual_seed(3)
 
@@ -126,6 +126,12 @@ def _term(kind: KDLossType, scores: Tensor, kept: list[int], own: list[int], tar
     return entropy - target @ scores[own].log_softmax(dim=0) if kind is KDLossType.kl_div else entropy
 
 
+def with_ids(part: Part) -> Part:
+    """The last column as ids, which have no gradient."""
+    rows = part.values.detach()
+    return Part(rows[:, :-1].clone().requires_grad_(), part.sizes, rows[:, -1].long())
+
+
 def local(values: Tensor, sizes: tuple[int, ...], texts: list[int]) -> Tensor:
     return torch.cat([values[:0], *(values.split(list(sizes))[text] for text in texts)])
 
@@ -141,7 +147,8 @@ def run(
             m3.TILE_CELLS = maxsim.BLOCK_CELLS = cells
         for config in CASES.values():
             loss = build_loss(config, dimension=6, seed=0, score=M3Score(SETTINGS)).double()
-            queries, documents, info = batch.of_rank(world.rank, rows_of_rank, torch.float64)
+            *parts, info = batch.of_rank(world.rank, rows_of_rank, torch.float64)
+            queries, documents = map(with_ids, parts)
             output = loss(Encoded((queries,)), Encoded((documents,)), replace(info, origin=Origin(batch=STEP)))
             output.local_loss.backward()
             torch.testing.assert_close(output.row_losses.sum(), output.local_loss.detach())
@@ -168,16 +175,16 @@ def test_formula_on_ranks(ranks, cells):
             for rows, answer in zip(rows_of_rank, of_ranks, strict=True):
                 query_grads = local(leaves[0].grad, batch.query_rows, rows)
                 document_grads = local(leaves[1].grad, batch.candidate_rows, batch.documents_of(rows))
-                # An id is no number to differentiate by.
-                torch.testing.assert_close(answer[1][:, :-1], query_grads[:, :-1], rtol=1e-10, atol=1e-10)
-                torch.testing.assert_close(answer[2][:, :-1], document_grads[:, :-1], rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(answer[1], query_grads[:, :-1], rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(answer[2], document_grads[:, :-1], rtol=1e-10, atol=1e-10)
 
 
 def test_pairs_have_the_weighted_sum_of_scores():
     """The score of other losses, of each query's own documents."""
     batch = m3_batch()
     rows = [list(range(5))]
-    queries, documents, info = batch.of_rank(0, rows, torch.float64)
+    *parts, info = batch.of_rank(0, rows, torch.float64)
+    queries, documents = map(with_ids, parts)
     scores = M3Score(SETTINGS).pairs(Encoded((queries,)), Encoded((documents,)), info)
     hybrid = sum(weight * score for weight, score in zip(SETTINGS.weights, scores_of(batch), strict=True))
     expected = torch.stack([hybrid[owner, column] for column, owner in enumerate(info.owners)])
@@ -185,9 +192,10 @@ def test_pairs_have_the_weighted_sum_of_scores():
 
 
 def test_lexical_scores_of_texts_without_common_tokens_are_zero():
-    values = torch.tensor([[0.0, 1], [2.0, 7], [0.0, 1], [3.0, 8]])
-    sizes = np.array([2])
-    first, second = Part(values[:2], sizes), Part(values[2:], sizes)
+    weights, sizes = torch.tensor([[0.0], [2.0], [0.0], [3.0]]), np.array([2])
+    first, second = (
+        Part(values, sizes, torch.tensor(ids)) for values, ids in zip(weights.split(2), ([1, 7], [1, 8]), strict=True)
+    )
     assert lexical.compare_lexical(first, second, torch.tensor([0])).tolist() == [0.0]
     tile = lexical.LexicalTile(first, second)
     assert tile.scores(torch.ones(1)).tolist() == [[0.0]]

@@ -68,14 +68,18 @@ def test_representations_are_those_of_flag_embedding(tmp_path, packed):
         if packed:
             enable_packing(encoder)
         rows = encoder(chunk)[0]
-    assert rows.shape == (sum(map(len, ids)), encoder.output.settings.width)
-    for text_rows, (dense, lexical, vectors) in zip(rows.split(chunk.sizes.tolist()), expected, strict=True):
-        torch.testing.assert_close(text_rows[0, :-2], dense, rtol=1e-4, atol=1e-5)
+    assert rows.shape == (sum(map(len, ids)), 33)  # of 32 dimensions, and a lexical weight
+    sizes = chunk.sizes.tolist()
+    for text_rows, row_ids, (dense, lexical, vectors) in zip(
+        rows.split(sizes), chunk.row_ids.split(sizes), expected, strict=True
+    ):
+        torch.testing.assert_close(text_rows[0, :-1], dense, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(text_rows[1:, :8], vectors, rtol=1e-4, atol=1e-5)
-        assert not text_rows[1:, 8:-2].any()
-        own = {int(token): weight for weight, token in text_rows[:, -2:].tolist() if weight > 0}
+        assert not text_rows[1:, 8:-1].any()
+        weights = text_rows[:, -1].tolist()
+        own = {token: weight for token, weight in zip(row_ids.tolist(), weights, strict=True) if weight > 0}
         assert own == pytest.approx(lexical, rel=1e-4, abs=1e-5)
-        assert (text_rows[:, -2] > 0).sum() == len(own)  # one row per id
+        assert (text_rows[:, -1] > 0).sum() == len(own)  # one row per id
 
 
 def test_files_are_read_by_ranks_and_by_transformers(tmp_path):

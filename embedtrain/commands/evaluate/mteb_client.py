@@ -183,7 +183,7 @@ class CommandChannel:
         for block in self.encoder.encode_blocks(
             texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=transform
         ):
-            self._current_index.add(EncodedShard(block.vectors, block.rows + first, block.sizes))
+            self._current_index.add(EncodedShard(block.part, block.rows + first))
 
     def _encode_queries(self, texts: list[str], prompt: str) -> Part:
         return self.encoder.score.search_part(self.encoder.encode(texts, prompt))

@@ -91,7 +91,7 @@ def make_table(model: LoadedModel, options: "StaticOptions", world: World, conso
     texts, label = [str(number) for number in range(len(words))], "encoding the vocabulary"
     with console.phase(label), console.progress() as progress, encoder.report_progress(progress):
         blocks = list(encoder.encode_blocks(texts, label=label))
-    vectors = torch.cat([block.vectors for block in blocks]).cpu()
+    vectors = torch.cat([block.part.values for block in blocks]).cpu()
     rows = torch.cat([block.rows for block in blocks])
     moments = Moments.of(vectors[torch.from_numpy(words)[rows]]).all_reduced(world)
     mean = moments.mean

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from embedtrain.config.loss_choices import Implementation, LossDirection
 from embedtrain.config.losses import XTRConfig
-from embedtrain.distributed.collectives import gather_rows
 from embedtrain.kinds.late_interaction.score import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.ring import Block, Reducer, Texts, ring_statistics
+from embedtrain.losses.ring import Block, Reducer, Texts, gather_part, ring_statistics
 from embedtrain.losses.score import Columns, Score, ScoreTile
 from embedtrain.losses.similarity import Temperature, rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward, SoftmaxSums, row_max
-from embedtrain.losses.types import BatchInfo, LossOutput, rows_per_rank
+from embedtrain.losses.types import BatchInfo, LossOutput
 
 # Rows of queries in one tile: then a block of products is much wider than the k of them that are kept.
 TILE_ROWS = 1024
@@ -74,9 +73,7 @@ class XTR(ExcludingLoss):
         self, anchors: Part, local: Part, batch_info: BatchInfo, excluded: ExcludedCandidates, scale: Tensor
     ) -> SoftmaxSums:
         rows = batch_info.rows
-        sizes = rows.part_sizes.documents
-        gathered = Part(gather_rows(local.values, rows_per_rank(sizes, rows.counts.documents)), sizes)
-        columns = sorted_by_length(gathered)
+        columns = sorted_by_length(gather_part(local, rows.part_sizes.documents, rows.counts.documents))
         positives = batch_info.positives + rows.local_documents.start
         is_plain = self.implementation is Implementation.plain
         slices = _row_slices(anchors, len(columns), whole=is_plain)

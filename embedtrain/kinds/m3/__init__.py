@@ -60,11 +60,11 @@ class M3(BackboneKind):
         check_m3(model)
 
     def check_other_options(self, recipe: "Recipe") -> None:
-        """Rows hold ids of tokens; PEFT's format has no place for the layers."""
+        """Lexical weights are not rounded; PEFT's format has no place for the layers."""
         OptionChecks(recipe.evaluation.index, "evaluation.index.").require(
             recipe.evaluation.index.dtype is VectorDtype.fp32,
             "dtype",
-            "must be fp32 for model.kind=m3, whose rows hold ids of tokens",
+            "must be fp32 for model.kind=m3, whose lexical weights are not rounded",
         )
         OptionChecks(recipe.export, "export.").require(
             ADAPTER not in recipe.export.formats, "formats", "adapter is not supported with model.kind=m3; leave it out"

@@ -101,7 +101,7 @@ class M3Files(DenseFiles):
         for row in range(len(tokens)):
             with torch.no_grad():
                 rows = encoder(tokenizer.chunk(tokens, [row]).to(device))[0].cpu()
-            means = rows[1:, : settings.token_dimension].mean(dim=0), rows[:, -2].mean(dim=0, keepdim=True)
+            means = rows[1:, : settings.token_dimension].mean(dim=0), rows[:, -1].mean(dim=0, keepdim=True)
             outputs.append(torch.cat([rows[0, : settings.dimension], *means]))
         return torch.stack(outputs)
 
@@ -121,9 +121,11 @@ class M3Files(DenseFiles):
         """The three representations; lexical weights as those of all words."""
         parts = split_rows(part, source.settings)
         lexical = []
-        for rows in rows_by_text(parts.lexical):
+        for text in range(len(part)):
+            own = parts.lexical.slice(text, text + 1)
+            assert own.ids is not None
             weights = np.zeros(int(source.config.get_text_config().vocab_size), dtype=np.float32)
-            np.maximum.at(weights, rows[:, 1].astype(np.int64), rows[:, 0])
+            np.maximum.at(weights, own.ids.cpu().numpy(), own.values[:, 0].cpu().numpy())
             lexical.append(weights)
         dense, tokens = list(parts.dense.values.cpu().numpy()), rows_by_text(parts.tokens)
         return {"vectors": {way: dense}, "word_weights": {way: lexical}, "token_vectors": {way: tokens}}
@@ -160,12 +162,13 @@ class M3Files(DenseFiles):
         """The rows of the real tokens, see `m3_rows`."""
         (dense, lexical, tokens), token_rows = outputs, chunk.token_rows
         assert token_rows is not None
+        assert chunk.row_ids is not None
         weights = lexical.flatten()[token_rows]
         if chunk.pooled is not None:
             weights = weights * chunk.pooled.flatten()[token_rows]
         vectors = F.pad(tokens, (0, 0, 1, 0)).flatten(0, 1)[token_rows]
         texts = token_rows // chunk.ids.shape[1]
-        return m3_rows(dense[texts], vectors, weights, texts, chunk.ids.flatten()[token_rows])
+        return m3_rows(dense[texts], vectors, weights, texts, chunk.row_ids)
 
     def reduce(self, source: ModelSource, name: str, output: Tensor, mask: Tensor) -> list[Tensor]:
         """A row of the lexical weights of a text, [1, L]."""

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from embedtrain.config.loss_choices import Implementation, KDLossType, LossDirection
 from embedtrain.config.losses import M3LossConfig
-from embedtrain.distributed.collectives import gather_rows
 from embedtrain.kinds.late_interaction.score import SortedDocuments
 from embedtrain.kinds.m3.score import (
     DENSE,
@@ -46,11 +45,11 @@ from embedtrain.kinds.m3.score import (
 )
 from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.ring import Block, Reducer, Texts, ring_statistics
+from embedtrain.losses.ring import Block, Reducer, Texts, gather_part, ring_statistics
 from embedtrain.losses.score import Columns, Score, ScoreTile
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 from embedtrain.losses.softmax import GradientInForward, row_max
-from embedtrain.losses.types import BatchInfo, GlobalRows, LossOutput, rows_per_rank
+from embedtrain.losses.types import BatchInfo, GlobalRows, LossOutput
 
 NAMES = ("dense", "lexical", "multi_vector")
 # Scores of one tile of each kind: 16 MiB of float32; their softmaxes and gradients take about ten times as much.
@@ -111,12 +110,8 @@ class M3Loss(ExcludingLoss):
         rows = batch_info.rows
         sizes, counts = rows.part_sizes.documents, rows.counts.documents
         assert sizes is not None
-        gathered = Parts(
-            *(
-                Part(gather_rows(part.values, rows_per_rank(of_part, counts)), of_part)
-                for part, of_part in zip(local, (None, sizes, sizes - 1), strict=True)
-            )
-        )
+        of_parts = (None, sizes, sizes - 1)
+        gathered = Parts(*(gather_part(part, of, counts) for part, of in zip(local, of_parts, strict=True)))
         columns = DENSE.columns(gathered.dense), gathered.lexical, TOKENS.columns(gathered.tokens)
         problem = _Problem(
             anchors=anchors,

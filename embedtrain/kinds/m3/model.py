@@ -15,28 +15,20 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.m3 import M3Settings
 from embedtrain.config.recipe import Pooling
-from embedtrain.data.tokens import Layout, max_token_id
+from embedtrain.data.tokens import Layout
 from embedtrain.data.types import NOT_POOLED, Chunk, Tokens
 from embedtrain.errors import ConfigError
 from embedtrain.models.encoder import PooledHead
 
-# Ids are stored as float32 beside the vectors.
-_MAX_TOKEN_ID = 1 << 24
-
 
 class M3Layout(Layout):
-    """Texts that have a row for each token; special tokens, flagged NOT_POOLED, have no lexical weight.
-
-    Raises:
-        ConfigError: the vocabulary is too large.
-    """
+    """Texts that have a row for each token; special tokens, flagged NOT_POOLED, have no lexical weight."""
 
     has_token_rows: ClassVar[bool] = True
+    has_row_ids: ClassVar[bool] = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
-        if (largest := max(self.nothing, max_token_id(tokenizer))) >= _MAX_TOKEN_ID:
-            raise ConfigError(f"model.kind=m3: the tokenizer has ids up to {largest:,}, at most 2**24 - 1 fit")
         names = ("cls_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "pad_token_id", "unk_token_id")
         ids = [getattr(tokenizer, name, None) for name in names]
         self._unweighted = np.array([number for number in ids if number is not None], dtype=np.int64)
@@ -70,7 +62,7 @@ class M3Layout(Layout):
     @property
     def identity(self) -> tuple[Any, ...]:
         """What determines the rows of a text besides the tokenizer and lengths; not that of a dense model."""
-        return (self.nothing, "rows of all tokens")
+        return (self.nothing, "rows and ids of all tokens")
 
 
 class M3Head(PooledHead):
@@ -84,7 +76,7 @@ class M3Head(PooledHead):
         self.modules |= self.beside_adapters
 
     def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
-        """Rows of all tokens, [T, width].
+        """Rows of all tokens, see `m3_rows`.
 
         `token_rows` of the chunk, int64 [T], are the real tokens; without them only the dense vectors are computed,
         [N, D]. `pooled` is 1 for tokens with a lexical weight, by default all.
@@ -101,7 +93,8 @@ class M3Head(PooledHead):
         if chunk.pooled is not None:
             weights = weights * chunk.pooled.flatten()[token_rows]
         vectors, dense = self.token_vectors(hidden), F.normalize(hidden.float(), dim=1)
-        return (m3_rows(dense, vectors, weights, texts, chunk.ids.flatten()[token_rows]),)
+        assert chunk.row_ids is not None, "texts are laid out by M3Layout"
+        return (m3_rows(dense, vectors, weights, texts, chunk.row_ids),)
 
     def graph_outputs(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         """The dense vectors [N, D] twice, lexical weights [N, L, 1], and the vectors of all tokens but the first."""
@@ -124,7 +117,7 @@ class M3Head(PooledHead):
 
 
 def m3_rows(dense: Tensor, vectors: Tensor, weights: Tensor, texts: Tensor, ids: Tensor) -> Tensor:
-    """The rows of `M3Settings`, [T, width], of the T tokens of texts, text by text.
+    """The rows of `M3Settings`, [T, max(D, d) + 1], of the T tokens of texts, text by text.
 
     Args:
         dense: [T, D], of which the first of each text counts.
@@ -142,7 +135,7 @@ def m3_rows(dense: Tensor, vectors: Tensor, weights: Tensor, texts: Tensor, ids:
         F.pad(vectors, (0, width - vectors.shape[1])),
     )
     weights = _largest_by_id(weights, texts, ids)
-    return torch.cat([rows, weights.unsqueeze(1), ids.unsqueeze(1).float()], dim=1)
+    return torch.cat([rows, weights.unsqueeze(1)], dim=1)
 
 
 def _largest_by_id(weights: Tensor, texts: Tensor, ids: Tensor) -> Tensor:

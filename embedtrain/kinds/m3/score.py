@@ -1,7 +1,7 @@
 """The score of two texts with three representations (BGE-M3): the weighted sum of three scores.
 
 Dense vectors and vectors of tokens have inner products and MaxSim. Lexical scores are the sum, over the tokens that two
-texts share, of the product of their weights (Chen et al., 2024). A text has rows (weight, id) of its tokens, at most
+texts share, of the product of their weights (Chen et al., 2024). A text has the weights and ids of its tokens, at most
 one of each id with a weight above 0. Only ids of the anchors of a tile matter: they are the columns of a table with a
 row per anchor, in which each candidate looks up its own.
 
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
     """The three representations of texts, from the rows of an `M3Encoder`."""
 
     dense: Part
-    lexical: Part  # rows (weight, id) of all tokens
+    lexical: Part  # weights [R, 1] of all tokens, with their ids
     tokens: Part  # vectors of all tokens but the first of each text
 
     def slice(self, start: int, end: int) -> "Parts":
@@ -67,7 +67,7 @@ def split_rows(part: Part, settings: M3Settings) -> Parts:
     first, rest = (to_device(index, part.values.device) for index in (starts, np.flatnonzero(others)))
     return Parts(
         Part(part.values[first, : settings.dimension]),
-        Part(part.values[:, -2:], sizes),
+        Part(part.values[:, -1:], sizes, part.ids),
         Part(part.values[rest, : settings.token_dimension], sizes - 1),
     )
 
@@ -84,7 +84,7 @@ class M3Score(Score):
     def prepare(self, encoded: Encoded) -> Part:
         """The rows as they are."""
         (part,) = encoded.parts
-        return Part(at_least_float32(part.values), part.sizes)
+        return part.with_values(at_least_float32(part.values))
 
     def compare(self, queries: Part, documents: Part, owners: Tensor, counts: NDArray[np.int64]) -> Tensor:
         """The score of each document and its query, [M]."""
@@ -116,7 +116,7 @@ class M3Score(Score):
         return store.exact_scores(first, pairs, pairs).cpu()
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "M3Store":
-        """A store of the three representations; a ConfigError unless it is in float32, which ids need."""
+        """A store of the three representations; a ConfigError unless it is in float32, as lexical weights are."""
         if config.dtype is not VectorDtype.fp32:
             raise ConfigError(
                 f"index.dtype={config.dtype.value}: a model of three representations (m3) needs fp32; leave it out"
@@ -144,11 +144,13 @@ def compare_lexical(queries: Part, documents: Part, owners: Tensor) -> Tensor:
 
     The keys (query, id) of all rows are sorted, so that memory grows with the rows alone.
     """
+    assert queries.ids is not None
+    assert documents.ids is not None
     device = queries.values.device
     query_of = queries.per_row(torch.arange(len(queries), device=device))
     document_of = documents.per_row(torch.arange(len(documents), device=device))
-    keys, order = (query_of * (1 << 32) + queries.values[:, 1].long()).sort()
-    document_keys = owners[document_of] * (1 << 32) + documents.values[:, 1].long()
+    keys, order = (query_of * (1 << 32) + queries.ids).sort()
+    document_keys = owners[document_of] * (1 << 32) + documents.ids
     if not len(keys):
         return documents.values.new_zeros(len(documents))
     first = torch.searchsorted(keys, document_keys).clamp(max=len(keys) - 1)
@@ -181,12 +183,13 @@ class LexicalTile(ScoreTile):
         anchors, candidates = self.anchors, self.candidates
         if not len(weights) or not len(candidate_weights):
             return weights.sum() * 0 + weights.new_zeros(len(anchors), len(candidates))
-        ids = anchors.values[:, 1].long()
+        ids, document_ids = anchors.ids, candidates.ids
+        assert ids is not None
+        assert document_ids is not None
         ordered = ids.sort()[0]
         texts = anchors.per_row(torch.arange(len(anchors), device=ids.device))
         table = weights.new_zeros(len(ids), len(anchors))
         table = table.index_put((torch.searchsorted(ordered, ids), texts), weights, accumulate=True)
-        document_ids = candidates.values[:, 1].long()
         rows = torch.searchsorted(ordered, document_ids).clamp(max=len(ordered) - 1)
         factors = torch.where(ordered[rows] == document_ids, candidate_weights, 0.0)
         assert candidates.sizes is not None
@@ -195,7 +198,7 @@ class LexicalTile(ScoreTile):
         return sums.T
 
     def add_anchor_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
-        """See `ScoreTile`; `grads` are those of rows (weight, id)."""
+        """See `ScoreTile`."""
         self._add(grads, self._weights, tile_grads * weights)
 
     def add_candidate_grads(self, grads: Tensor, tile_grads: Tensor, weights: Tensor) -> None:
@@ -234,7 +237,8 @@ class M3Store(DocumentStore):
         self._device = device
         self._tokens = TokenStore(config, device, mean=True)
         self._dense = [torch.empty(0, settings.dimension, device=device)]
-        self._lexical = [Part(torch.empty(0, 2, device=device), np.empty(0, dtype=np.int64))]
+        no_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._lexical = [Part(torch.empty(0, 1, device=device), np.empty(0, dtype=np.int64), no_ids)]
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -248,7 +252,7 @@ class M3Store(DocumentStore):
 
     def add(self, documents: Part) -> None:
         """Add the rows of documents."""
-        parts = split_rows(documents.with_values(documents.values.to(self._device)), self.settings)
+        parts = split_rows(documents.to(self._device), self.settings)
         self._tokens.add(parts.tokens)
         self._dense.append(parts.dense.values.clone())
         self._lexical.append(parts.lexical.with_values(parts.lexical.values.clone()))
@@ -322,21 +326,22 @@ def _exact_lexical(queries: Part, query_of: Tensor, documents: Part, document_of
     query_width, document_width = 1 << (queries.max_size - 1).bit_length(), documents.max_size
     height = max(1, _BLOCK_NUMEL // (query_width * document_width))
     for pairs in torch.arange(len(query_of), device=scores.device).split(height):
-        left = _padded(queries, query_of[pairs], query_width)
-        right = _padded(documents, document_of[pairs], document_width)
-        is_equal = left[:, :, None, 1] == right[:, None, :, 1]
-        matches = torch.where(is_equal, right[:, None, :, 0], 0.0).amax(dim=2)
-        scores[pairs] = sum_of_halves(left[:, :, 0].double() * matches.double())
+        left, left_ids = _padded(queries, query_of[pairs], query_width)
+        right, right_ids = _padded(documents, document_of[pairs], document_width)
+        is_equal = left_ids.unsqueeze(2) == right_ids.unsqueeze(1)
+        matches = torch.where(is_equal, right.unsqueeze(1), 0.0).amax(dim=2)
+        scores[pairs] = sum_of_halves(left.double() * matches.double())
     return scores
 
 
-def _padded(part: Part, texts: Tensor, width: int) -> Tensor:
-    """Rows (weight, id) of texts, [P, width, 2], with the weight 0 where a text is shorter."""
-    sizes = part.sizes
+def _padded(part: Part, texts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Weights and ids of texts, [P, width] each, with the weight 0 where a text is shorter."""
+    sizes, ids = part.sizes, part.ids
     assert sizes is not None
+    assert ids is not None
     device = part.values.device
     starts, lengths = (to_device(index, device)[texts] for index in (np.cumsum(sizes) - sizes, sizes))
     offsets = torch.arange(width, device=device)
     is_row = offsets < lengths.unsqueeze(1)
-    rows: Tensor = part.values[torch.where(is_row, starts.unsqueeze(1) + offsets, starts.unsqueeze(1))]
-    return rows * is_row.unsqueeze(2)
+    rows = torch.where(is_row, starts.unsqueeze(1) + offsets, starts.unsqueeze(1))
+    return part.values[rows, 0] * is_row, ids[rows]

@@ -33,8 +33,8 @@ def make(folder: Path, model: Path, *arguments: str) -> str:
 
 def test_the_commands_compose_and_fit_together(minilm_dir, tmp_path):
     """What the commands write is where the next one reads it."""
-    from embedtrain.commands.evaluate.options import compose as compose_evaluate
-    from embedtrain.commands.mine.options import compose as compose_mine
+    from embedtrain.commands.evaluate import compose as compose_evaluate
+    from embedtrain.commands.mine import compose as compose_mine
     from embedtrain.config.compose import compose_recipes
     from tests.docs.commands import commands
 

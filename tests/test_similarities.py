@@ -16,8 +16,7 @@ from sentence_transformers.sentence_transformer.evaluation import InformationRet
 from embedtrain import evaluate, load_encoder, train
 from embedtrain.commands.merge import run as merge
 from embedtrain.commands.merge.options import MergeOptions
-from embedtrain.commands.verify.engines import run_engine
-from embedtrain.commands.verify.probes import probe_model
+from embedtrain.commands.verify.engines import probe_model, run_engine
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import (
     CombinedConfig,

@@ -8,6 +8,8 @@ from embedtrain.config.code import code_option
 from embedtrain.config.options import LENGTH, Effect, declare, option
 from embedtrain.config.validation import OptionChecks
 
+BM25, MODEL = "bm25", "model"  # what finds the documents for a reranker: `first_stage` of evaluate
+
 
 class SetKind(str, Enum):
     """The kind of an evaluation set. `auto` detects it from the directory or the columns."""

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.config.evaluation import BM25
 from embedtrain.data.cache.document_store import select_texts
 from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.values import not_utf8, shorten
@@ -26,7 +27,6 @@ from embedtrain.evaluation.metrics import RETRIEVAL_METRICS
 from embedtrain.evaluation.types import RUN_TAG, Corpus, LabelledPairs, LoadedSet, RetrievalSet, ScoredPairs, kind_of
 from embedtrain.inference.index import trec_order
 
-BM25 = "bm25"
 # Hiragana, katakana, Han (with extensions and compatibility ideographs) and Hangul.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
 _WORDS = re.compile(rf"[{_CJK}]+|[^\W{_CJK}]+")

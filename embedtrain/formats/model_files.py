@@ -42,7 +42,7 @@ _MAX_PROMPT = 60  # characters in a table of prompts
 ProbeRows = dict[str, list[Tensor]]
 
 
-# By part of the output (see commands/verify/clients/) and way of encoding, an array for each text or pair.
+# By part of the output (see commands/verify/clients.py) and way of encoding, an array for each text or pair.
 ServingOutputs = dict[str, dict[str, list[NDArray[np.float32]]]]
 
 

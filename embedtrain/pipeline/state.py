@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.options import is_in_result
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.export_record import DESCRIPTIONS
-from embedtrain.pipeline.types import Pipeline, Stage
+from embedtrain.pipeline.types import LOSS_OPTIONS, Pipeline, Stage, leaves
 from embedtrain.utils.files import Checksums, atomic_write, checksum_of, file_checksum
 from embedtrain.utils.records import read_record
 
@@ -32,7 +32,6 @@ _IGNORED = (
 )
 _INDEX = re.compile(r"\[\d+\]")
 SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
-LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
 # Options of all kinds of stages that name files, directories or ids of the Hub, without the numbers of elements. Others
 # are texts, whatever they look like.
 INPUT_OPTIONS = frozenset(
@@ -78,22 +77,6 @@ def input_paths(stage: Stage) -> dict[str, str]:
 
 def _is_below(path: str, directory: Path) -> bool:
     return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(directory))
-
-
-def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """All values in options, by dotted name below `name`."""
-    prefix = f"{name}." if name else ""
-    if is_dataclass(value) and not isinstance(value, type):
-        for option in fields(value):
-            yield from leaves(getattr(value, option.name), f"{prefix}{option.name}")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(item, f"{prefix}{key}")
-    elif isinstance(value, list | tuple) and value:
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{name}[{index}]")
-    else:
-        yield name, value
 
 
 def digest_of(options: dict[str, Any], inputs: dict[str, str | None]) -> str:

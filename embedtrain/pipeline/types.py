@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,24 @@ from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import expected_directories
 from embedtrain.errors import EmbedtrainError
+
+LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """All values in options, by dotted name below `name`."""
+    prefix = f"{name}." if name else ""
+    if is_dataclass(value) and not isinstance(value, type):
+        for option in fields(value):
+            yield from leaves(getattr(value, option.name), f"{prefix}{option.name}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}{key}")
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{name}[{index}]")
+    else:
+        yield name, value
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from embedtrain.commands.verify.options import ENGINES as VERIFIED
+from embedtrain.commands.verify import ENGINES as VERIFIED
 from embedtrain.config.heads import HeadActivation, HeadConfig
 from embedtrain.config.kinds import kind_of_files, kinds
 from embedtrain.config.recipe import Pooling

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import embedtrain.kinds.dense as dense_options
-from embedtrain.commands.evaluate.options import EvaluateOptions, check_evaluate
+from embedtrain.commands.evaluate import EvaluateOptions, check_evaluate
 from embedtrain.config import checks, model_checks, sparse_checks
 from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe

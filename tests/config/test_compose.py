@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.base import Container
 
-from embedtrain.commands.evaluate.options import compose as compose_evaluate
+from embedtrain.commands.evaluate import compose as compose_evaluate
 from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.search import compose as compose_search
 from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain

@@ -7,9 +7,9 @@ import pytest
 from sentence_transformers.cross_encoder import losses
 
 from embedtrain.cli.console import _suggestion as suggestion
-from embedtrain.commands.evaluate.options import compose as compose_evaluate
+from embedtrain.commands.evaluate import compose as compose_evaluate
 from embedtrain.commands.export import compose as compose_export
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.commands.search import compose as compose_search
 from embedtrain.config import migration
 from embedtrain.config.commands import COMMANDS

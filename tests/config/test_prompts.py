@@ -1,7 +1,7 @@
 """A backslash and an n in a prompt causes a warning; a newline does not."""
 
-from embedtrain.commands.evaluate.options import compose as compose_evaluate
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.evaluate import compose as compose_evaluate
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
 

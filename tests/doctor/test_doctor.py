@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.commands.doctor import compose_doctor
-from embedtrain.commands.doctor.environment import check_environment
+from embedtrain.commands.doctor.checks import check_environment
 from embedtrain.commands.doctor.host import Finding, Level, check_disk, merge_findings, unpickles_rendezvous
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT

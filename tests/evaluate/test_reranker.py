@@ -14,8 +14,8 @@ from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification
 
 from embedtrain.commands.evaluate import compose, require_paths
+from embedtrain.commands.evaluate import compose as compose_evaluate
 from embedtrain.commands.evaluate import run as main
-from embedtrain.commands.evaluate.options import compose as compose_evaluate
 from embedtrain.commands.evaluate.stages import describe_gains
 from embedtrain.errors import ModelError
 from embedtrain.tracking.metrics import QueryMetrics

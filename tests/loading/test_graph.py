@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embedtrain import evaluate
-from embedtrain.commands.export.graph_metrics import GraphMetrics
+from embedtrain.commands.export.convert import GraphMetrics
 from embedtrain.config.evaluation import Backend, EvaluationSet
 from embedtrain.config.recipe import Precision
 from embedtrain.config.reranker import RerankerConfig

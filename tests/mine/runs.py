@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.commands.mine import run as main
-from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.errors import EmbedtrainError
 from tests.small import WORDS, save_guide, small_model
 

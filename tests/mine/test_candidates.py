@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
 from embedtrain.mining.inputs import UniqueQueries, join_pairs, prepare_inputs

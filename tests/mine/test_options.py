@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
 

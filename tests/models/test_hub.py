@@ -11,8 +11,8 @@ import yaml
 from huggingface_hub import constants
 
 from embedtrain.commands.inspect import compose as compose_inspect
-from embedtrain.commands.mine.options import MineOptions
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.mine import MineOptions
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError

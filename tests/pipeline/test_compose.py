@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from embedtrain.commands.plan import PlanOptions, compose_pipeline_plan
-from embedtrain.commands.plan.printing import plan_pipeline, print_pipeline_plan
+from embedtrain.commands.plan import PlanOptions, compose_pipeline_plan, plan_pipeline, print_pipeline_plan
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.disk import disk_of_training, require_disk_space
 from embedtrain.pipeline.expand import expand
-from embedtrain.pipeline.results import table_of
+from embedtrain.pipeline.run import table_of
 from embedtrain.pipeline.state import StageRecord, input_paths
 from embedtrain.pipeline.types import Selection
 from embedtrain.planning.model_costs import build_meta_encoder

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.commands.plan import compose_pipeline_plan
-from embedtrain.commands.plan.printing import plan_pipeline
+from embedtrain.commands.plan import compose_pipeline_plan, plan_pipeline
 from embedtrain.config.overrides import to_overrides
 from embedtrain.distributed.world import World
 from embedtrain.pipeline.compose import compose_pipeline

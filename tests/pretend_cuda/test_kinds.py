@@ -14,8 +14,8 @@ import pytest
 
 from embedtrain.commands.filter import compose as compose_filter
 from embedtrain.commands.filter import run as filter_rows
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.commands.mine import run as mine
-from embedtrain.commands.mine.options import compose as compose_mine
 from embedtrain.commands.search import compose as compose_search
 from embedtrain.commands.search import run as search
 from embedtrain.distributed.world import World

@@ -7,11 +7,9 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import nn
 
-from embedtrain.commands.prune import compose
+from embedtrain.commands.prune import LayerSelection, compose, select_layers
+from embedtrain.commands.prune import compose as compose_prune
 from embedtrain.commands.prune import run as main
-from embedtrain.commands.prune.layers import select_layers
-from embedtrain.commands.prune.options import LayerSelection
-from embedtrain.commands.prune.options import compose as compose_prune
 from embedtrain.errors import ConfigError
 from tests.small import save_guide, small_model
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
-from embedtrain.commands.evaluate.options import compose as compose_evaluate
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.evaluate import compose as compose_evaluate
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.commands.submit.options import compose_submit
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.limits import load_yaml

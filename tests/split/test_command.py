@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from embedtrain.commands.split.options import DevCorpus
+from embedtrain.commands.split import DevCorpus
 from embedtrain.commands.split.writing import RowKeys, choose_held_out, file_names, open_sources, write_split
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError, TrainSource
@@ -47,7 +47,7 @@ def split(
     for texts in sources[0].rows(OnError.stop):
         keys.add(texts)
     chosen = choose_held_out(keys, dev, seed)
-    write_split(sources, chosen, keys, output, file_names(sources), corpus, OnError.stop)
+    write_split(sources, chosen, keys, output, file_names(sources), OnError.stop, all_documents=corpus is DevCorpus.all)
     (file,) = output.glob("train.jsonl*")
     opener = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rt", encoding="utf-8") as lines:
@@ -172,7 +172,7 @@ def test_sources_whose_names_end_alike_have_files_of_their_own(tmp_path: Path) -
         for texts in source.rows(OnError.stop):
             keys.add(texts)
     counts = write_split(
-        sources, choose_held_out(keys, 6, 42), keys, tmp_path / "out", names, DevCorpus.held_out, OnError.stop
+        sources, choose_held_out(keys, 6, 42), keys, tmp_path / "out", names, OnError.stop, all_documents=False
     )
     written = [len((tmp_path / "out" / name).read_text().splitlines()) for name in names]
     assert written == counts.train_rows

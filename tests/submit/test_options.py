@@ -3,9 +3,8 @@
 import pytest
 
 from embedtrain.commands.submit import compose, require_paths
-from embedtrain.commands.submit.options import Submission, compose_submit
+from embedtrain.commands.submit.options import Launcher, SlurmConfig, Submission, check_slurm, compose_submit
 from embedtrain.commands.submit.sbatch import render_script
-from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 from embedtrain.errors import ConfigError, EmbedtrainError
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands.submit.options import Submission, SubmitOptions, compose_submit
+from embedtrain.commands.submit.options import (
+    Launcher,
+    SlurmConfig,
+    Submission,
+    SubmitOptions,
+    check_slurm,
+    compose_submit,
+)
 from embedtrain.commands.submit.sbatch import render_script
-from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.recipe import Recipe
 

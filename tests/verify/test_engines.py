@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.verify import compose as compose_verify
 from embedtrain.commands.verify import run as main
-from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import Pooling
 from tests.checkpoint.exporting import architecture_of, export_model

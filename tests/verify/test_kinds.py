@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embedtrain.commands.verify import compose as compose_verify
 from embedtrain.commands.verify import run as main
-from embedtrain.commands.verify.options import compose as compose_verify
-from embedtrain.commands.verify.probes import Probe, compare
+from embedtrain.commands.verify.engines import Probe, compare
 from embedtrain.config.pair_template import ScoreHead
 from embedtrain.config.recipe import ModelConfig, Pooling
 from tests.checkpoint.exporting import architecture_of, export_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands.verify import probes
+from embedtrain.commands.verify import engines
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.verify import PROBES
@@ -21,7 +21,7 @@ NODE = ROOT / ".node-transformersjs"
 
 def keep(monkeypatch, condition: Callable[[str], bool]) -> None:
     """Compare texts that meet the condition."""
-    monkeypatch.setattr(probes, "PROBES", tuple(filter(condition, PROBES)))
+    monkeypatch.setattr(engines, "PROBES", tuple(filter(condition, PROBES)))
 
 
 def transformers_js(model: Path, folder: Path = NODE) -> dict[str, float]:

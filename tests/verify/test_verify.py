@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.commands.verify import compose as compose_verify
+from embedtrain.commands.verify import interpreters
 from embedtrain.commands.verify import run as main
-from embedtrain.commands.verify.engines import interpreters
-from embedtrain.commands.verify.options import compose as compose_verify
 from embedtrain.config.heads import HeadConfig
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError, ConfigError, ModelError

@@ -17,7 +17,6 @@ from safetensors.torch import save
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from embedtrain.commands.calibrate.options import CalibrationHead
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
@@ -50,18 +49,18 @@ class AffineHead:
         return (vectors.double() @ self.weight.double().T + self.bias.double()).float()
 
 
-def fit_head(vectors: Tensor, head: CalibrationHead, dims: int | None) -> AffineHead | None:
-    """The head of a sample [n, D] of vectors before normalisation; None for `none`. The same bits on any machine load.
+def fit_head(vectors: Tensor, dims: int | None, *, rotates: bool) -> AffineHead:
+    """The head of a sample [n, D] of vectors before normalisation. The same bits on any machine load.
+
+    It subtracts the mean, and with `rotates` it rotates to the first `dims` principal components.
 
     The mean and the covariance are computed in float64 on one thread: libraries add in another order with another
     number of threads.
     """
-    if head is CalibrationHead.none:
-        return None
     sample = vectors.double().cpu().numpy()
     with threadpool_limits(limits=1):
         mean = sample.mean(axis=0)
-        if head is CalibrationHead.mean:
+        if not rotates:
             return _head(np.eye(len(mean)), mean, 1.0)
         centred = sample - mean
         components, values = principal_components(centred.T @ centred / len(sample))

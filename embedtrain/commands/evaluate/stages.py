@@ -12,12 +12,12 @@ order, only have the model's and the reranker's row.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embedtrain.commands.evaluate.mteb_client import resolve_tasks
-from embedtrain.commands.evaluate.options import BM25, MODEL, EvaluateOptions, first_stages
+from embedtrain.config.evaluation import BM25, MODEL
 from embedtrain.config.validation import written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.distributed.world import World
@@ -46,6 +46,9 @@ from embedtrain.report.changes import CONFIDENCE, interval
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import QueryMetrics
 
+if TYPE_CHECKING:
+    from embedtrain.commands.evaluate import EvaluateOptions
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -56,7 +59,7 @@ class Inputs:
     function: EvaluationFunction | None
 
 
-def read_inputs(options: EvaluateOptions, world: World, console: Console) -> Inputs:
+def read_inputs(options: "EvaluateOptions", world: World, console: Console) -> Inputs:
     """Read them all. A collective; errors are raised on every rank."""
     function: EvaluationFunction | None = None
     with world.fail_together("importing code"):
@@ -84,7 +87,7 @@ def _is_searched(loaded: LoadedSet) -> bool:
     return isinstance(loaded.data, RetrievalSet) and loaded.data.candidates is None
 
 
-def _read_sets(options: EvaluateOptions, world: World, console: Console) -> list[LoadedSet]:
+def _read_sets(options: "EvaluateOptions", world: World, console: Console) -> list[LoadedSet]:
     directory = writable_cache_directory(None, Path(options.output_dir) / "cache", world, console.note)
     cache = Cache.of_world(directory, world)
     sets = load_sets(options.sets, world, subset=options.subset, metrics=options.metrics, cache=cache, option="sets")
@@ -117,10 +120,10 @@ class Stage:
     origin: Mapping[str, str]
 
 
-def stages(options: EvaluateOptions, sets: Sequence[LoadedSet], models: Models, world: World) -> Iterator[Stage]:
+def stages(options: "EvaluateOptions", sets: Sequence[LoadedSet], models: Models, world: World) -> Iterator[Stage]:
     """All stages in order; a stage must be evaluated before the next one is taken. A collective."""
     rankings: Mapping[str, Mapping[str, Sequence[int]]] = {}
-    stage_names, depth = first_stages(options), options.rerank_depth
+    stage_names, depth = options.first_stages, options.rerank_depth
     reranked_by = {} if options.reranker is None else {"reranker": str(options.reranker.path)}
     common: dict[str, Any] = {"world": world, "run_depth": options.run_depth, "index": options.index}
     if models.encoder is not None:

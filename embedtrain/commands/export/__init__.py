@@ -118,8 +118,7 @@ def require_paths(options: ExportOptions) -> None:
 
 def run(options: ExportOptions) -> Path:
     """Read a checkpoint in one process, write the model directory, reopen and verify it; returns the directory."""
-    from embedtrain.commands.export.convert import export_adapters, export_checkpoint, open_run
-    from embedtrain.commands.export.graph_metrics import graph_metrics
+    from embedtrain.commands.export.convert import export_adapters, export_checkpoint, graph_metrics, open_run
     from embedtrain.formats.export_record import require_replaceable
     from embedtrain.formats.hub import require_export_support, upload_model
     from embedtrain.inference.loading.load import quiet_libraries

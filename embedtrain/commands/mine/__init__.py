@@ -1,15 +1,114 @@
 """`torchrun -m embedtrain mine model=DIR data=[PATH,...] output_dir=DIR`: mine hard negatives on all ranks."""
 
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embedtrain.commands.mine.options import MineOptions, compose
-from embedtrain.mining.options import require_inputs
+from embedtrain.config.command_options import SeedOptions
+from embedtrain.config.compose import compose_command
+from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.parsing import parse_sources
+from embedtrain.config.validation import OptionChecks
+from embedtrain.mining.options import RowSearchOptions, check_row_search, require_inputs
 
-if TYPE_CHECKING:  # keeps `--help` free of torch
+if TYPE_CHECKING:
     from embedtrain.tracking.console import Console
 
-__all__ = ["MineOptions", "compose", "require_paths", "run"]
+
+HELP = f"""embedtrain mine: hard negatives for training rows
+
+  embedtrain mine model=DIR data=[PATH,...] output_dir=DIR [option=value ...]
+  torchrun --nproc-per-node 8 -m embedtrain mine model=DIR data=[PATH,...] ...
+
+PATH: whatever training reads. Negatives come from all documents of all rows,
+and from corpus. The same command resumes, on any number of ranks.
+
+{{options: model! data! output_dir! corpus negatives rank_min rank_max relative_margin
+  sampling teacher keep_existing_negatives query_prompt precision}}
+
+{LAUNCH_HELP}"""
+
+
+class Sampling(str, Enum):
+    """Which of the qualifying candidates become negatives: the best, or a random sample."""
+
+    top = "top"
+    random = "random"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether they are a sample."""
+        return self is Sampling.random
+
+
+class MarginReference(str, Enum):
+    """The positive whose score margins refer to, if a query has several, in one row or in many."""
+
+    lowest = "lowest"
+    highest = "highest"
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether it is the positive with the lowest score."""
+        return self is MarginReference.lowest
+
+
+@dataclass(kw_only=True)
+class MineOptions(RowSearchOptions, SeedOptions):
+    """Options of `python -m embedtrain mine`."""
+
+    negatives: int = 15  # maximum per row, including those that it keeps
+    rank_min: int = 0  # number of the best qualifying candidates to skip
+    rank_max: int = 100  # number of candidates per query
+    # A negative scores at most (1 - this) times the positive: the 95 % rule. With a cross-encoder as teacher, its
+    # probability is at most so much of the positive's, both after a sigmoid.
+    relative_margin: float | None = 0.05
+    absolute_margin: float | None = None  # a negative scores at most the positive's score minus this
+    max_score: float | None = None  # of a negative; the teacher's score if there is one
+    margin_reference: MarginReference = MarginReference.highest
+    sampling: Sampling = Sampling.top
+    keep_existing_negatives: bool = False  # keep the rows' negatives before the new ones, except for positives
+    scores: bool = True  # write pos_scores and neg_scores, the teacher's if there is one
+
+
+def check_mine(options: MineOptions) -> MineOptions:
+    """Check the options; `data` must be a list of sources."""
+    check_row_search(options)
+    check = OptionChecks(options)
+    check.at_least(1, "negatives")
+    check.at_least(0, "rank_min")
+    check.require(options.rank_min < options.rank_max, "rank_min", f"must be below rank_max={options.rank_max}")
+    num_ranks = options.rank_max - options.rank_min
+    check.require(
+        options.negatives <= num_ranks,
+        "negatives",
+        f"between rank_min={options.rank_min} and rank_max={options.rank_max} are {num_ranks} documents; "
+        "write a larger rank_max, or fewer negatives",
+    )
+    check.require(
+        options.relative_margin is None or 0 <= options.relative_margin < 1,
+        "relative_margin",
+        "must be a fraction of the positive's score from 0 to below 1, such as 0.05; null for none",
+    )
+    check.at_least(0, "absolute_margin", "null for none")
+    check.number("min_score", "null for no limit")
+    check.number("max_score", "null for no limit")
+    check.require(
+        options.min_score is None or options.max_score is None or options.min_score <= options.max_score,
+        "min_score",
+        f"is above max_score={options.max_score}",
+    )
+    check.seed("seed")
+    return options
+
+
+def compose(arguments: list[str]) -> MineOptions:
+    """The options, checked."""
+    options = compose_command("mine", MineOptions, arguments, HELP)
+    options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
+    return check_mine(options)
 
 
 def require_paths(options: MineOptions) -> None:

@@ -6,13 +6,12 @@ Shapes: R rows of a source, C candidates of a query.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embedtrain.commands.mine.options import MarginReference, MineOptions, Sampling
 from embedtrain.commands.mine.stats import MiningStats, SuspectedLabel
 from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
@@ -36,6 +35,9 @@ from embedtrain.mining.inputs import (
 from embedtrain.mining.pool import IntArray
 from embedtrain.mining.run import RowSearch
 from embedtrain.mining.teacher import Teacher
+
+if TYPE_CHECKING:
+    from embedtrain.commands.mine import MineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +76,14 @@ class BlockCandidates:
     existing_scores: FloatArray  # of `queries.existing_pairs`
     logits: bool  # whether scores are logits of a probability, instead of similarities
 
-    def of_query(self, number: int, options: MineOptions) -> QueryCandidates:
+    def of_query(self, number: int, options: "MineOptions") -> QueryCandidates:
         """The candidates of one query."""
         queries = self.queries
         candidates = self.candidates.slice_of(number)
         answers = queries.answers.slice_of(number)
         existing = queries.existing_pairs.slice_of(number)
         answer_scores = self.answer_scores[answers]
-        lowest = options.margin_reference is MarginReference.lowest
+        lowest = options.margin_reference.is_lowest
         return QueryCandidates(
             key=int(queries.keys[number]),
             answers=queries.answers.documents[answers],
@@ -161,7 +163,7 @@ def merge_in_row_order(formats: IntArray, lines: dict[int, Iterator[str]]) -> It
 class Miner:
     """Mines all sources."""
 
-    def __init__(self, search: RowSearch, options: MineOptions) -> None:
+    def __init__(self, search: RowSearch, options: "MineOptions") -> None:
         self.search, self.options = search, options
         self.sources, self.inputs, self.folder = search.sources, search.inputs, search.folder
         self.encoder, self.teacher = search.encoder, search.teacher
@@ -322,7 +324,7 @@ class RowToMine:
 
 
 def mine_row(
-    target: RowToMine, query: QueryCandidates, inputs: MiningInputs, options: MineOptions
+    target: RowToMine, query: QueryCandidates, inputs: MiningInputs, options: "MineOptions"
 ) -> tuple[str, MiningStats]:
     """Choose the negatives of one row among the candidates of its query; returns the line to write, and statistics."""
     pool, row = inputs.pool, target.row
@@ -380,7 +382,7 @@ def mine_row(
     return line, stats
 
 
-def threshold(positive_score: float, options: MineOptions, *, logits: bool) -> float:
+def threshold(positive_score: float, options: "MineOptions", *, logits: bool) -> float:
     """The score above which a candidate is too close to the positive; infinity without a margin.
 
     The relative margin is a fraction of the score's magnitude, so that it lowers a negative score as well, as in
@@ -403,7 +405,7 @@ def threshold(positive_score: float, options: MineOptions, *, logits: bool) -> f
 
 
 def _choose(
-    query: QueryCandidates, keys: IntArray, is_existing: NDArray[np.bool_], num_existing: int, options: MineOptions
+    query: QueryCandidates, keys: IntArray, is_existing: NDArray[np.bool_], num_existing: int, options: "MineOptions"
 ) -> IntArray:
     """Indices of the candidates that become negatives, int64 [n], best first.
 
@@ -423,7 +425,7 @@ def _choose(
     indices = indices[np.argsort(-scores[indices], kind="stable")][options.rank_min :]
     indices = indices[~is_existing[indices]]
     count = max(0, options.negatives - num_existing)
-    if options.sampling is Sampling.random and len(indices) > count:
+    if options.sampling.is_random and len(indices) > count:
         bits = random_bits(make_key(options.seed, Purpose.mined_negatives, query.key), keys[indices])
         indices = indices[np.sort(np.argsort(bits, kind="stable")[:count])]
     return indices[:count].astype(np.int64)

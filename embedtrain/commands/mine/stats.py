@@ -5,17 +5,19 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.commands.mine.options import MarginReference, MineOptions
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
 from embedtrain.mining.folder import quantiles
 from embedtrain.tracking.pages import Page
+
+if TYPE_CHECKING:
+    from embedtrain.commands.mine import MineOptions
 
 MAX_SUSPECTS = 20  # of each kind
 _MAX_PRINTED = 3  # of each kind
@@ -128,7 +130,7 @@ def worst_suspects(suspects: Sequence[SuspectedLabel]) -> list[SuspectedLabel]:
     return list(worst.values())[:MAX_SUSPECTS]
 
 
-def print_summary(page: Page, summary: Mapping[str, Any], options: MineOptions) -> None:
+def print_summary(page: Page, summary: Mapping[str, Any], options: "MineOptions") -> None:
     """Print what `Miner.finish` returned."""
     output_dir = options.output_dir
     for name, stats in summary["sources"].items():
@@ -155,13 +157,13 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: MineOptions) 
     page.subheading(f"{output_dir}/summary.json has all of this, whole texts, and more suspects")
 
 
-def _has_margin(options: MineOptions) -> bool:
+def _has_margin(options: "MineOptions") -> bool:
     return options.relative_margin is not None or options.absolute_margin is not None
 
 
-def _advice(options: MineOptions) -> str:
+def _advice(options: "MineOptions") -> str:
     """Options that give more negatives."""
-    lowest = options.margin_reference is MarginReference.lowest and _has_margin(options)
+    lowest = options.margin_reference.is_lowest and _has_margin(options)
     ways = ["margin_reference=highest"] if lowest else []
     ways.append(f"rank_max={4 * options.rank_max}")
     if options.relative_margin is not None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from embedtrain.commands.split.options import DevCorpus
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Example, format_row
@@ -300,10 +299,14 @@ def write_split(
     keys: RowKeys,
     output_dir: Path,
     names: Sequence[str],
-    corpus: DevCorpus,
     on_error: OnError,
+    *,
+    all_documents: bool,
 ) -> SplitCounts:
-    """Write all files, or none. Raises DataError if a file has changed since its keys were computed."""
+    """Write all files, or none. `all_documents` adds those of training rows to the held-out set.
+
+    Raises DataError if a file has changed since its keys were computed.
+    """
     counts = SplitCounts()
     with ExitStack() as stack:
         corpus_file, queries, judgements = (stack.enter_context(_new_file(output_dir / name)) for name in DEV_FILES)
@@ -320,12 +323,12 @@ def write_split(
                     counts.num_instructions += bool(texts.instruction)
                     dev.add_row(texts)
                     for text in texts.negatives.texts:
-                        if corpus is DevCorpus.all or not contains(split.train_keys, equality_key(text)):
+                        if all_documents or not contains(split.train_keys, equality_key(text)):
                             dev.add_document(text)
                 else:
                     counts.train_rows[-1] += 1
                     counts.num_dropped += _write_row(train, texts, split)
-                    if corpus is DevCorpus.all:
+                    if all_documents:
                         for text in texts.texts[1:]:
                             dev.add_document(text)
                 number += 1

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from embedtrain.commands.submit.kubernetes import check_results_are_kept, check_train_job, render_job, render_train_job
 from embedtrain.commands.submit.options import (
+    SlurmConfig,
     Submission,
     SubmitOptions,
     Target,
     compose_submit,
     has_paths_of_this_machine,
+    ranks_per_node,
 )
 from embedtrain.commands.submit.sbatch import (
     PartitionLimits,
@@ -25,7 +27,6 @@ from embedtrain.commands.submit.sbatch import (
     save_script,
     submit,
 )
-from embedtrain.commands.submit.slurm_options import SlurmConfig, ranks_per_node
 from embedtrain.errors import ConfigError
 
 __all__ = ["SubmitOptions", "compose", "require_paths", "run"]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain import __version__
-from embedtrain.commands.submit.options import StartModel, Submission
-from embedtrain.commands.submit.slurm_options import Launcher, SlurmConfig, ranks_per_node
+from embedtrain.commands.submit.options import Launcher, SlurmConfig, StartModel, Submission, ranks_per_node
 from embedtrain.config.arguments import option_of
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.srun import call

@@ -1,18 +1,80 @@
 """`python -m embedtrain verify model=DIR`: whether libraries and serving engines compute the output of a model."""
 
-from typing import TYPE_CHECKING
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from embedtrain.commands.verify.options import VerifyOptions, compose
+from embedtrain.config.compose import compose_command
 from embedtrain.config.paths import require_models
-from embedtrain.errors import CheckpointError, ModelError
+from embedtrain.config.validation import OptionChecks, require_single_process
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.utils.files import expand_user
 
-if TYPE_CHECKING:  # keeps `--help` free of torch
+if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from embedtrain.commands.verify.engines import Outcome
 
-__all__ = ["VerifyOptions", "compose", "require_paths", "run"]
+
+# The engines, in the order of the table. A name is that of the package that the program imports.
+ENGINES = (
+    "sentence_transformers",
+    "transformers",
+    "onnxruntime",
+    "fastembed",
+    "transformers_js",
+    "vllm",
+    "llama_cpp",
+    "infinity_emb",
+    "FlagEmbedding",
+    "langchain_huggingface",
+    "llama_index",
+    "haystack",
+    "chromadb",
+    "txtai",
+    "pylate",
+)
+HELP = """embedtrain verify: whether libraries and servers compute what a model computes
+
+  embedtrain verify model=DIR
+  embedtrain verify model=DIR python='{fastembed: ENVIRONMENT/bin/python}'
+
+{options: model! engines python tolerance}"""
+
+
+@dataclass(kw_only=True)
+class VerifyOptions:
+    """Options of `python -m embedtrain verify`."""
+
+    model: str = ""  # model directory
+    # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp, infinity_emb,
+    # FlagEmbedding, langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate; default: those that are
+    # installed here, and those of `python`.
+    engines: list[str] | None = None
+    # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}; of transformers_js
+    # the folder of node_modules, with node in PATH.
+    python: Any = None
+    tolerance: float = 1e-4  # largest difference of a number that passes, relative to numbers above 1
+
+
+def compose(arguments: list[str]) -> VerifyOptions:
+    """The options, checked."""
+    require_single_process("verify")
+    options = compose_command("verify", VerifyOptions, arguments, HELP)
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory")
+    are_known = all(engine in ENGINES for engine in options.engines or ())
+    check.require(are_known, "engines", f"must be of {', '.join(ENGINES)}")
+    python = options.python or {}
+    is_mapping = isinstance(python, dict) and all(isinstance(path, str) for path in python.values())
+    check.require(
+        is_mapping and python.keys() <= set(ENGINES),
+        "python",
+        f"must be a mapping of {', '.join(ENGINES)}, such as {{fastembed: ENVIRONMENT/bin/python}}",
+    )
+    check.require(options.tolerance > 0, "tolerance", "must be a number above 0")
+    return options
 
 
 def require_paths(options: VerifyOptions) -> None:
@@ -25,8 +87,7 @@ def run(options: VerifyOptions) -> list["Outcome"]:
 
     Prints the differences. Raises CheckpointError if an engine cannot run, or computes something else.
     """
-    from embedtrain.commands.verify.engines import interpreters, run_engine
-    from embedtrain.commands.verify.probes import probe_model
+    from embedtrain.commands.verify.engines import probe_model, run_engine
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.serving import ENGINES, ServedModel
     from embedtrain.inference.loading.load import quiet_libraries
@@ -53,6 +114,20 @@ def run(options: VerifyOptions) -> list["Outcome"]:
     if failed:
         raise CheckpointError(f"{', '.join(failed)}: not the output of the model (tolerance={options.tolerance})")
     return outcomes
+
+
+def interpreters(options: VerifyOptions) -> dict[str, str]:
+    """The Python, or folder, of each engine to run; a ConfigError for one that is not installed."""
+    from embedtrain.commands.verify.engines import NODE_CLIENTS
+
+    installed = {name: sys.executable for name in ENGINES if find_spec(name) is not None} | (options.python or {})
+    if options.engines is None:
+        return {name: installed[name] for name in ENGINES if name in installed}
+    for name in options.engines:
+        if name not in installed:
+            value = "FOLDER" if name in NODE_CLIENTS else "ENVIRONMENT/bin/python"
+            raise ConfigError(f"engines has {name}, which is not installed here; write python={{{name}: {value}}}")
+    return {name: installed[name] for name in options.engines}
 
 
 def _describe(outcome: "Outcome", tolerance: float, known: "Sequence[str]") -> str:

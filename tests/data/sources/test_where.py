@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.commands.mine.options import compose as compose_mine
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.config.columns import Comparison, parse_condition
 from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import Cache

@@ -1,43 +1,111 @@
-"""Keeps some of a model's transformer blocks: the weights of the others are left out, and the rest is renumbered."""
+"""`python -m embedtrain prune model=DIR keep=6 output_dir=DIR`: a smaller model from some of a model's layers.
+
+The weights of the other transformer blocks are left out, and the rest is renumbered.
+"""
 
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from embedtrain import __version__
-from embedtrain.commands.prune.options import LayerSelection, PruneOptions
+from embedtrain.config.command_options import KindOptions, ModelOptions, PoolingOptions, WrittenModelOptions
+from embedtrain.config.compose import compose_command
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.paths import require_models
 from embedtrain.config.recipe import ExportConfig
-from embedtrain.config.validation import written
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
-from embedtrain.formats.export import DerivedModel, ExportResult, num_parameters, open_model, write_derived
-from embedtrain.formats.export_record import require_replaceable
-from embedtrain.formats.tokenizer import load_tokenizer
-from embedtrain.inference.loading.load import bound_tokenizer
-from embedtrain.models.blocks import block_list, find_blocks
-from embedtrain.models.build import build_encoder, full_state_dict
-from embedtrain.models.types import ModelSource
-from embedtrain.tracking.console import Console
 from embedtrain.utils.formatting import format_count
 
+if TYPE_CHECKING:  # keeps `--help` free of torch
+    from torch import Tensor
 
-def prune_model(options: PruneOptions, output_dir: Path, console: Console) -> ExportResult:
+    from embedtrain.models.types import ModelSource
+
+HELP = """embedtrain prune: a smaller model from some of a model's layers
+
+  embedtrain prune model=DIR keep=6 output_dir=DIR [option=value ...]
+
+The result is a model directory to train further, usually by distillation from
+the whole model:
+  embedtrain train recipe=NAME model.path=DIR loss=distill_embeddings ...
+
+{options: model! output_dir! keep select layers dtype}"""
+
+
+class LayerSelection(str, Enum):
+    """Which layers `keep` keeps: evenly spaced ones with the first and the last, the first ones, or the last ones."""
+
+    even = "even"
+    first = "first"
+    last = "last"
+
+
+@dataclass(kw_only=True)
+class PruneOptions(ModelOptions, KindOptions, PoolingOptions, WrittenModelOptions):
+    """Options of `python -m embedtrain prune`."""
+
+    keep: int | None = None  # number of layers to keep
+    select: LayerSelection = LayerSelection.even
+    layers: Any = None  # the layers to keep instead, counted from 0, such as [0,2,4,11]
+
+
+def compose(arguments: list[str]) -> PruneOptions:
+    """The options, checked."""
+    options = compose_command("prune", PruneOptions, arguments, HELP)
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    if options.kind is not None:
+        load_kind(options.kind, "kind")
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
+    check.at_least(1, "keep", "leave it out with layers")
+    if (options.keep is None) == (options.layers is None):
+        raise ConfigError(
+            f"keep={options.keep} and layers={options.layers}: write one of them, keep=6 or layers=[0,2,4]"
+        )
+    if options.layers is not None:
+        layers = options.layers
+        is_list = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
+        check.require(
+            is_list and bool(layers) and layers == sorted(set(layers)),
+            "layers",
+            "must be ascending numbers of layers from 0, such as [0,2,4]",
+        )
+        check.require(options.select is LayerSelection.even, "select", "has no effect with layers; leave it out")
+    return options
+
+
+def require_paths(options: PruneOptions) -> None:
+    """Raise a ConfigError for a path that does not exist."""
+    require_models(model=options.model)
+
+
+def run(options: PruneOptions) -> Path:
     """Write the model with the selected layers, which replaces `output_dir` once it has passed all checks.
 
-    One copy of the model is in memory.
+    One process has one copy of the model in memory. Returns the directory.
 
     Raises ConfigError for layers that do not exist or cannot be kept, and CheckpointError if the directory does not
     reproduce the outputs of the kept layers.
     """
+    from embedtrain.formats.export import DerivedModel, num_parameters, open_model, write_derived
+    from embedtrain.formats.export_record import require_replaceable
+    from embedtrain.formats.tokenizer import load_tokenizer
+    from embedtrain.inference.loading.load import bound_tokenizer, quiet_libraries
+    from embedtrain.models.build import full_state_dict
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    console = Console()
     source = open_model(
         options.model, options.revision, options.kind, options.pooling, trust_remote_code=options.trust_remote_code
     )
     assert source.directory is not None
-    output_dir = require_replaceable(output_dir, source.directory)
+    output_dir = require_replaceable(Path(options.output_dir), source.directory)
     prefix, num_layers = block_names(source)
     kinds = layer_kinds(source.config, num_layers)
     if options.layers is not None:
@@ -59,14 +127,18 @@ def prune_model(options: PruneOptions, output_dir: Path, console: Console) -> Ex
     )
     derived = DerivedModel(pruned, weights, tokenizer, options.model, what)
     settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=pruned.truncate_dim)
-    return write_derived(derived, output_dir, settings, console, trust_remote_code=options.trust_remote_code)
+    written_model = write_derived(derived, output_dir, settings, console, trust_remote_code=options.trust_remote_code)
+    return written_model.directory
 
 
-def block_names(source: ModelSource) -> tuple[str, int]:
+def block_names(source: "ModelSource") -> tuple[str, int]:
     """The name of the list of blocks in the encoder's weights, and their number.
 
     Raises ConfigError if the blocks are not one list of as many layers as the configuration has.
     """
+    from embedtrain.models.blocks import block_list, find_blocks
+    from embedtrain.models.build import build_encoder
+
     encoder = build_encoder(source)
     num_layers = int(getattr(source.config, "num_hidden_layers", 0))
     prefix = block_list(encoder, num_layers)
@@ -153,7 +225,7 @@ def pruned_config(config: Any, kept: Sequence[int], kinds: Sequence[str]) -> Any
     return pruned
 
 
-def keep_layers(weights: Mapping[str, Tensor], prefix: str, kept: Sequence[int]) -> dict[str, Tensor]:
+def keep_layers(weights: "Mapping[str, Tensor]", prefix: str, kept: Sequence[int]) -> "dict[str, Tensor]":
     """The weights of these layers with their new numbers, and all weights outside of layers."""
     number = {layer: index for index, layer in enumerate(kept)}
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)(\..*)")
@@ -167,7 +239,9 @@ def keep_layers(weights: Mapping[str, Tensor], prefix: str, kept: Sequence[int])
     return pruned
 
 
-def _require_weights(pruned: ModelSource, weights: Mapping[str, Tensor]) -> None:
+def _require_weights(pruned: "ModelSource", weights: "Mapping[str, Tensor]") -> None:
+    from embedtrain.models.build import build_encoder
+
     expected = build_encoder(pruned).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     wrong = [name for name, tensor in expected.items() if shapes.get(name) != tuple(tensor.shape)]

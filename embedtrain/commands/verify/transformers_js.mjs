@@ -24,7 +24,7 @@ function tokenize(text) {
 }
 
 const output = { version: env.version };
-if (given.kind === 'cross_encoder') {
+if (given.outputs.includes('scores')) {
   const model = await AutoModelForSequenceClassification.from_pretrained(name, { dtype: 'fp32' });
   const logits = [];
   for (const [query, document] of given.formatted_pairs) {

@@ -162,7 +162,7 @@ def test_the_trained_minilm_is_an_override(minilm_dir):
     recipe = compose_named("minilm", "model=minilm", "data.train=[my.jsonl]")
     assert recipe.model.path == "sentence-transformers/all-MiniLM-L6-v2"
     recipe.model.path = str(minilm_dir)
-    assert open_model_source(recipe.model).pooling is Pooling.mean
+    assert open_model_source(recipe.model).vectors.pooling is Pooling.mean
 
 
 @pytest.mark.parametrize(("name", "before"), [("qwen3_embedder", "Query:"), ("e5_mistral_lora", "Query: ")])

@@ -194,7 +194,7 @@ def test_a_loss_that_lacks_the_similarity_of_the_directory_is_refused(directorie
 def test_the_trained_similarity(directories, stored, losses, trained):
     model = model_options(path=str(directories[stored]))
     source, resolved = with_similarity(model, open_model_source(model), losses)
-    assert source.similarity.value == trained
+    assert source.vectors.similarity.value == trained
     for loss in resolved:
         for part in getattr(loss, "losses", [loss]):
             assert getattr(part, "similarity", "") is not None and getattr(part, "distance", "") is not None

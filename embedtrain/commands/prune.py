@@ -126,7 +126,7 @@ def run(options: PruneOptions) -> Path:
         "its outputs are poor, unless these are first layers that were trained with `loss.matryoshka.layers`."
     )
     derived = DerivedModel(pruned, weights, tokenizer, options.model, what)
-    settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=pruned.truncate_dim)
+    settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=pruned.vectors.truncate_dim)
     written_model = write_derived(derived, output_dir, settings, console, trust_remote_code=options.trust_remote_code)
     return written_model.directory
 

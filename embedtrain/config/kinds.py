@@ -156,7 +156,8 @@ class Kind(ABC):
 
     def dimension(self, source: "ModelSource") -> int:
         """The columns of what the encoder returns."""
-        return source.dense[-1].num_out if source.dense else int(source.config.get_text_config().hidden_size)
+        dense = source.vectors.dense
+        return dense[-1].num_out if dense else int(source.config.get_text_config().hidden_size)
 
     def outputs(self, source: "ModelSource") -> str:
         """What the model computes in a few words, such as `mean pooling, normalised`."""

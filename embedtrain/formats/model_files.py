@@ -124,7 +124,7 @@ class ModelFiles(ABC):
         with init_empty_weights(include_buffers=False):
             backbone = AutoModel.from_config(source.config, trust_remote_code=source.trust_remote_code)
         shapes = {source.directory: {name: list(tensor.shape) for name, tensor in backbone.state_dict().items()}}
-        for head in source.dense:
+        for head in source.vectors.dense:
             assert head.directory is not None
             bias = {"linear.bias": [head.num_out]} if head.bias else {}
             shapes[head.directory] = {"linear.weight": [head.num_out, head.num_in]} | bias
@@ -193,7 +193,7 @@ class ModelFiles(ABC):
 
     def num_computed(self, source: ModelSource) -> int | None:
         """How many columns of `probe`, the first ones, sentence-transformers computes; None: all."""
-        return source.truncate_dim
+        return source.vectors.truncate_dim
 
     def of_peft(
         self,
@@ -268,7 +268,7 @@ class ModelFiles(ABC):
 
     def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
         """What serving engines compute of texts that are encoded in a way, from the encoder's rows of them."""
-        return {"vectors": {way: list(part.values[:, : source.truncate_dim].cpu().numpy())}}
+        return {"vectors": {way: list(part.values[:, : source.vectors.truncate_dim].cpu().numpy())}}
 
     def probe_texts(self, source: ModelSource) -> list[tuple[str, ...]]:
         """PROBES as the tokenizer gets them for a graph: a text, or the two texts of a pair."""

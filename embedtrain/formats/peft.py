@@ -616,6 +616,6 @@ def check_task_adapters(directory: Path, adapters: Sequence[TaskAdapter], source
         model.set_adapter(adapter.task)
         vectors = probes_of_sentence_transformer(model)
         subject = f"sentence-transformers opens {directory} with the adapter {adapter.task}"
-        expected = reference.truncated(source.truncate_dim)
+        expected = reference.truncated(source.vectors.truncate_dim)
         differences.append(require_match(vectors, expected, subject))
     return max(differences)

@@ -380,13 +380,14 @@ def write_modules(directory: Path, kinds: Mapping[str, str]) -> None:
 
 def write_pooling(directory: Path, source: ModelSource) -> None:
     """Write the settings of the module Pooling."""
-    if not isinstance(source.pooling, Pooling):
-        write_json(directory / "config.json", {OWN_POOLING: source.pooling, "include_prompt": source.include_prompt})
+    pooling, include_prompt = source.vectors.pooling, {"include_prompt": source.vectors.include_prompt}
+    if not isinstance(pooling, Pooling):
+        write_json(directory / "config.json", {OWN_POOLING: pooling} | include_prompt)
         return
-    flags = {mode.flag: kind is source.pooling for kind, mode in POOLING.items()}
+    flags = {mode.flag: kind is pooling for kind, mode in POOLING.items()}
     unused = {"pooling_mode_mean_sqrt_len_tokens": False}
     dimension = {"word_embedding_dimension": hidden_size(source.config)}
-    write_json(directory / "config.json", dimension | flags | unused | {"include_prompt": source.include_prompt})
+    write_json(directory / "config.json", dimension | flags | unused | include_prompt)
 
 
 def load_model(class_name: str, directory: Path, source: ModelSource) -> Any:

@@ -83,7 +83,7 @@ class ServedModel:
         """What rules about engines refer to, by name; the traits among them are true or false."""
         source, config, prompts = self.source, self.config, self.source.prompts
         kind, rope, layers = source.config.model_type, config.get("rope_scaling") or {}, config.get("layer_types") or ()
-        others = [dense.activation for dense in source.dense if dense.activation not in _PLAIN_ACTIVATIONS]
+        others = [dense.activation for dense in source.vectors.dense if dense.activation not in _PLAIN_ACTIVATIONS]
         sizes = [config.get(name) or 0 for name in ("head_dim", "num_attention_heads", "hidden_size")]
         pattern, max_length = config.get("_sliding_window_pattern"), source.tokenization.max_length or 0
         has_own_option = kind == "gemma3_text"
@@ -92,9 +92,9 @@ class ServedModel:
             **dict.fromkeys(_TABLE["traits"], False),
             "kind": source.kind.name,
             "model_type": str(kind),
-            "pooling": pooling_name(source.pooling),
-            "pooling_upper": pooling_name(source.pooling).upper(),
-            "normalize": json.dumps(source.normalize),
+            "pooling": pooling_name(source.vectors.pooling),
+            "pooling_upper": pooling_name(source.vectors.pooling).upper(),
+            "normalize": json.dumps(source.vectors.normalize),
             "max_length": max_length,
             "is_long": max_length > _MAX_BATCH_TOKENS,
             **{role: json.dumps(prompts.get(role, ""), ensure_ascii=False) for role in ("query", "document")},
@@ -103,7 +103,7 @@ class ServedModel:
             "has_sentencepiece": self.has_sentencepiece,
             "is_pylate": self.is_pylate,
             "is_bidirectional_decoder": is_bidirectional,
-            "has_dense": bool(source.dense),
+            "has_dense": bool(source.vectors.dense),
             "other_activation": others[0].rpartition(".")[2] if others else "",
             "activation": config.get("hidden_act", config.get("hidden_activation", config.get("activation"))),
             "hidden_act": config.get("hidden_act"),
@@ -124,7 +124,7 @@ class ServedModel:
             "no_graph": not self.has_graph,
             "scaled_positions": _has_scaled_positions(source),
             "static": not source.kind.files.is_transformers(source),
-            "truncation": source.truncate_dim is not None and source.truncate_dim < source.dimension,
+            "truncation": source.vectors.truncate_dim is not None and source.vectors.truncate_dim < source.dimension,
             **source.kind.files.serving_facts(source, has_graph=self.has_graph),
         }
 

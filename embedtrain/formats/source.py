@@ -35,7 +35,7 @@ from embedtrain.models.file_references import read_json
 from embedtrain.models.pooling import pooling_name
 from embedtrain.models.rope import scale_rope, set_rope_theta
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
-from embedtrain.models.types import ModelSource, Tokenization
+from embedtrain.models.types import ModelSource, Tokenization, VectorSettings
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import one_line
 
@@ -162,7 +162,6 @@ def _from_config(kind: Kind, model: ModelConfig) -> ModelSource:
         kind=kind,
         directory=None,
         config=_adapted(config, model),
-        normalize=True,
         tokenization=Tokenization(),
         prompts={"query": "", "document": ""},
         trust_remote_code=model.trust_remote_code,
@@ -194,7 +193,10 @@ def read_files(directory: Path, model: ModelConfig) -> StoredModel:
 
 
 def source_of(kind: Kind, files: StoredModel) -> ModelSource:
-    """The model in a directory of transformers or sentence-transformers, for a kind that adds what only it has."""
+    """The model in a directory of transformers or sentence-transformers, for a kind that adds what only it has.
+
+    Dense modules are what only some kinds have.
+    """
     modules, settings = files.modules, files.transformer
     has_modules = bool(modules.kinds)
     max_length = read_static_max_length(files.directory) if modules.is_static else settings.get("max_seq_length")
@@ -202,17 +204,18 @@ def source_of(kind: Kind, files: StoredModel) -> ModelSource:
         kind=kind,
         directory=files.directory,
         config=files.config,
-        pooling=modules.pooling or Pooling.cls,
-        pooling_directory=modules.pooling_directory,
-        normalize=modules.normalize if has_modules else True,
-        include_prompt=modules.include_prompt,
+        vectors=VectorSettings(
+            pooling=modules.pooling or Pooling.cls,
+            pooling_directory=modules.pooling_directory,
+            include_prompt=modules.include_prompt,
+            normalize=modules.normalize if has_modules else True,
+        ),
         tokenization=Tokenization(
             max_length=max_length,
             lowercase=bool(settings.get("do_lower_case")),
             is_sentence_transformers=has_modules,
         ),
         prompts=prompts_of(files.settings, files.root / SETTINGS),
-        dense=tuple(modules.dense),
         trust_remote_code=files.trust_remote_code,
     )
 
@@ -271,14 +274,14 @@ def _settings(source: ModelSource) -> dict[str, Any]:
     """What surrounds the weights of a model, by the names of messages."""
     settings: dict[str, Any] = {
         "kind": source.kind.name,
-        "pooling": pooling_name(source.pooling),
-        "pooling of the prompt's tokens": source.include_prompt,
-        "normalisation of vectors": source.normalize,
-        "similarity of vectors": source.similarity.value,
-        "number of Dense heads": len(source.dense),
+        "pooling": pooling_name(source.vectors.pooling),
+        "pooling of the prompt's tokens": source.vectors.include_prompt,
+        "normalisation of vectors": source.vectors.normalize,
+        "similarity of vectors": source.vectors.similarity.value,
+        "number of Dense heads": len(source.vectors.dense),
         "lower case": source.tokenization.lowercase,
     }
-    for index, dense in enumerate(source.dense):
+    for index, dense in enumerate(source.vectors.dense):
         settings[f"activation of Dense head {index}"] = dense.activation
     if source.kind.name == "cross_encoder":
         settings["activation of scores"] = source.settings.activation

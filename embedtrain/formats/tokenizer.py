@@ -140,7 +140,8 @@ def load_tokenizer(
         first = normalizers.Lowercase()
         backend = loaded.backend_tokenizer
         backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
-    by_default = source.pooling is Pooling.last and (tokenizer is not None or not tokenization.is_sentence_transformers)
+    is_complete = tokenizer is None and tokenization.is_sentence_transformers
+    by_default = source.vectors.pooling is Pooling.last and not is_complete
     if source.kind.name == "cross_encoder" and source.settings.template is not None:
         by_default &= source.settings.template.special_tokens
     _add_eos_token(loaded, tokenization.append_eos, path, by_default=by_default)

@@ -232,7 +232,8 @@ def weights_digest(source: ModelSource) -> str:
     Enough to distinguish models, and a model before and after training; a digest of all bytes of an 8B model would take
     half a minute.
     """
-    directories = [] if source.directory is None else [source.directory, *(dense.directory for dense in source.dense)]
+    heads = (dense.directory for dense in source.vectors.dense)
+    directories = [] if source.directory is None else [source.directory, *heads]
     return _sampled_digest(
         (path.name, path)
         for directory in filter(None, directories)

@@ -143,7 +143,7 @@ class SentenceEncoder:
             query_prompt=prompts.get("query", ""),
             document_prompt=prompts.get("document", ""),
             unshard=unshard,
-            truncate_dim=model.source.truncate_dim if truncate else None,
+            truncate_dim=model.source.vectors.truncate_dim if truncate else None,
             score=model.source.kind.score(model.source),
             precision=model.precision,
         )

@@ -284,11 +284,11 @@ def model_identity(
             files[name] = Checksums.of(Path(path)).files["."][1]
     # In the order of their names, which does not depend on the number of ranks: folders hold these bytes.
     contents = dict(sorted((name, blocks) for of_rank in world.gather(files) for name, blocks in of_rank.items()))
-    options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
-    if source.truncate_dim is not None:
-        options["truncate_dim"] = source.truncate_dim
-    if source.similarity is not VectorSimilarity.cosine:
-        options[SIMILARITY] = source.similarity.value
+    options: dict[str, Any] = {} if source.vectors.include_prompt else {"include_prompt": False}
+    if source.vectors.truncate_dim is not None:
+        options["truncate_dim"] = source.vectors.truncate_dim
+    if source.vectors.similarity is not VectorSimilarity.cosine:
+        options[SIMILARITY] = source.vectors.similarity.value
     return (
         options
         | source.kind.identity(source)
@@ -298,8 +298,8 @@ def model_identity(
             # Models are computed by its code, which minor versions correct.
             "transformers": ".".join(transformers.__version__.split(".")[:2]),
             "kind": source.kind.name,
-            "pooling": pooling_name(source.pooling),
-            "normalize": source.normalize,
+            "pooling": pooling_name(source.vectors.pooling),
+            "normalize": source.vectors.normalize,
             "lowercase": source.tokenization.lowercase,
             "precision": precision.value,
         }
@@ -308,7 +308,7 @@ def model_identity(
 
 def _files(source: ModelSource, graph: Path | None) -> dict[str, Path]:
     """The files that are read, by the part of the model that they belong to and their names."""
-    parts = {str(number): dense.directory for number, dense in enumerate(source.dense, 1)}
+    parts = {str(number): dense.directory for number, dense in enumerate(source.vectors.dense, 1)}
     files: dict[str, Path] = {}
     for part, directory in ({"0": source.directory, "adapter": source.adapter} | parts).items():
         if directory is not None:

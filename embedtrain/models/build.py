@@ -62,7 +62,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         _require_plausible_size(source, source.directory)
     torch.manual_seed(seed)
     encoder = assemble_encoder(source)
-    for name, weight in initial_head_weights(source.dense, seed).items():
+    for name, weight in initial_head_weights(source.vectors.dense, seed).items():
         encoder.get_parameter(name).data.copy_(weight)
     if source.directory is None:
         return dict(encoder.state_dict())
@@ -77,7 +77,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     for name, location in module_locations(source).items():  # new ones keep their initial weights
         with safe_open(location.path, framework="pt") as file:
             encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
-    for name, weight in pickled_head_weights(source.dense).items():
+    for name, weight in pickled_head_weights(source.vectors.dense).items():
         encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())
 
@@ -114,7 +114,7 @@ def read_backbone(source: ModelSource) -> tuple[dict[str, Tensor], set[str]]:
 
 def head_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weights of heads that are not in safetensors files under their names, by the encoder's names."""
-    return source.kind.head_weights(source) | pickled_head_weights(source.dense)
+    return source.kind.head_weights(source) | pickled_head_weights(source.vectors.dense)
 
 
 def _require_plausible_size(source: ModelSource, directory: Path) -> None:
@@ -156,7 +156,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
             break
     of_head, computed = source.kind.locate_head(source, shapes, stored)
     locations |= of_head
-    computed = computed | pickled_head_names(source.dense, shapes)
+    computed = computed | pickled_head_names(source.vectors.dense, shapes)
     if set(locations) != set(shapes) - computed or not shapes_match(locations, shapes):
         return None
     return locations

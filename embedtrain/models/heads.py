@@ -114,9 +114,9 @@ def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
 
 def module_locations(source: ModelSource) -> dict[str, TensorLocation]:
     """Where the weights of dense heads and of a user's pooling are, by the encoder's names. Raises ModelError."""
-    own = {} if source.pooling_directory is None else stored_tensors(source.pooling_directory)
+    own = {} if source.vectors.pooling_directory is None else stored_tensors(source.vectors.pooling_directory)
     locations = {f"{POOLING_MODULE}.{name}": location for name, location in own.items()}
-    for index, dense in enumerate(source.dense):
+    for index, dense in enumerate(source.vectors.dense):
         locations |= _dense_locations(index, dense)
     return locations
 

@@ -39,6 +39,19 @@ class Tokenization:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VectorSettings:
+    """How the hidden states of tokens become a vector, and how vectors compare."""
+
+    pooling: Pooling | str = Pooling.cls  # of a kind that pools: a mode, or the path of a user's class
+    pooling_directory: Path | None = None  # of the weights of a user's class; None: they start from the seed
+    include_prompt: bool = True  # whether the pooling includes the prompt's tokens
+    dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
+    normalize: bool = True
+    similarity: VectorSimilarity = VectorSimilarity.cosine
+    truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """Everything known about a model before its weights are read."""
 
@@ -46,14 +59,8 @@ class ModelSource:
     settings: Any = None  # of the kind, an object of its own type, which has `is_new`; None for a dense model
     directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
     config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_*` applied
-    pooling: Pooling | str = Pooling.cls  # of a kind that pools: a mode, or the path of a user's class
-    pooling_directory: Path | None = None  # of the weights of a user's class; None: they start from the seed
-    include_prompt: bool = True  # whether the pooling includes the prompt's tokens
-    dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
-    normalize: bool
-    similarity: VectorSimilarity = VectorSimilarity.cosine  # of vectors, one of each text
+    vectors: VectorSettings = VectorSettings()
     tokenization: Tokenization
-    truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
     prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
     trust_remote_code: bool = False  # whether Python in `directory` may run
     adapter: Path | None = None  # a LoRA adapter in PEFT's format that a command loads onto it
@@ -63,8 +70,8 @@ class ModelSource:
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
         is_new = self.settings is not None and self.settings.is_new
-        is_new |= not isinstance(self.pooling, Pooling) and self.pooling_directory is None
-        return is_new or any(dense.directory is None for dense in self.dense)
+        is_new |= not isinstance(self.vectors.pooling, Pooling) and self.vectors.pooling_directory is None
+        return is_new or any(dense.directory is None for dense in self.vectors.dense)
 
     @property
     def dimension(self) -> int:
@@ -73,10 +80,10 @@ class ModelSource:
 
     def require_inner_products(self, option: str) -> None:
         """Raise a ConfigError if the vectors are compared by a distance, as compressed ones are not."""
-        if self.similarity in (VectorSimilarity.euclidean, VectorSimilarity.manhattan):
+        if self.vectors.similarity in (VectorSimilarity.euclidean, VectorSimilarity.manhattan):
             raise ConfigError(
                 f"{option}: compressed vectors are compared by inner products, and the model compares vectors by their "
-                f"{self.similarity.value} distance; leave it out"
+                f"{self.vectors.similarity.value} distance; leave it out"
             )
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
@@ -85,7 +92,7 @@ class ModelSource:
             raise ConfigError(
                 f"{option}: is for one vector of each text, and model.kind={self.kind.name} has others; leave it out"
             )
-        available = min(self.dimension, self.truncate_dim or self.dimension) if truncated else self.dimension
+        available = min(self.dimension, self.vectors.truncate_dim or self.dimension) if truncated else self.dimension
         for dim in dims:
             if dim is not None and dim > available:
                 raise ConfigError(f"{option}: {dim} is more than the {available} dimensions of the model's vectors")

@@ -230,7 +230,7 @@ def load_guides(
         prompts = loaded.source.prompts
         text_format = TextFormat(query_prompt=prompts.get("query", ""), document_prompt=prompts.get("document", ""))
         texts = GuideTokenizer(loaded.tokenizer, text_format, chunk_tokens)
-        similarity = _guide_similarity(path, loaded.source.similarity.value)
+        similarity = _guide_similarity(path, loaded.source.vectors.similarity.value)
         guides[path] = GuideModel(loaded.encoder, texts, similarity, world)
         notes.append(f"the loss's guide or teacher {path}: {loaded.notes[0]}")
     return guides, notes

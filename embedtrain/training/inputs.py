@@ -249,9 +249,9 @@ def read_inputs(run: Run) -> RunInputs:
             score = source.kind.score(source)
             score.store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
     run.note(_similarity_note(opened, source))
-    if source.truncate_dim is not None:
+    if source.vectors.truncate_dim is not None:
         run.console.note(
-            f"model.path truncates its vectors to {source.truncate_dim} dimensions (truncate_dim): training, "
+            f"model.path truncates its vectors to {source.vectors.truncate_dim} dimensions (truncate_dim): training, "
             f"evaluation and export use all {source.dimension}"
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
@@ -268,12 +268,12 @@ def with_similarity(
     that are normalised, the cosine, the inner product and the Euclidean distance give the same order: there the model
     keeps the similarity that it has. A ConfigError for a loss that does not know the model's similarity.
     """
-    if source.normalize or not source.kind.score(source).named_by_loss:
+    if source.vectors.normalize or not source.kind.score(source).named_by_loss:
         return source, list(losses)
-    resolved = [_resolved(loss, source.similarity) for loss in losses]
+    resolved = [_resolved(loss, source.vectors.similarity) for loss in losses]
     named = {similarity for loss in resolved for similarity in _similarities(loss)}
     if model.similarity is None and len(named) == 1:
-        source = replace(source, similarity=named.pop())
+        source = replace(source, vectors=replace(source.vectors, similarity=named.pop()))
     return source, resolved
 
 
@@ -318,11 +318,11 @@ def _option(loss: LossConfig) -> str | None:
 
 def _similarity_note(source: ModelSource, trained: ModelSource) -> list[str]:
     """What the user should know if training changes how the model compares."""
-    if trained.similarity is source.similarity:
+    if trained.vectors.similarity is source.vectors.similarity:
         return []
     return [
-        f"the trained model compares vectors by {written(trained.similarity)}, as its loss does; "
-        f"before, by {written(source.similarity)}: model.similarity chooses another one"
+        f"the trained model compares vectors by {written(trained.vectors.similarity)}, as its loss does; "
+        f"before, by {written(source.vectors.similarity)}: model.similarity chooses another one"
     ]
 
 

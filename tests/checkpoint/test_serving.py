@@ -124,14 +124,16 @@ def test_text_embeddings_inference_starts_as_the_table_says(tmp_path, name):
     assert result.task == ("reranker" if model.source.kind.name == "cross_encoder" else "embedding")
     assert result.max_length == 48
     assert result.prompts == ({"query": "", "document": ""} | model.source.prompts if result.prompts else {})
-    assert len(result.dense) == len(model.source.dense)
+    assert len(result.dense) == len(model.source.vectors.dense)
     is_encoder = case.architecture in ("bert", "xlm-roberta", "modernbert")
     assert result.is_bidirectional is (is_encoder or "bidirectional" in (case.options or {}))
 
 
 def with_traits(**changes: Any) -> ServedModel:
     source = open_model_source(small_model("qwen3"))
-    return ServedModel(replace(source, **changes), {"model_type": "qwen3"}, has_graph=True)
+    source = replace(source, prompts=changes.pop("prompts", source.prompts))
+    source = replace(source, vectors=replace(source.vectors, **changes))
+    return ServedModel(source, {"model_type": "qwen3"}, has_graph=True)
 
 
 HEAD = DenseSource(directory=Path("2_Dense"), num_in=32, num_out=32, bias=True, activation=TANH)

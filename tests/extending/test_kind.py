@@ -1,6 +1,6 @@
 """A kind of model of the user's own, two vectors of each text: docs/extending.md explains this file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ class Halves(BackboneKind):
         return "a model of halves" if (directory / MARK).is_file() else None
 
     def read(self, directory, model):
-        return replace(source_of(self, read_files(directory, model)), dense=())
+        return source_of(self, read_files(directory, model))
 
     def new(self, source, model):
         return source

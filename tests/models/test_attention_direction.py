@@ -140,8 +140,9 @@ def test_cls_pooling_needs_bidirectional_attention(tmp_path):
     pattern = r"model\.pooling=cls: .* llama .* model\.pooling=last"
     with pytest.raises(ConfigError, match=pattern):
         open_model_source(small_model("llama", pooling=Pooling.cls))
-    assert open_model_source(small_model("llama", pooling=Pooling.cls, bidirectional=True)).pooling is Pooling.cls
-    assert open_model_source(small_model("bert", pooling=Pooling.last)).pooling is Pooling.last
+    options = small_model("llama", pooling=Pooling.cls, bidirectional=True)
+    assert open_model_source(options).vectors.pooling is Pooling.cls
+    assert open_model_source(small_model("bert", pooling=Pooling.last)).vectors.pooling is Pooling.last
     # The pooling of a directory itself is accepted.
     directory = save_small(small_model("llama"), tmp_path / "llama")
     exported = architecture_of(tmp_path / "st", model_options(path=str(directory), pooling=Pooling.last))
@@ -151,7 +152,7 @@ def test_cls_pooling_needs_bidirectional_attention(tmp_path):
     settings = settings.replace('"pooling_mode_lasttoken": true', '"pooling_mode_lasttoken": false')
     (tmp_path / "out" / "1_Pooling" / "config.json").write_text(settings)
     (tmp_path / "out" / RECORD).unlink()  # the checksums
-    assert open_model_source(model_options(path=str(tmp_path / "out"))).pooling is Pooling.cls
+    assert open_model_source(model_options(path=str(tmp_path / "out"))).vectors.pooling is Pooling.cls
     with pytest.raises(ConfigError, match=pattern):
         open_model_source(model_options(path=str(tmp_path / "out"), pooling=Pooling.cls))
 

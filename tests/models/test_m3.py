@@ -141,7 +141,7 @@ def test_an_embedding_model_of_another_pooling_is_only_the_backbone(tmp_path):
     mean = save_guide(small_model("xlm-roberta"), tmp_path / "mean")
     source = open_model_source(opened(mean, dimension=5))
     assert source.has_new_head
-    assert source.pooling is Pooling.cls
+    assert source.vectors.pooling is Pooling.cls
     directory, _ = save_m3(tmp_path / "model")
     for layer in LAYERS:
         shutil.copy(directory / f"{layer}.pt", mean)

@@ -160,7 +160,11 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path, name):
     save, pooling, max_length = EMBEDDERS[name]
     save(tmp_path)
     source = open_model_source(model_options(path=str(tmp_path)))
-    assert (source.pooling, source.normalize, source.tokenization.max_length) == (pooling, True, max_length)
+    assert (source.vectors.pooling, source.vectors.normalize, source.tokenization.max_length) == (
+        pooling,
+        True,
+        max_length,
+    )
     assert not any(source.prompts.values())
     encoder = assemble_encoder(source)
     encoder.load_state_dict(full_state_dict(source, seed=0))
@@ -233,7 +237,7 @@ def test_a_weighted_mean_counts_the_prompt(tmp_path):
     options = model_options(path=str(tmp_path), pooling=Pooling.weighted_mean, include_prompt=True)
     with pytest.raises(ConfigError, match="include_prompt"):
         open_model_source(replace(options, include_prompt=False))
-    assert open_model_source(options).include_prompt is True
+    assert open_model_source(options).vectors.include_prompt is True
 
 
 def test_a_folder_of_a_copied_directory_is_enough(tmp_path):

@@ -88,24 +88,27 @@ def assert_raises(kind: type[EmbedtrainError], make: Any, *words: str) -> None:
 def test_hugging_face_directory(hf_dir):
     assert_raises(ConfigError, lambda: opened(hf_dir), "model.pooling", str(hf_dir))
     source = opened(hf_dir, pooling=Pooling.cls, query_prompt="q: ")
-    assert (source.pooling, source.normalize, source.tokenization.max_length, source.dense) == (
+    assert (source.vectors.pooling, source.vectors.normalize, source.tokenization.max_length, source.vectors.dense) == (
         Pooling.cls,
         True,
         None,
         (),
     )
     assert source.prompts == {"query": "q: "}
-    assert opened(hf_dir, pooling=Pooling.cls, normalize=False).normalize is False
+    assert opened(hf_dir, pooling=Pooling.cls, normalize=False).vectors.normalize is False
     assert source.config.use_cache is False
 
 
 def test_sentence_transformers_directory(st_dir):
     source = opened(st_dir)
-    assert (source.pooling, source.normalize, source.tokenization.max_length) == (Pooling.mean, True, 24)
+    assert (source.vectors.pooling, source.vectors.normalize) == (Pooling.mean, True)
+    assert source.tokenization.max_length == 24
     assert (source.prompts["query"], source.prompts["document"]) == ("q: ", "d: ")
-    assert [(head.num_in, head.num_out, head.bias) for head in source.dense] == [(32, 24, True), (24, 16, False)]
+    heads = [(head.num_in, head.num_out, head.bias) for head in source.vectors.dense]
+    assert heads == [(32, 24, True), (24, 16, False)]
     options = opened(st_dir, pooling=Pooling.cls, normalize=False, max_length=12, query_prompt="")
-    assert (options.pooling, options.normalize, options.tokenization.max_length) == (Pooling.cls, False, 12)
+    assert (options.vectors.pooling, options.vectors.normalize) == (Pooling.cls, False)
+    assert options.tokenization.max_length == 12
     assert options.prompts == source.prompts | {"query": ""}
 
 
@@ -133,7 +136,7 @@ def test_old_and_new_pooling_settings(st_dir, mode):
         {"word_embedding_dimension": 32, **flags, flag[mode]: True},
     ):
         path.write_text(json.dumps(content))
-        assert opened(st_dir).pooling is POOLINGS[mode]
+        assert opened(st_dir).vectors.pooling is POOLINGS[mode]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +159,10 @@ def test_unsupported_pooling(st_dir, content):
 def test_optional_modules(st_dir):
     set_modules(st_dir, "Transformer", "Pooling")
     source = opened(st_dir)
-    assert (source.normalize, source.dense) == (False, ())
+    assert (source.vectors.normalize, source.vectors.dense) == (False, ())
     set_modules(st_dir, "Transformer")
     assert_raises(ConfigError, lambda: opened(st_dir), "no Pooling")
-    assert opened(st_dir, pooling=Pooling.cls).pooling is Pooling.cls
+    assert opened(st_dir, pooling=Pooling.cls).vectors.pooling is Pooling.cls
 
 
 @pytest.mark.parametrize(
@@ -393,7 +396,7 @@ def test_model_from_a_configuration(hf_dir):
     values = small_model("bert").config
     for given in (values, str(hf_dir / "config.json"), str(hf_dir)):
         source = open_model_source(model_options(config=given, pooling=Pooling.mean))
-        assert (source.directory, source.config.hidden_size, source.normalize) == (None, 32, True)
+        assert (source.directory, source.config.hidden_size, source.vectors.normalize) == (None, 32, True)
         assert locate_weights(source, {}) is None
     assert_raises(ConfigError, lambda: load_tokenizer(source), "model.tokenizer")
     assert_raises(ConfigError, lambda: open_model_source(model_options(config=values)), "model.pooling")

@@ -43,7 +43,7 @@ def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[s
     def encode(text: str) -> torch.Tensor:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         hidden = encoder.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
-        pooled = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[source.pooling.value]
+        pooled = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[source.vectors.pooling.value]
         for head in encoder.dense:
             pooled = head(pooled)
         return F.normalize(pooled, dim=0)

@@ -143,7 +143,7 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
         for prompted in (PromptedTexts(texts, "", prompt) for prompt in ("", "a ", ["a "]))
     }
     assert len(directories) == 3
-    return actual, model.source.include_prompt
+    return actual, model.source.vectors.include_prompt
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("llama", marks=pytest.mark.slow)])
@@ -169,8 +169,9 @@ def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, arc
     theirs.set_pooling_include_prompt(False)
     assert (other - theirs.encode(texts, prompt="alpha beta ", convert_to_tensor=True)).norm(dim=1).min() > 0.01
     # Asked by hand the directory's word is taken back.
-    assert open_model_source(model_options(path=str(tmp_path / "out"))).include_prompt is False
-    assert open_model_source(model_options(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
+    assert open_model_source(model_options(path=str(tmp_path / "out"))).vectors.include_prompt is False
+    included = model_options(path=str(tmp_path / "out"), include_prompt=True)
+    assert open_model_source(included).vectors.include_prompt is True
 
 
 @pytest.mark.parametrize("pooling", [Pooling.cls, Pooling.last])

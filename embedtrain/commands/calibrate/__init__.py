@@ -195,7 +195,10 @@ def _prepared(config: "CommandModel", source: "ModelSource") -> "Callable[[Tenso
     from embedtrain.inference.loading.command_model import open_encoder_source
 
     prepare = source.kind.score(source).search_rows
-    if source.similarity is VectorSimilarity.dot and open_encoder_source(replace(config, normalize=None))[1].normalize:
+    if (
+        source.vectors.similarity is VectorSimilarity.dot
+        and open_encoder_source(replace(config, normalize=None))[1].vectors.normalize
+    ):
         return lambda vectors, size: prepare(unit_vectors(vectors), size)
     return prepare
 

@@ -81,9 +81,9 @@ def ranges_of(vectors: Tensor) -> Ranges:
 
 def require_calibratable(source: ModelSource, model: str) -> None:
     """Raise ConfigError if the model truncates its vectors."""
-    if source.truncate_dim is not None:
+    if source.vectors.truncate_dim is not None:
         raise ConfigError(
-            f"model={model}: its settings truncate vectors to {source.truncate_dim} dimensions "
+            f"model={model}: its settings truncate vectors to {source.vectors.truncate_dim} dimensions "
             "(truncate_dim), and a head needs all; calibrate the model before it is truncated"
         )
 

@@ -567,7 +567,7 @@ def read_settings(source: ModelSource) -> MtebSettings:
     default_prompt = source.prompts.get(str(content.get("default_prompt_name")), "")
     if source.kind.name in {"late_interaction", "m3"}:
         return MtebSettings(source.prompts, default_prompt, "cosine", has_text_vectors=False)
-    return MtebSettings(source.prompts, default_prompt, source.similarity.value)
+    return MtebSettings(source.prompts, default_prompt, source.vectors.similarity.value)
 
 
 def _read_settings_file(source: ModelSource) -> dict[str, Any]:

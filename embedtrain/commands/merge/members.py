@@ -267,7 +267,7 @@ def _open_directory(path: str, options: MergeOptions) -> Member:
     shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
     locations = locate_weights(source, shapes)
     common: dict[str, Any] = {
-        "name": path, "source": source, "dtype": stored_dtype(source), "truncate_dim": source.truncate_dim
+        "name": path, "source": source, "dtype": stored_dtype(source), "truncate_dim": source.vectors.truncate_dim
     }  # fmt: skip
     if source.has_new_head:
         raise ConfigError(f"{path} has no head of a model of the kind {source.kind.name}: it would be random")
@@ -340,7 +340,7 @@ def _open_adapter(path: str, options: MergeOptions) -> Member:
         specs=merged_adapter(source, lora, files).specs,
         stream=lambda: merged_adapter(source, lora, files),
         dtype=stored_dtype(source),
-        truncate_dim=source.truncate_dim,
+        truncate_dim=source.vectors.truncate_dim,
     )
 
 

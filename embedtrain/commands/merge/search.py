@@ -143,7 +143,8 @@ class _Candidate:
         self._main_metrics = {loaded.data.name: metric_names_of_set(loaded)[0] for loaded in sets}
         self.chosen_on = [loaded.data.name for loaded in sets[: len(find.sets)]]
         # The weights of heads are not read from the files of this member either.
-        source = replace(source, dense=tuple(replace(dense, directory=None) for dense in source.dense))
+        heads = tuple(replace(dense, directory=None) for dense in source.vectors.dense)
+        source = replace(source, vectors=replace(source.vectors, dense=heads))
         self._config = source.kind.options(path=str(source.directory))
         self._parallel = ParallelConfig(precision=find.precision)
         self._loaded: LoadedModel = load_model(

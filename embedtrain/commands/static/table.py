@@ -32,7 +32,7 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.principal_components import Moments, principal_components
 from embedtrain.kinds.dense.model import StaticLayout
-from embedtrain.models.types import ModelSource, Tokenization
+from embedtrain.models.types import ModelSource, Tokenization, VectorSettings
 from embedtrain.tracking.console import Console
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ def write_table(
         kind=load_kind("dense"),
         directory=None,
         config=StaticConfig(vocab_size=len(table), hidden_size=table.shape[1]),
-        pooling=Pooling.mean,
-        normalize=True,
+        vectors=VectorSettings(pooling=Pooling.mean),
         tokenization=Tokenization(max_length=options.max_length),
         prompts={"query": "", "document": ""},
     )

@@ -220,7 +220,7 @@ def trim_model(options: "TrimOptions", output_dir: Path, console: Console) -> Ex
             )
         what = f"{{}} with {len(kept):,} of its {len(counts):,} tokens, kept by embedtrain {__version__}."
         derived = DerivedModel(trimmed, trimmed_weights, tokenizer, options.model, what)
-        settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=trimmed.truncate_dim)
+        settings = ExportConfig(dtype=options.dtype, check=options.check, truncate_dim=trimmed.vectors.truncate_dim)
         return write_derived(derived, output_dir, settings, console, trust_remote_code=options.trust_remote_code)
 
 

@@ -77,7 +77,7 @@ def run_engine(engine: str, python: str, probe: "Probe") -> Outcome:
         computed = json.loads(result.read_text(encoding="utf-8"))
     if "unsupported" in computed:
         return Outcome(engine, computed["version"], reason=computed["unsupported"], is_supported=False)
-    named, expected = computed.get("similarity"), probe.source.similarity.value
+    named, expected = computed.get("similarity"), probe.source.vectors.similarity.value
     if named not in (None, expected):
         reason = f"it compares vectors by similarity_fn_name={named}, and embedtrain by {expected}"
         return Outcome(engine, computed["version"], reason=reason)

@@ -50,7 +50,8 @@ class CrossEncoder(Kind):
         from embedtrain.models.pooling import describe_pooling
 
         kind = "a new score head" if source.settings.is_new else "a score head"
-        return f"{'the score of a token' if source.settings.tokens else kind} on the {describe_pooling(source.pooling)}"
+        head = "the score of a token" if source.settings.tokens else kind
+        return f"{head} on the {describe_pooling(source.vectors.pooling)}"
 
     def notes(self, source: "ModelSource") -> list[str]:
         """About the template of pairs, and the directory that a new head is added to."""
@@ -122,7 +123,7 @@ class CrossEncoder(Kind):
         """The backbone of the class, and the class as its head."""
         from embedtrain.kinds.cross_encoder.model import cross_encoder
 
-        return cross_encoder(model, source.pooling)
+        return cross_encoder(model, source.vectors.pooling)
 
     def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
         """Those of the class, or of a causal language model whose rows its score starts from."""

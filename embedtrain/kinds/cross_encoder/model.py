@@ -471,7 +471,7 @@ def read_weights(source: ModelSource) -> tuple[dict[str, Tensor], set[str]]:
         config = copy.deepcopy(config)
         config.num_labels = head.num_labels
     model, missing_keys = read_model(source, AutoModelForSequenceClassification, config)
-    encoder = cross_encoder(model, source.pooling)
+    encoder = cross_encoder(model, source.vectors.pooling)
     weights = _weights_of_labels(encoder, source, head) if head.labels else dict(encoder.state_dict())
     missing = {name for name in weights if own_name(name, model.base_model_prefix) in missing_keys}
     if head.linear is not None:

@@ -134,7 +134,7 @@ def read(kind: Kind, directory: Path, model: CrossEncoderOptions) -> ModelSource
     has_prompts = bool(files.modules.kinds) and not is_stored and not is_embedding_model
     # A cross-encoder of sentence-transformers has its default prompt before the first text of a pair only.
     prompts = prompts_of(files.settings, directory / SETTINGS, ("query",)) if has_prompts else {}
-    return with_head(replace(source_of(kind, files), dense=(), prompts=prompts), head)
+    return with_head(replace(source_of(kind, files), prompts=prompts), head)
 
 
 def new(source: ModelSource, model: CrossEncoderOptions) -> ModelSource:
@@ -150,9 +150,7 @@ def with_head(source: ModelSource, head: HeadSource) -> ModelSource:
         source,
         settings=head,
         prompts=prompts | source.prompts,
-        pooling=score_pooling(source.config),
-        include_prompt=True,
-        normalize=False,
+        vectors=replace(source.vectors, pooling=score_pooling(source.config), include_prompt=True, normalize=False),
     )
 
 

@@ -41,11 +41,13 @@ class Dense(BackboneKind):
         from embedtrain.config.loss_choices import VectorSimilarity
         from embedtrain.formats.static_embedding import is_static
 
-        sizes = "".join(f" -> {dense.num_out}" for dense in source.dense)
-        heads = f", {'new ' * source.has_new_head}heads {source.dense[0].num_in}{sizes}" if source.dense else ""
-        pooling = "mean of the tokens' rows" if is_static(source.config) else f"{written(source.pooling)} pooling"
-        similarity = "" if source.similarity is VectorSimilarity.cosine else f", compared by {source.similarity.value}"
-        return f"{pooling}{heads}{', normalised' if source.normalize else ''}{similarity}"
+        vectors = source.vectors
+        sizes = "".join(f" -> {dense.num_out}" for dense in vectors.dense)
+        heads = f", {'new ' * source.has_new_head}heads {vectors.dense[0].num_in}{sizes}" if vectors.dense else ""
+        pooling = "mean of the tokens' rows" if is_static(source.config) else f"{written(vectors.pooling)} pooling"
+        is_cosine = vectors.similarity is VectorSimilarity.cosine
+        similarity = "" if is_cosine else f", compared by {vectors.similarity.value}"
+        return f"{pooling}{heads}{', normalised' if vectors.normalize else ''}{similarity}"
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; those of a static table have no special tokens."""
@@ -55,7 +57,7 @@ class Dense(BackboneKind):
 
         if is_static(source.config):
             return StaticLayout(tokenizer)
-        return Layout(tokenizer, include_prompt=source.include_prompt)
+        return Layout(tokenizer, include_prompt=source.vectors.include_prompt)
 
     def check_options(self, model: DenseOptions) -> None:
         """Values and combinations."""
@@ -96,15 +98,15 @@ class Dense(BackboneKind):
         """The similarity of two vectors."""
         from embedtrain.inference.vectors import vector_score
 
-        return vector_score(source.similarity)
+        return vector_score(source.vectors.similarity)
 
     def head(self, source: "ModelSource") -> "Head":
         """Pooling, dense modules and normalisation."""
         from embedtrain.models.encoder import PooledHead, hidden_size
         from embedtrain.models.heads import build_heads
 
-        dense, size = build_heads(source.dense), hidden_size(source.config)
-        return PooledHead(size, source.pooling, normalize=source.normalize, dense=dense)
+        size, vectors = hidden_size(source.config), source.vectors
+        return PooledHead(size, vectors.pooling, normalize=vectors.normalize, dense=build_heads(vectors.dense))
 
     def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
         """The model with the head. A table of static embeddings is an FSDP group of its own, in float32."""

@@ -72,12 +72,12 @@ class DenseFiles(ModelFiles):
             settings: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
             write_json(directory / TRANSFORMER_SETTINGS, settings)
         modules = {"": STATIC_EMBEDDING} if static else {"": "Transformer", POOLING_FOLDER: "Pooling"}
-        for dense in source.dense:
+        for dense in source.vectors.dense:
             folder = f"{len(modules)}_Dense"
             modules[folder] = "Dense"
             settings = {"in_features": dense.num_in, "out_features": dense.num_out, "bias": dense.bias}
             write_json(directory / folder / "config.json", settings | {"activation_function": dense.activation})
-        if source.normalize:
+        if source.vectors.normalize:
             folder = f"{len(modules)}_Normalize"
             modules[folder] = "Normalize"
             (directory / folder).mkdir(exist_ok=True)
@@ -88,7 +88,7 @@ class DenseFiles(ModelFiles):
                 "__version__": {},
                 "prompts": {"query": "", "document": ""} | source.prompts,
                 "default_prompt_name": None,
-                "similarity_fn_name": source.similarity.value,
+                "similarity_fn_name": source.vectors.similarity.value,
             },
         )
 
@@ -114,13 +114,14 @@ class DenseFiles(ModelFiles):
 
     def is_sentence_transformers(self, source: ModelSource) -> bool:
         """It knows no pooling of the user."""
-        return isinstance(source.pooling, Pooling)
+        return isinstance(source.vectors.pooling, Pooling)
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
         """Those of a pooling of the user as well."""
-        shapes, own = super().stored_shapes(source), build_pooling(source.pooling, hidden_size(source.config))
-        if own is not None and source.pooling_directory is not None:
-            shapes[source.pooling_directory] = {name: list(weight.shape) for name, weight in own.state_dict().items()}
+        shapes, own = super().stored_shapes(source), build_pooling(source.vectors.pooling, hidden_size(source.config))
+        directory = source.vectors.pooling_directory
+        if own is not None and directory is not None:
+            shapes[directory] = {name: list(weight.shape) for name, weight in own.state_dict().items()}
         return shapes
 
     def check_export(self, config: ExportConfig, kind: str) -> None:
@@ -177,18 +178,18 @@ class DenseFiles(ModelFiles):
 
     def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
         """What engines that pool by themselves may lose."""
-        is_truncated = source.truncate_dim is not None and source.truncate_dim < source.dimension
+        is_truncated = source.vectors.truncate_dim is not None and source.vectors.truncate_dim < source.dimension
         return {
-            "dense": bool(source.dense),
-            "include_prompt": not source.include_prompt and any(source.prompts.values()),
+            "dense": bool(source.vectors.dense),
+            "include_prompt": not source.vectors.include_prompt and any(source.prompts.values()),
             "no_vectors_in_graph": has_graph and VECTORS not in self.graph_outputs(source),
-            "other_pooling": source.pooling not in (Pooling.cls, Pooling.mean, Pooling.last),
-            "vector_length": is_truncated or not source.normalize,
+            "other_pooling": source.vectors.pooling not in (Pooling.cls, Pooling.mean, Pooling.last),
+            "vector_length": is_truncated or not source.vectors.normalize,
         }
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Without the tokens of the prompt (`include_prompt=false`) vectors would need a mask that no client passes."""
-        has_vectors = source.include_prompt or not any(source.prompts.values())
+        has_vectors = source.vectors.include_prompt or not any(source.prompts.values())
         return {HIDDEN: "length", VECTORS: None} if has_vectors else {HIDDEN: "length"}
 
     def traced(self, source: ModelSource, encoder: Encoder | None, output: Any, mask: Tensor) -> tuple[Tensor, ...]:
@@ -197,13 +198,13 @@ class DenseFiles(ModelFiles):
         hidden = output.last_hidden_state
         if VECTORS not in self.graph_outputs(source):
             return (hidden,)
-        return hidden, encoder.output.graph_outputs(hidden, mask)[0][:, : source.truncate_dim]
+        return hidden, encoder.output.graph_outputs(hidden, mask)[0][:, : source.vectors.truncate_dim]
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Vectors, or hidden states that are pooled without the tokens of the prompt."""
         if VECTORS not in self.graph_outputs(source):
             return {HIDDEN: (texts, length, hidden_size(source.config))}
-        return {VECTORS: (texts, min(source.dimension, source.truncate_dim or source.dimension))}
+        return {VECTORS: (texts, min(source.dimension, source.vectors.truncate_dim or source.dimension))}
 
     def open_rest(self, source: ModelSource) -> nn.Module | None:
         """Pooling and heads, if the graph has only hidden states."""

@@ -24,11 +24,13 @@ def read(kind: Kind, directory: Path, model: DenseOptions) -> ModelSource:
     source, what = source_of(kind, files), f"{directory}, which has no modules.json,"
     if files.modules.kinds:
         what = f"{directory}, whose modules.json has no Pooling,"
-        source = replace(
-            source,
+        vectors = replace(
+            source.vectors,
+            dense=tuple(files.modules.dense),
             truncate_dim=read_truncate_dim(directory / SETTINGS),
             similarity=read_similarity(files.settings, directory, tuple(VectorSimilarity)),
         )
+        source = replace(source, vectors=vectors)
     if files.modules.pooling is None:
         require_pooling_option(model, what)
     return with_options(source, model)
@@ -44,26 +46,27 @@ def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:
     """The model with the options in place of the settings of its files."""
     if is_static(source.config):
         _require_static_options(model)
-    pooling = source.pooling if model.pooling is None else pooling_of(model.pooling)
+    stored = source.vectors
+    pooling = stored.pooling if model.pooling is None else pooling_of(model.pooling)
     if model.pooling is not None:
         require_pooling(source.config, model.pooling)
     if model.include_prompt is False and pooling is not Pooling.mean:
         raise ConfigError(include_prompt_error(pooling))
-    if pooling is Pooling.weighted_mean and not source.include_prompt and not model.include_prompt:
+    if pooling is Pooling.weighted_mean and not stored.include_prompt and not model.include_prompt:
         raise ConfigError(
             "model.pooling=weighted_mean: counts the tokens of the prompt, and the model has include_prompt=false: "
             "write model.include_prompt=true"
         )
-    return replace(
-        source,
+    vectors = replace(
+        stored,
         pooling=pooling,
-        pooling_directory=source.pooling_directory if pooling == source.pooling else None,
-        normalize=source.normalize if model.normalize is None else model.normalize,
-        similarity=model.similarity or source.similarity,
-        dense=dense_heads(source.dense, source.config, model.heads),
-        include_prompt=source.include_prompt if model.include_prompt is None else model.include_prompt,
-        tokenization=replace(source.tokenization, append_eos=model.append_eos),
+        pooling_directory=stored.pooling_directory if pooling == stored.pooling else None,
+        include_prompt=stored.include_prompt if model.include_prompt is None else model.include_prompt,
+        dense=dense_heads(stored.dense, source.config, model.heads),
+        normalize=stored.normalize if model.normalize is None else model.normalize,
+        similarity=model.similarity or stored.similarity,
     )
+    return replace(source, vectors=vectors, tokenization=replace(source.tokenization, append_eos=model.append_eos))
 
 
 def _require_static_options(model: DenseOptions) -> None:

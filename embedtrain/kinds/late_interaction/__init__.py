@@ -104,7 +104,7 @@ class LateInteraction(BackboneKind):
         from embedtrain.models.encoder import hidden_size
         from embedtrain.models.heads import build_heads
 
-        return TokenVectorHead(hidden_size(source.config), build_heads(source.dense))
+        return TokenVectorHead(hidden_size(source.config), build_heads(source.vectors.dense))
 
     def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
         """Expansion tokens without attention may depend on padding."""

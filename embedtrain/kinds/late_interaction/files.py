@@ -186,7 +186,7 @@ def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokeniz
         stored |= _transformer_settings(settings, lengths)
         prompts = {"query": "", "document": ""} | source.prompts
         top |= {"model_type": MULTI_VECTOR, "prompts": prompts, "similarity_fn_name": settings.similarity.value}
-    for index, head in enumerate(source.dense, start=1):
+    for index, head in enumerate(source.vectors.dense, start=1):
         folder = f"{index}_Dense"
         kinds[folder] = dense
         sizes = {"in_features": head.num_in, "out_features": head.num_out, "bias": head.bias}

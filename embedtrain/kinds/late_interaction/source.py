@@ -18,7 +18,7 @@ from embedtrain.formats.pylate import late_interaction_format, read_late_interac
 from embedtrain.formats.source import adapted_config, read_files, require_own_transformer, source_of
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions
 from embedtrain.models.encoder import hidden_size
-from embedtrain.models.types import DenseSource, ModelSource, Tokenization
+from embedtrain.models.types import DenseSource, ModelSource, Tokenization, VectorSettings
 
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
@@ -26,8 +26,7 @@ _IDENTITY = "torch.nn.modules.linear.Identity"
 def read(kind: Kind, directory: Path, model: LateInteractionOptions) -> ModelSource:
     """A directory of any of the formats of late-interaction models, or of another model, whose backbone is used."""
     if late_interaction_format(directory) is None:
-        source = replace(source_of(kind, read_files(directory, model)), dense=())
-        return with_options(source, model)
+        return with_options(source_of(kind, read_files(directory, model)), model)
     files = read_late_interaction(directory)
     if files.transformer != directory:
         require_own_transformer(files.transformer, directory, model)
@@ -36,8 +35,7 @@ def read(kind: Kind, directory: Path, model: LateInteractionOptions) -> ModelSou
         settings=files.token_vectors,
         directory=files.transformer,
         config=adapted_config(files.transformer, model),
-        dense=files.dense,
-        normalize=True,
+        vectors=VectorSettings(dense=files.dense),
         tokenization=Tokenization(
             lowercase=files.lowercase, is_sentence_transformers=True, prompt_tokens=files.prompt_tokens
         ),
@@ -49,10 +47,11 @@ def read(kind: Kind, directory: Path, model: LateInteractionOptions) -> ModelSou
 
 def with_options(source: ModelSource, model: LateInteractionOptions) -> ModelSource:
     """The model with the options in place of the settings of its files."""
-    dense, settings = _projection(source.dense, source.settings, source.config, model)
+    dense, settings = _projection(source.vectors.dense, source.settings, source.config, model)
     max_length = source.tokenization.max_length or settings.max_length
     tokenization = replace(source.tokenization, max_length=max_length)
-    return replace(source, dense=dense, settings=settings, tokenization=tokenization, normalize=True)
+    vectors = replace(source.vectors, dense=dense, normalize=True)
+    return replace(source, settings=settings, vectors=vectors, tokenization=tokenization)
 
 
 def _projection(

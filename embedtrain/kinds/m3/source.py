@@ -25,7 +25,7 @@ def read(kind: Kind, directory: Path, model: M3Options) -> ModelSource:
                 f"Dense modules) as the dense vector of a text, and {COLBERT}.pt and {SPARSE}.pt are of such a model; "
                 "remove both to train new layers on its backbone"
             )
-    return with_options(replace(source_of(kind, files), dense=()), model)
+    return with_options(source_of(kind, files), model)
 
 
 def with_options(source: ModelSource, model: M3Options) -> ModelSource:
@@ -33,7 +33,8 @@ def with_options(source: ModelSource, model: M3Options) -> ModelSource:
 
     A ConfigError if `model.dimension` is not that of the files; a ModelError if these cannot be used.
     """
-    return replace(source, settings=_settings(source, model), pooling=Pooling.cls, include_prompt=True, normalize=True)
+    vectors = replace(source.vectors, pooling=Pooling.cls, include_prompt=True, normalize=True)
+    return replace(source, settings=_settings(source, model), vectors=vectors)
 
 
 def _settings(source: ModelSource, options: M3Options) -> M3Settings:

@@ -60,7 +60,7 @@ class Sparse(Kind):
         from embedtrain.kinds.sparse.model import static_query_layout
 
         if source.settings.queries is None:
-            return Layout(tokenizer, include_prompt=source.include_prompt)
+            return Layout(tokenizer, include_prompt=source.vectors.include_prompt)
         return static_query_layout(source.settings.queries, source.dimension, tokenizer)
 
     def check_options(self, model: SparseOptions) -> None:

@@ -54,9 +54,10 @@ def require_pooling(directory: Path, model: ModelConfig) -> None:
 def read(kind: Kind, directory: Path, model: SparseOptions) -> ModelSource:
     """A directory of a sparse model, or of a language model with its vocabulary head."""
     files = read_files(directory, model)
-    source = replace(source_of(kind, files), dense=(), settings=files.modules.words)
+    source = replace(source_of(kind, files), settings=files.modules.words)
     if files.modules.kinds:
-        source = replace(source, similarity=read_similarity(files.settings, directory, (VectorSimilarity.dot,)))
+        similarity = read_similarity(files.settings, directory, (VectorSimilarity.dot,))
+        source = replace(source, vectors=replace(source.vectors, similarity=similarity))
     return with_options(source, model)
 
 
@@ -80,7 +81,7 @@ def with_options(source: ModelSource, model: SparseOptions) -> ModelSource:
         activation=model.activation or stored.activation,
         queries=_static_queries(stored.queries, source.directory, model),
     )
-    return replace(source, settings=settings, normalize=False)
+    return replace(source, settings=settings, vectors=replace(source.vectors, normalize=False))
 
 
 def _static_queries(stored: StaticQueries | None, directory: Path | None, model: SparseOptions) -> StaticQueries | None:

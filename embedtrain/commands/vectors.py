@@ -165,6 +165,6 @@ def _read_rows(options: VectorsOptions, output_dir: Path, world: "World", consol
 
 def _require_vectors(options: VectorsOptions, source: "ModelSource") -> None:
     """A ConfigError for a model that does not give each text one vector, or one of fewer dimensions."""
-    if source.kind.name in {"late_interaction", "m3", "sparse", "cross_encoder"}:
+    if not source.kind.has_one_vector:
         raise ConfigError(f"model={options.model}: does not give each text one vector; write a dense embedding model")
     source.require_dimensions([options.dims], "dims")

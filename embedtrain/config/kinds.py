@@ -244,6 +244,10 @@ class Kind(ABC):
         """Weights of a model from scratch that follow from its training texts, by the encoder's names. A collective."""
         return {}
 
+    def reads_vocabulary(self, source: "ModelSource") -> bool:
+        """Whether outputs are computed from rows of the vocabulary, so that none of its tokens can be left out."""
+        return False
+
     def max_document_length(self, source: "ModelSource") -> int | None:
         """The tokens at which documents are cut, besides those of all texts; None: no others."""
         return None

@@ -565,7 +565,7 @@ def read_settings(source: ModelSource) -> MtebSettings:
     """The prompts of a model directory as sentence-transformers reads them, and how its vectors are compared."""
     content = _read_settings_file(source)
     default_prompt = source.prompts.get(str(content.get("default_prompt_name")), "")
-    if source.kind.name in {"late_interaction", "m3"}:
+    if not source.kind.measures_classes:
         return MtebSettings(source.prompts, default_prompt, "cosine", has_text_vectors=False)
     return MtebSettings(source.prompts, default_prompt, source.vectors.similarity.value)
 

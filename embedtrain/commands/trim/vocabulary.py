@@ -180,7 +180,7 @@ def trim_model(options: "TrimOptions", output_dir: Path, console: Console) -> Ex
     )
     assert source.directory is not None
     output_dir = require_replaceable(output_dir, source.directory)
-    if source.kind.name == "sparse" or (source.kind.name == "cross_encoder" and source.settings.tokens):
+    if source.kind.reads_vocabulary(source):
         raise ConfigError(
             f"model={options.model}: its outputs are computed from rows of the vocabulary: they would be lost"
         )

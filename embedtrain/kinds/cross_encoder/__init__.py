@@ -151,6 +151,10 @@ class CrossEncoder(Kind):
 
         return own_class_error(encoder, device, "a cross-encoder")
 
+    def reads_vocabulary(self, source: "ModelSource") -> bool:
+        """A score that is the weight of a token, such as that of `yes`."""
+        return bool(source.settings.tokens)
+
     def trained_instruction_format(self, source: "ModelSource") -> str | None:
         """That of the template, which a reranker with one was trained with."""
         from embedtrain.config.pair_template import PLAIN_INSTRUCTION

@@ -150,6 +150,10 @@ class Sparse(Kind):
         """How weights are computed: a dense model may have the same files."""
         return {"words": [source.settings.pooling.value, source.settings.activation.value]}
 
+    def reads_vocabulary(self, source: "ModelSource") -> bool:
+        """A weight of each word."""
+        return True
+
     def check_recipe(self, recipe: "Recipe", source: "ModelSource") -> None:
         """Queries may be static because of the model's files, which the recipe's own checks do not see."""
         from embedtrain.config.sparse_checks import check_query_regularizer

@@ -199,7 +199,7 @@ def test_the_trained_similarity(directories, stored, losses, trained):
         for part in getattr(loss, "losses", [loss]):
             assert getattr(part, "similarity", "") is not None and getattr(part, "distance", "") is not None
     chosen = model_options(path=str(directories[stored]), similarity=VectorSimilarity.cosine)
-    assert with_similarity(chosen, open_model_source(chosen), resolved)[0].similarity is VectorSimilarity.cosine
+    assert with_similarity(chosen, open_model_source(chosen), resolved)[0].vectors.similarity is VectorSimilarity.cosine
 
 
 def test_a_model_that_normalises_keeps_its_similarity(directories):

@@ -102,16 +102,11 @@ class ModelExport:
     architecture: Path  # written by `write_architecture`
     plan: WeightPlan  # the same in every process
     dtype: torch.dtype
-    formats: tuple[str, ...] = ()
-    adapter: AdapterBase | None = None
-    truncate_dim: int | None = None
-    rope_theta: float | None = None
+    config: ExportConfig
+    base: ModelSource | None = None  # the model that was trained, whose vocabulary head the format `logit_score` needs
+    adapter: AdapterBase | None = None  # written on its own as well
     matryoshka_dims: frozenset[int] = frozenset()  # the first dimensions on which the model was trained as well
-    name: str = UNNAMED  # in the model card
-    logit_score: ModelSource | None = None  # the model that was trained, whose vocabulary head this format needs
-    max_file_size: str = "5GB"
     tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
-    onnx_min_agreement: float = 0.0
 
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
@@ -120,8 +115,8 @@ class ModelExport:
             self.architecture,
             self.plan,
             self.dtype,
-            truncate_dim=self.truncate_dim,
-            rope_theta=self.rope_theta,
+            truncate_dim=self.config.truncate_dim,
+            rope_theta=self.config.rope_theta,
             matryoshka_dims=self.matryoshka_dims,
         )
         if self.adapter is not None:
@@ -177,19 +172,20 @@ class ModelExport:
                 if self.tasks:
                     with phase("loading the adapters with PEFT and sentence-transformers"):
                         check_task_adapters(directory, self.tasks, source)
-            if ONNX in self.formats:
+            if ONNX in self.config.formats:
                 with phase("writing an ONNX graph"):
                     traced = write_graph(directory, source)
                 if reference is not None:
                     with phase("reopening it with onnxruntime"):
                         check_graph(directory, source, traced)
                 with phase("writing other graphs"):
-                    variants = write_variants(directory, source, self.formats, self.onnx_min_agreement, measure)
+                    agreement = self.config.onnx_min_agreement
+                    variants = write_variants(directory, source, self.config.formats, agreement, measure)
                 with (directory / "README.md").open("a", encoding="utf-8") as file:
                     file.write(variant_table(variants, source))
-            if self.logit_score is not None:
+            if self.base is not None and LOGIT_SCORE in self.config.formats:
                 with phase("writing the causal language model"):
-                    folder = files.write_logit_score(directory, self.logit_score, self.max_file_size)
+                    folder = files.write_logit_score(directory, self.base, self.config.max_file_size)
                 if reference is not None:
                     with phase("reopening it with sentence-transformers"):
                         differences.append(check_sentence_transformers(folder, source, reference))
@@ -208,7 +204,7 @@ class ModelExport:
         """Add to the model card which engines serve the directory; lines for the console about what they change."""
         served = ServedModel.open(self.unfinished, source)
         with (self.unfinished / "README.md").open("a", encoding="utf-8") as file:
-            file.write(f"\n{serving_section(served, self.name)}")
+            file.write(f"\n{serving_section(served, self.config.push_to_hub or UNNAMED)}")
         return tuple(changed_outputs(served))
 
 
@@ -231,28 +227,13 @@ def plan_export(
 
     Raises CheckpointError if files of the architecture are damaged.
     """
-    formats = tuple(config.formats)
-    adapter_specs = weights.adapter if ADAPTER in formats else {}
+    adapter_specs = weights.adapter if ADAPTER in config.formats else {}
     try:
         plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
     except ModelError as error:
         raise CheckpointError(f"export to {output_dir} failed before it wrote anything: {error}") from error
     adapter = adapter if adapter_specs else None
-    return ModelExport(
-        output_dir,
-        unfinished,
-        architecture,
-        plan,
-        dtype,
-        formats,
-        adapter,
-        onnx_min_agreement=config.onnx_min_agreement,
-        truncate_dim=config.truncate_dim,
-        rope_theta=config.rope_theta,
-        name=config.push_to_hub or UNNAMED,
-        logit_score=base if LOGIT_SCORE in formats else None,
-        max_file_size=config.max_file_size,
-    )
+    return ModelExport(output_dir, unfinished, architecture, plan, dtype, config, base, adapter)
 
 
 def live_weights(encoder: Encoder) -> WeightStream:

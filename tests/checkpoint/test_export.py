@@ -69,7 +69,7 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     again = open_model_source(model_options(path=str(tmp_path / "out")))
-    assert (len(again.dense), again.normalize, again.prompts["query"]) == (1, False, "alpha ")
+    assert (len(again.vectors.dense), again.vectors.normalize, again.prompts["query"]) == (1, False, "alpha ")
     reopened = SentenceTransformer(str(tmp_path / "out"), model_kwargs={"dtype": "float32"})
     assert np.allclose(reopened.encode(list(PROBES), prompt=""), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-4)
 

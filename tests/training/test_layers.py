@@ -77,7 +77,7 @@ def plain(model: ModelConfig, rows: GlobalBatch) -> tuple[float, Gradients]:
     norm = next((encoder.get_submodule(n) for n in ("backbone.norm", "backbone.final_norm") if n in names), None)
 
     def encode(texts: list[str]) -> list[Tensor]:
-        each = [layer_vectors(encoder, text, norm, source.pooling.value) for text in texts]
+        each = [layer_vectors(encoder, text, norm, source.vectors.pooling.value) for text in texts]
         return [torch.stack(vectors) for vectors in zip(*each, strict=True)]
 
     queries = encode([row.query for row in rows.rows])

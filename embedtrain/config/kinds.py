@@ -163,9 +163,17 @@ class Kind(ABC):
         """What the model computes in a few words, such as `mean pooling, normalised`."""
         return self.summary
 
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """The kind's settings that have to be equal in models whose weights are combined, by names for a message."""
+        return {} if source.settings is None else {"settings": source.settings}
+
     def notes(self, source: "ModelSource") -> list[str]:
         """Lines for the user about how the model was opened."""
         return []
+
+    def ends_texts(self, source: "ModelSource") -> bool:
+        """Whether texts end with the end-of-text token by default if the vector is that of the last token."""
+        return True
 
     @abstractmethod
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
@@ -296,6 +304,11 @@ def _instance(name: str) -> Kind:
 def kinds() -> tuple[Kind, ...]:
     """All kinds of the package."""
     return tuple(map(_instance, _KINDS))
+
+
+def kind_of_pairs() -> Kind:
+    """The kind that scores a query and a document, which are read together."""
+    return next(kind for kind in kinds() if kind.scores_pairs)
 
 
 def kind_of_files(directory: Path) -> tuple[Kind, str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.evaluation import Backend
-from embedtrain.config.kinds import load_kind
+from embedtrain.config.kinds import kind_of_pairs
 from embedtrain.config.model_checks import check_model
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import LoraConfig, ModelConfig
@@ -34,7 +34,7 @@ class RerankerConfig:
 
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
         """The options of the model, as a recipe has them."""
-        options: ModelConfig = load_kind("cross_encoder").options(
+        options: ModelConfig = kind_of_pairs().options(
             path=self.path,
             lora=LoraConfig(path=self.adapter),
             revision=self.revision,

@@ -283,17 +283,7 @@ def _settings(source: ModelSource) -> dict[str, Any]:
     }
     for index, dense in enumerate(source.vectors.dense):
         settings[f"activation of Dense head {index}"] = dense.activation
-    if source.kind.name == "cross_encoder":
-        settings["activation of scores"] = source.settings.activation
-        settings["template of pairs"] = source.settings.template
-    if source.kind.name == "sparse":
-        settings["weights of words"] = source.settings.pooling.value, source.settings.activation.value
-        settings["queries of the sparse model"] = source.settings.query_mode.value
-    if source.kind.name == "late_interaction":
-        settings["token vectors"] = source.settings
-    if source.kind.name == "m3":
-        settings["representations"] = source.settings
-    return settings
+    return settings | source.kind.compared_settings(source)
 
 
 def _computing(config: PretrainedConfig) -> dict[str, Any]:

@@ -142,8 +142,7 @@ def load_tokenizer(
         backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
     is_complete = tokenizer is None and tokenization.is_sentence_transformers
     by_default = source.vectors.pooling is Pooling.last and not is_complete
-    if source.kind.name == "cross_encoder" and source.settings.template is not None:
-        by_default &= source.settings.template.special_tokens
+    by_default &= source.kind.ends_texts(source)
     _add_eos_token(loaded, tokenization.append_eos, path, by_default=by_default)
     _register_prompt_tokens(loaded, tokenization.prompt_tokens, path)
     if loaded.pad_token_id is None and not static:

@@ -31,7 +31,6 @@ from embedtrain.formats.static_embedding import TABLE, StaticConfig, is_static
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.principal_components import Moments, principal_components
-from embedtrain.kinds.dense.model import StaticLayout
 from embedtrain.models.types import ModelSource, Tokenization, VectorSettings
 from embedtrain.tracking.console import Console
 
@@ -143,7 +142,8 @@ def write_table(
         tokenization=Tokenization(max_length=options.max_length),
         prompts={"query": "", "document": ""},
     )
-    tokenizer = TextTokenizer(model.tokenizer.tokenizer, options.max_length, StaticLayout(model.tokenizer.tokenizer))
+    texts = model.tokenizer.tokenizer
+    tokenizer = TextTokenizer(texts, options.max_length, source.kind.layout(source, texts))
     weighted = "" if options.sif_coefficient is None else f", weighted by SIF (a={options.sif_coefficient:g})"
     description = (
         "a static embedding model. The vector of a text is the mean of those of its tokens, which are "

@@ -57,6 +57,15 @@ class CrossEncoder(Kind):
         """About the template of pairs, and the directory that a new head is added to."""
         return [source.settings.note] if source.settings.note else []
 
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """What follows the score, and what surrounds the texts of a pair."""
+        return {"activation of scores": source.settings.activation, "template of pairs": source.settings.template}
+
+    def ends_texts(self, source: "ModelSource") -> bool:
+        """A template may already end pairs."""
+        template = source.settings.template
+        return template is None or bool(template.special_tokens)
+
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Pairs of a query and a document."""
         from embedtrain.kinds.cross_encoder.model import PairLayout, read_pair_format

@@ -347,8 +347,8 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
     ModelError if the tokenizer's pairs are not its texts and special tokens around them.
     """
     types = int(getattr(source.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
-    head = source.settings if source.kind.name == "cross_encoder" else None
-    if head is not None and head.template is not None:
+    head: HeadSource = source.settings
+    if head.template is not None:
         if not is_decoder(source.config):
             raise ConfigError(
                 f"model.pair_template={head.template}: is for decoders; {source.config.model_type} is an encoder, "
@@ -356,7 +356,7 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
             )
         return template_format(head.template, tokenizer)
     pair_format = PairFormat.of(tokenizer, token_types=types)
-    needs_template = head is not None and (head.is_new or bool(head.tokens)) and is_decoder(source.config)
+    needs_template = (head.is_new or bool(head.tokens)) and is_decoder(source.config)
     if needs_template and not pair_format.between:
         raise ConfigError(
             "model.pair_template=null: the tokenizer puts nothing between the two texts of a pair; set "

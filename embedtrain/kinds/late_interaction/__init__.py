@@ -46,6 +46,10 @@ class LateInteraction(BackboneKind):
         new = "new " * source.settings.is_new
         return f"a {new}projection of tokens to {source.dimension} dimensions, {source.settings.similarity.value}"
 
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """Everything that decides which tokens have a vector."""
+        return {"token vectors": source.settings}
+
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts with a vector for each of several tokens."""
         from embedtrain.kinds.late_interaction.model import TokenVectorLayout
@@ -95,7 +99,6 @@ class LateInteraction(BackboneKind):
         from embedtrain.config.late_interaction import TokenSimilarity
         from embedtrain.kinds.late_interaction.score import MaxSim
 
-        assert source.kind.name == "late_interaction"
         return MaxSim(mean=source.settings.similarity is TokenSimilarity.meanmaxsim)
 
     def head(self, source: "ModelSource") -> "Head":

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.evaluation import VectorDtype
 from embedtrain.config.losses import SCORE_LOSSES
@@ -49,6 +49,10 @@ class M3(BackboneKind):
             f"{source.settings.token_dimension} dimensions"
         )
 
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """The layers and the weights of the scores."""
+        return {"representations": source.settings}
+
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts with a row for each token."""
         from embedtrain.kinds.m3.model import M3Layout
@@ -92,7 +96,6 @@ class M3(BackboneKind):
         """The weighted sum of the three scores."""
         from embedtrain.kinds.m3.score import M3Score
 
-        assert source.kind.name == "m3"
         return M3Score(source.settings)
 
     def head(self, source: "ModelSource") -> "Head":

@@ -54,6 +54,14 @@ class Sparse(Kind):
         static = f", {describe_static_queries(queries)}" if queries is not None else ""
         return f"weights of {source.dimension:,} words, {source.settings.pooling.value} over tokens{static}"
 
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """How logits become weights, and how queries do."""
+        words = source.settings
+        return {
+            "weights of words": (words.pooling.value, words.activation.value),
+            "queries of the sparse model": words.query_mode.value,
+        }
+
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
         """Texts alone; static queries are not encoded."""
         from embedtrain.data.tokens import Layout
@@ -95,7 +103,6 @@ class Sparse(Kind):
         """The inner product of the weights of words."""
         from embedtrain.kinds.sparse.score import WordScore
 
-        assert source.kind.name == "sparse"
         return WordScore(is_symmetric=source.settings.queries is None)
 
     def model_class(self, config: "PretrainedConfig") -> Any:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _KINDS = {
     "dense": "embedtrain.kinds.dense:Dense",
+    "dual_encoder": "embedtrain.kinds.dual_encoder:DualEncoder",
     "cross_encoder": "embedtrain.kinds.cross_encoder:CrossEncoder",
     "late_interaction": "embedtrain.kinds.late_interaction:LateInteraction",
     "m3": "embedtrain.kinds.m3:M3",
@@ -57,6 +58,7 @@ class Kind(ABC):
         reranks: whether it orders the documents that something else has found.
         new_part: what of the model starts from the seed if its files lack it.
         has_tables: whether a table of static embeddings can be such a model.
+        has_one_model: whether `model.path` or `model.config` has to name the model.
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         losses: the losses that train it, by `loss.name`, the first as an example; None: all but those of other kinds.
         why_no_other_loss: why another one does not, for a message.
@@ -80,6 +82,7 @@ class Kind(ABC):
     command_options: ClassVar[tuple[str, ...]] = ()
     new_part: ClassVar[str] = "layers"
     has_tables: ClassVar[bool] = False
+    has_one_model: ClassVar[bool] = True
     aliases: ClassVar[tuple[str, ...]] = ()
     losses: ClassVar[tuple[str, ...] | None] = None
     why_no_other_loss: ClassVar[str] = ""
@@ -149,6 +152,13 @@ class Kind(ABC):
 
         Raises ModelError for files that cannot be used, and ConfigError for options that do not fit them.
         """
+
+    def assembled(self, model: Any) -> "ModelSource | None":
+        """The model that the options of a recipe describe without `model.path` and `model.config`; None if they do not.
+
+        Raises as `read`.
+        """
+        return None
 
     @abstractmethod
     def new(self, source: "ModelSource", model: Any) -> "ModelSource":

@@ -25,7 +25,7 @@ _ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
 def check_model(model: ModelConfig) -> None:
     """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
     check = OptionChecks(model, "model.")
-    if model.path is None and model.config is None:
+    if model.path is None and model.config is None and load_kind(model.kind).has_one_model:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config for random weights")
     if model.path is not None and model.config is not None:
         raise ConfigError("model.path and model.config are both set: the second has no weights; keep one")

@@ -9,7 +9,7 @@ T: texts of the global batch; W: ranks; G: groups, ceil(T / W).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ class ChunkPlan:
 
     texts: NDArray[np.int64]  # [G, W], the text of each group and rank; -1 in the last group for ranks without a text
     bounds: tuple[int, ...]  # the first group of each chunk, and G; only 0 if there are no texts
+    towers: tuple[int, ...] = ()  # the tower of each chunk; empty: there is one
 
     @property
     def num_chunks(self) -> int:
@@ -34,7 +35,7 @@ class ChunkPlan:
     def chunks_of_rank(self, rank: int) -> list[NDArray[np.int64]]:
         """The chunks of one rank: indices of texts, longest first.
 
-        The last chunk is empty if it consists of the last group and that has no text for this rank.
+        The last chunk of a tower is empty if it consists of the last group and that has no text for this rank.
         """
         column = self.texts[:, rank]
         chunks = [column[start:stop] for start, stop in pairwise(self.bounds)]
@@ -53,6 +54,35 @@ class ChunkPlan:
         ranks = np.empty(int(is_text.sum()), dtype=np.int64)
         ranks[self.texts[is_text]] = np.broadcast_to(np.arange(self.texts.shape[1]), self.texts.shape)[is_text]
         return ranks
+
+
+def plan_towers(
+    costs: NDArray[np.int64],
+    towers: NDArray[np.int64] | None,
+    size: int,
+    chunk_tokens: int,
+    pass_overhead_tokens: int,
+    *,
+    packed: bool = False,
+) -> ChunkPlan:
+    """`plan_chunks` of texts that several towers encode: each chunk has texts of one tower, the same on every rank.
+
+    So a pass computes one tower, and how often each is computed depends on no rank. `towers` is int64 [T], the tower of
+    each text; None: there is one. The tower with the longest text comes first.
+    """
+    if towers is None:
+        return plan_chunks(costs, size, chunk_tokens, pass_overhead_tokens, packed=packed)
+    texts = {int(tower): np.flatnonzero(towers == tower) for tower in np.unique(towers)}
+    order = sorted(texts, key=lambda tower: (-int(costs[texts[tower]].max()), tower))
+    plans = [plan_chunks(costs[texts[t]], size, chunk_tokens, pass_overhead_tokens, packed=packed) for t in order]
+    groups = [np.where(plan.texts < 0, -1, texts[t][plan.texts]) for t, plan in zip(order, plans, strict=True)]
+    firsts = accumulate((len(group) for group in groups), initial=0)
+    bounds = [first + bound for first, plan in zip(firsts, plans, strict=False) for bound in plan.bounds[:-1]]
+    return ChunkPlan(
+        np.concatenate([np.empty((0, size), dtype=np.int64), *groups]),
+        (*bounds, sum(map(len, groups))),
+        tuple(tower for tower, plan in zip(order, plans, strict=True) for _ in range(plan.num_chunks)),
+    )
 
 
 def plan_chunks(

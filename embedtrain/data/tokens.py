@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.data.text_format import Prompt
 from embedtrain.data.types import (
+    IS_QUERY,
     NO_VECTOR,
     NOT_ATTENDED,
     NOT_POOLED,
@@ -167,6 +168,7 @@ class Layout:
         has_row_ids: whether texts are compared by the ids of these tokens as well.
         second_type: the token type of tokens flagged SECOND_SEGMENT; 0: the model has no token types.
         has_skip_list: whether texts of the model have a list of tokens without vectors.
+        num_towers: of the encoder; a text of each role has one.
         num_pair_tokens: tokens of a pair besides those of its texts; None: texts are encoded alone.
         dummy: what a rank encodes that has fewer chunks than others.
         nothing: the token of a text without tokens (an empty document and no special tokens, as with Qwen): a mask of
@@ -183,6 +185,7 @@ class Layout:
     has_token_rows: ClassVar[bool] = False
     has_row_ids: ClassVar[bool] = False
     has_skip_list: ClassVar[bool] = False
+    num_towers: ClassVar[int] = 1
     second_type = 0
     num_pair_tokens: int | None = None
     dummy: str | Pair = "a"
@@ -266,7 +269,12 @@ class Layout:
             costs=self.costs(lengths, are_queries),
             sizes=self.sizes(lengths, are_queries, selected),
             tokens=selected,
+            towers=self.towers(are_queries),
         )
+
+    def towers(self, are_queries: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        """The number of the tower that encodes each text: int64 [N]; None: there is one."""
+        return None
 
     def lengths(self, lengths: NDArray[np.int64], are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Tokens of each text that the encoder gets, from those that are cached: int64 [N]."""
@@ -361,6 +369,11 @@ class Layout:
     def client_settings(self, max_length: int) -> dict[str, Any]:
         """What a client of a serving engine has to know of texts if it does not read it from the model's directory."""
         return {}
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id."""
+        return max_token_id(self.tokenizer)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -458,13 +471,23 @@ class TextTokenizer:
         """What the encoder computes of a batch."""
         return self.layout.inputs(tokens, self.max_length)
 
-    def dummy(self) -> Chunk:
-        """A chunk for a rank that has fewer chunks than others.
+    def dummy(self, role: TextRole = TextRole.document) -> Chunk:
+        """A chunk for a rank that has fewer chunks than others, for the tower that encodes texts of a role.
 
         A forward pass of a sharded model is a collective, so all ranks run the same number of passes.
         """
         item: Sequence[Any] = [self.layout.dummy]
-        return self.make_chunk(self.tokens(item), [-1])
+        return self.make_chunk(self.tokens(item, role=role), [-1])
+
+    def dummies(self) -> list[Chunk]:
+        """A dummy of each tower."""
+        roles = list(TextRole) if self.layout.num_towers > 1 else [TextRole.document]
+        return [self.dummy(role) for role in roles]
+
+    def of_tower(self, role: str) -> "TextTokenizer":
+        """That of the tower that encodes texts of a role."""
+        assert isinstance(self.layout, TowerLayout)
+        return self.layout.of_roles[TextRole(role)].with_packing(self.packed)
 
     def with_packing(self, packed: bool) -> "TextTokenizer":
         """The same with or without packing."""
@@ -502,12 +525,82 @@ class TextTokenizer:
     @cached_property
     def max_token_id(self) -> int:
         """The largest token id."""
-        return max_token_id(self.tokenizer)
+        return self.layout.max_token_id
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of everything that determines the tokens of a text, except lengths."""
         return self.layout.fast.fingerprint(*self.layout.identity)
+
+
+class TowerLayout(Layout):
+    """Queries and documents that two towers encode, each with a tokenizer, a maximal length and a layout of its own.
+
+    A chunk has queries or documents alone.
+    """
+
+    roles_differ: ClassVar[bool] = True
+    num_towers: ClassVar[int] = 2
+
+    def __init__(self, query: TextTokenizer, document: TextTokenizer) -> None:
+        super().__init__(document.tokenizer)
+        self.of_roles = {TextRole.query: query, TextRole.document: document}
+        self.fast = document.layout.fast
+        layouts = query.layout, document.layout
+        self.include_prompt = all(layout.include_prompt for layout in layouts)
+        self.caches_flags = any(layout.caches_flags for layout in layouts)
+
+    def limit(self, role: TextRole, max_length: int) -> int:
+        """That of the tower."""
+        return self.of_roles[role].limit(role, max_length)
+
+    def tokenize(
+        self,
+        texts: Sequence[str],
+        limit: int,
+        prompts: str | Sequence[str] = "",
+        role: TextRole = TextRole.document,
+    ) -> Tokens:
+        """The tokens of texts of one role."""
+        return self.of_roles[role].layout.tokenize(texts, limit, prompts, role)
+
+    def lay_out(self, tokens: Tokens, are_queries: NDArray[np.bool_]) -> Tokens:
+        """The tokens of texts of one role, with those of queries flagged IS_QUERY."""
+        role = TextRole.query if are_queries.any() else TextRole.document
+        laid_out = self.of_roles[role].layout.lay_out(tokens, are_queries)
+        flag = IS_QUERY if role is TextRole.query else np.uint8(0)
+        return Tokens(laid_out.ids, laid_out.flags | flag, laid_out.lengths)
+
+    def towers(self, are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """0 for queries and 1 for documents."""
+        return np.where(are_queries, 0, 1)
+
+    def chunk(self, tokens: Tokens, rows: Sequence[int], *, packed: bool) -> Chunk:
+        """Texts of one role as a chunk for their tower."""
+        is_query = bool((tokens.flags & IS_QUERY).any())
+        of_tower = self.of_roles[TextRole.query if is_query else TextRole.document]
+        plain = Tokens(tokens.ids, tokens.flags & ~IS_QUERY, tokens.lengths)
+        chunk = of_tower.layout.chunk(plain, rows, packed=packed)
+        chunk.tower = 0 if is_query else 1
+        return chunk
+
+    def alone(self) -> "Layout":
+        """The same with towers for texts of any length."""
+        return TowerLayout(*(tower.untruncated() for tower in self.of_roles.values()))
+
+    def longest_text(self, max_length: int) -> int:
+        """The longer of a query and a document."""
+        return max(min(max_length, tower.longest_text) for tower in self.of_roles.values())
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest of both tokenizers."""
+        return max(tower.max_token_id for tower in self.of_roles.values())
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What determines the tokens of both towers, which cut texts at lengths of their own."""
+        return ("towers", *((tower.max_length, tower.fingerprint) for tower in self.of_roles.values()))
 
 
 def max_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

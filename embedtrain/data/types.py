@@ -134,7 +134,8 @@ class EncoderInputs:
         lengths: int64 [n], tokens of each input.
         costs: int64 [n], those that the encoder computes, at least 1.
         sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one.
-        tokens: the tokens of inputs, int64 [m], which `TextTokenizer.make_chunk` takes.
+        tokens: the tokens of inputs of one tower, int64 [m], which `TextTokenizer.make_chunk` takes.
+        towers: int64 [n], the tower that encodes each input; None: there is one.
     """
 
     num_queries: int
@@ -143,6 +144,7 @@ class EncoderInputs:
     costs: NDArray[np.int64]
     sizes: tuple[NDArray[np.int64] | None, ...]
     tokens: Callable[[NDArray[np.int64]], Tokens]
+    towers: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ class Chunk:
         row_ids: int64 [R], the ids of these tokens, if texts are compared by them; see `Part`.
         query_words: texts that are not encoded; then only the others are in ids, and `rows` are those of all. None:
             there are none.
+        tower: the number of the encoder's tower that takes it, always with all of its texts.
     """
 
     __slots__ = (
@@ -311,6 +314,7 @@ class Chunk:
         "rows",
         "sizes",
         "token_rows",
+        "tower",
         "types",
     )
 
@@ -328,10 +332,12 @@ class Chunk:
         sizes: NDArray[np.int64] | None = None,
         row_ids: Tensor | None = None,
         query_words: QueryWords | None = None,
+        tower: int = 0,
     ) -> None:
         self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
         self.packing, self.has_padding, self.types = packing, has_padding, types
         self.token_rows, self.sizes, self.row_ids, self.query_words = token_rows, sizes, row_ids, query_words
+        self.tower = tower
 
     @classmethod
     def of_one_token(cls, device: torch.device) -> "Chunk":
@@ -363,6 +369,11 @@ class Chunk:
             row_ids=changed(self.row_ids),
             query_words=None if self.query_words is None else self.query_words.map_tensors(change),
         )
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it is computed only because other ranks have a chunk of its tower."""
+        return self.rows == (-1,)
 
     @property
     def known_mask(self) -> Tensor | None:

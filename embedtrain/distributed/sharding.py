@@ -11,7 +11,7 @@ Each rank then reads its own rows of each tensor from files, or rank 0 broadcast
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,24 +96,39 @@ def shard_encoder(
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if layout.cpu_offload else OffloadPolicy()
     # With one shard there is nothing to free, and gathering again would only copy.
     reshard_blocks = layout.shard > 1 and layout.reshard_after_forward
-    embedding = large_embedding(encoder) if layout.shard > 1 else None
-    for part in (*blocks, *([] if embedding is None else [embedding])):
+    towers = towers_of(encoder)
+    embeddings = [found for tower in towers if (found := large_embedding(tower)) is not None and layout.shard > 1]
+    for part in (*blocks, *embeddings):
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_blocks)
         if not layout.reshard_after_forward:
             _KEEP_UNSHARDED.add(part)
-    if isinstance(embedding, FSDPModule):
+    for embedding in embeddings:
+        assert isinstance(embedding, FSDPModule)
         embedding.set_unshard_in_backward(False)  # the gradient of a lookup only needs the ids
-    head = getattr(encoder, "float32_head", None)
-    if head is not None:
-        fully_shard(
-            head, mesh=mesh, mp_policy=_precision(Precision.fp32), offload_policy=offload, reshard_after_forward=False
-        )
-        _KEEP_UNSHARDED.add(head)
+    for tower in towers:
+        head = getattr(tower, "float32_head", None)
+        if head is not None:
+            fully_shard(
+                head,
+                mesh=mesh,
+                mp_policy=_precision(Precision.fp32),
+                offload_policy=offload,
+                reshard_after_forward=False,
+            )
+            _KEEP_UNSHARDED.add(head)
+        if tower is not encoder:
+            fully_shard(tower, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+            _KEEP_UNSHARDED.add(tower)
     fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     storage = torch.device("cpu") if layout.cpu_offload else device
     encoder._apply(lambda t: torch.empty_like(t, device=storage) if t.is_meta else t.to(device))
     # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
     _guard_direct_calls(encoder, outside=blocks if parallel.compile else [])
+
+
+def towers_of(encoder: nn.Module) -> list[nn.Module]:
+    """The parts of an encoder of which a pass computes one, each an FSDP group besides its blocks."""
+    return list(getattr(encoder, "towers", {"": encoder}).values())
 
 
 def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
@@ -241,7 +256,9 @@ def warm_up(encoder: nn.Module, chunk: object) -> None:
     reshard(encoder)
 
 
-def set_gradient_sync(encoder: nn.Module, *, last: bool, reduce_per_step: bool = True) -> None:
+def set_gradient_sync(
+    encoder: nn.Module, *, last: bool, reduce_per_step: bool = True, finished: Iterable[nn.Module] = ()
+) -> None:
     """Configure gradient reduction for the next backward pass. Without effect on a module that is not sharded.
 
     Args:
@@ -249,12 +266,16 @@ def set_gradient_sync(encoder: nn.Module, *, last: bool, reduce_per_step: bool =
         reduce_per_step: accumulate unsharded gradients locally until the last pass, so that a step costs one
             reduce-scatter per FSDP group. Otherwise every pass reduces into shards, and only the sum over replicas
             waits for the last pass.
+        finished: towers of the encoder that no later pass of the step computes. Replicas would never sum the gradients
+            of a tower that the last pass does not compute, because FSDP does so for gradients of the pass only.
     """
     if isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(last or not reduce_per_step)
-        encoder.set_requires_all_reduce(last)
         encoder.set_is_last_backward(last)
-        encoder.set_reshard_after_backward(last or not reduce_per_step)
+        for part, is_last in ((encoder, last), *((tower, True) for tower in finished)):
+            assert isinstance(part, FSDPModule)
+            part.set_requires_gradient_sync(is_last or not reduce_per_step)
+            part.set_requires_all_reduce(is_last)
+            part.set_reshard_after_backward(is_last or not reduce_per_step)
 
 
 def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:

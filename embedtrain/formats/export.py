@@ -202,6 +202,8 @@ class ModelExport:
 
     def _describe_serving(self, source: ModelSource) -> tuple[str, ...]:
         """Add to the model card which engines serve the directory; lines for the console about what they change."""
+        if source.towers:  # engines open one model, and the card says where each is
+            return ()
         served = ServedModel.open(self.unfinished, source)
         with (self.unfinished / "README.md").open("a", encoding="utf-8") as file:
             file.write(f"\n{serving_section(served, self.config.push_to_hub or UNNAMED)}")

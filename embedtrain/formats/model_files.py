@@ -102,6 +102,10 @@ class ModelFiles(ABC):
                 f"truncate_dim={config.truncate_dim}: is for the vectors of model.kind=dense, not {kind}; leave it out"
             )
 
+    def model_folders(self, directory: Path) -> list[Path]:
+        """The folders of a directory with the config.json of a model of transformers."""
+        return [directory]
+
     # Weights
 
     def stored_names(self, names: Iterable[str], architecture: Path) -> dict[str, StoredName]:

@@ -48,7 +48,9 @@ SPARSE_STATIC_EMBEDDING = "SparseStaticEmbedding"
 QUERY_FOLDER = f"query_0_{SPARSE_STATIC_EMBEDDING}"
 WEIGHTS = "model.safetensors"
 ROUTER, ROUTER_CONFIG = "Router", "router_config.json"
+_DENSE_MODULES = {"Transformer", STATIC_EMBEDDING, "Pooling", "Dense", "Normalize"}
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+ROUTER_MODULE = "sentence_transformers.base.modules.router.Router"
 TRANSFORMER_MODULE = "sentence_transformers.base.modules.transformer.Transformer"
 # The oldest module names of sentence-transformers: every version from 2.2 on opens them.
 OLD_MODULE = "sentence_transformers.models."
@@ -296,10 +298,13 @@ class DirectoryModules:
             )
 
 
-def read_directory_modules(directory: Path) -> DirectoryModules:
-    """Read the settings of all modules. Their types are matched against a list, never imported."""
+def read_directory_modules(directory: Path, found: Sequence[Module] | None = None) -> DirectoryModules:
+    """Read the settings of all modules, or of those that are `found`.
+
+    Their types are matched against a list, never imported.
+    """
     modules = DirectoryModules(transformer=directory)
-    for kind, part, full_name in routed_modules(directory):
+    for kind, part, full_name in routed_modules(directory) if found is None else found:
         modules.kinds.append(kind)
         match kind:
             case "Transformer" | "MLMTransformer":
@@ -333,16 +338,17 @@ def read_directory_modules(directory: Path) -> DirectoryModules:
     return modules
 
 
-def routed_modules(directory: Path) -> list[Module]:
-    """The modules in modules.json; of a Router, those of documents, and that of queries after them.
+def read_routes(directory: Path) -> dict[str, list[Module]]:
+    """The modules of each route of a Router, by name, with those that modules.json has after it; empty without one.
 
-    A ModelError unless queries are static and documents are encoded by a sparse model. The route of other texts has no
-    effect here. Versions 5 and 6 of sentence-transformers have the same files.
+    The route of texts that are neither queries nor documents has no effect here. Versions 5 and 6 of
+    sentence-transformers have the same files.
     """
     modules = read_modules(directory)
-    if [module.kind for module in modules] != [ROUTER]:
-        return modules
-    root = modules[0].path
+    if not modules or modules[0].kind != ROUTER:
+        return {}
+    router, *shared = modules
+    root = router.path
     # Older versions have the same content in config.json.
     path = root / (ROUTER_CONFIG if (root / ROUTER_CONFIG).is_file() else "config.json")
     settings = read_json(path)
@@ -353,7 +359,24 @@ def routed_modules(directory: Path) -> list[Module]:
     for route, names in structure.items():
         if not isinstance(names, list) or not all(isinstance(name, str) and name in types for name in names):
             raise ModelError(f"{path}: structure.{route}={names!r:.200} is not a list of names in `types`")
-        routes[route] = [module_at(directory, str(types[name]), root / name, path) for name in names]
+        routes[route] = [module_at(directory, str(types[name]), root / name, path) for name in names] + shared
+    return routes
+
+
+def has_dense_routes(routes: Mapping[str, Sequence[Module]]) -> bool:
+    """Whether queries and documents have a route each, and get a vector from the modules of a dense model."""
+    kinds = {module.kind for modules in routes.values() for module in modules}
+    return set(routes) == {"query", "document"} and all(routes.values()) and kinds <= _DENSE_MODULES
+
+
+def routed_modules(directory: Path) -> list[Module]:
+    """The modules in modules.json; of a Router, those of documents, and that of queries after them.
+
+    A ModelError unless queries are static and documents are encoded by a sparse model.
+    """
+    routes = read_routes(directory)
+    if not routes:
+        return read_modules(directory)
     kinds = {route: [module.kind for module in modules] for route, modules in routes.items()}
     documents = [[transformer, SPLADE_POOLING] for transformer in TRANSFORMERS]
     if (
@@ -363,8 +386,9 @@ def routed_modules(directory: Path) -> list[Module]:
     ):
         described = "; ".join(f"{route}: {', '.join(of_route)}" for route, of_route in kinds.items())
         raise ModelError(
-            f"{path} has the routes {described or '(none)'}; supported are query: {SPARSE_STATIC_EMBEDDING}, and "
-            f"document: {TRANSFORMERS[0]}, {SPLADE_POOLING}"
+            f"{directory / ROUTER_CONFIG} has the routes {described or '(none)'}; supported are query: "
+            f"{SPARSE_STATIC_EMBEDDING}, and document: {TRANSFORMERS[0]}, {SPLADE_POOLING}, or for both the modules of "
+            "a model with one vector per text"
         )
     return [*routes["document"], *routes["query"]]
 

@@ -5,6 +5,7 @@ without weights all become a `ModelSource`. What only one kind of model has is r
 compared before their weights are combined.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from embedtrain.formats.hub import resolve_directory
 from embedtrain.formats.sentence_transformers import (
     SETTINGS,
     DirectoryModules,
+    Module,
     prompts_of,
     read_directory_modules,
     read_transformer_settings,
@@ -83,7 +85,9 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     supported; a ModelError if there is no such directory or repository, or it cannot be trained here.
     """
     kind = load_kind(model.kind)
-    source = _from_path(kind, model) if model.config is None else _from_config(kind, model)
+    source = kind.assembled(model)
+    if source is None:
+        source = _from_path(kind, model) if model.config is None else _from_config(kind, model)
     prompts = {"query": model.query_prompt, "document": model.document_prompt}
     return replace(
         source,
@@ -169,14 +173,19 @@ def _from_config(kind: Kind, model: ModelConfig) -> ModelSource:
     return kind.new(source, model)
 
 
-def read_files(directory: Path, model: ModelConfig) -> StoredModel:
-    """What a directory says of itself; a ConfigError for a table of static embeddings unless the kind has them."""
+def read_files(directory: Path, model: ModelConfig, route: Sequence[Module] | None = None) -> StoredModel:
+    """What a directory says of itself, or of the modules of one route of its Router.
+
+    Raises ConfigError for a table of static embeddings unless the kind has them.
+    """
     modules = DirectoryModules(transformer=directory)
     if (directory / "modules.json").is_file():
-        modules = read_directory_modules(directory)
+        modules = read_directory_modules(directory, route)
         modules.require_supported(directory)
     transformer = modules.transformer
-    if transformer != directory and transformer != directory.resolve():
+    if route is not None:  # may be a model that other software opens alone
+        require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
+    elif transformer != directory and transformer != directory.resolve():
         require_own_transformer(transformer, directory, model)
     settings = read_transformer_settings(transformer) if modules.kinds else {}
     return StoredModel(

@@ -76,9 +76,17 @@ def pooler_weights(source: ModelSource) -> dict[str, Tensor]:
 
 
 def write_architecture(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
-    """Write a sentence-transformers directory without its weights; records the type of the source's weights."""
+    """Write a sentence-transformers directory without its weights; records the type of the source's weights.
+
+    Each tower is such a directory of its own, in a folder of its name.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     files = source.kind.files
+    if source.towers:
+        for name, tower in source.towers.items():
+            write_architecture(directory / name, tower, tokenizer.of_tower(name))
+        files.write(directory, source, tokenizer)
+        return
     write_config(directory, source.config)
     write_dtype(directory, stored_dtype(source))
     files.write(directory, source, tokenizer)
@@ -158,13 +166,14 @@ def create_model_directory(
     `matryoshka_dims`.
     """
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE, CHECKSUMS))
-    write_dtype(directory, dtype)
-    if rope_theta is not None:
-        write_rope_theta(directory, rope_theta)
-    if matryoshka_dims:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        dims = {"is_matryoshka": True, "matryoshka_dimensions": sorted(matryoshka_dims)}
-        write_json(directory / "config.json", config | dims)
+    for folder in kind_of_files(architecture)[0].files.model_folders(directory):
+        write_dtype(folder, dtype)
+        if rope_theta is not None:
+            write_rope_theta(folder, rope_theta)
+        if matryoshka_dims:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            dims = {"is_matryoshka": True, "matryoshka_dimensions": sorted(matryoshka_dims)}
+            write_json(folder / "config.json", config | dims)
     if truncate_dim is not None:
         settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
         write_json(directory / SETTINGS, settings | {"truncate_dim": truncate_dim})
@@ -212,8 +221,10 @@ def stored_pooler(architecture: Path) -> dict[str, Tensor]:
 
 def pooler_rows(architecture: Path) -> Iterator[WeightRows]:
     """The same as rows, by the encoder's names."""
-    for name, tensor in stored_pooler(architecture).items():
-        yield _BACKBONE + name, 0, tensor
+    for folder in kind_of_files(architecture)[0].files.model_folders(architecture):
+        prefix = "".join(f"{part}." for part in folder.relative_to(architecture).parts)
+        for name, tensor in stored_pooler(folder).items():
+            yield prefix + _BACKBONE + name, 0, tensor
 
 
 def clear_pooler(architecture: Path) -> None:
@@ -232,11 +243,16 @@ def weights_digest(source: ModelSource) -> str:
     Enough to distinguish models, and a model before and after training; a digest of all bytes of an 8B model would take
     half a minute.
     """
-    heads = (dense.directory for dense in source.vectors.dense)
-    directories = [] if source.directory is None else [source.directory, *heads]
+    directories = [
+        (prefix, directory)
+        for prefix, part in source.parts.items()
+        if part.directory is not None
+        for directory in (part.directory, *(dense.directory for dense in part.vectors.dense))
+    ]
     return _sampled_digest(
-        (path.name, path)
-        for directory in filter(None, directories)
+        (prefix + path.name, path)
+        for prefix, directory in directories
+        if directory is not None
         for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.name in _LAYERS)
     )
 

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -121,6 +120,7 @@ class SentenceEncoder:
         self.truncate_dim = truncate_dim
         self.precision = precision
         self.score = score or Cosine()
+        self._dummies: dict[TextRole, Chunk] = {}  # made when they are needed
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
@@ -268,7 +268,7 @@ class SentenceEncoder:
                 yield vectors if work.mapped else vectors.to(world.device), distinct
             if not remaining:
                 return
-        with self._unsharded(), contextlib.closing(self._prepared(work, remaining)) as prepared:
+        with self._unsharded(work.texts.role), contextlib.closing(self._prepared(work, remaining)) as prepared:
             launched: _Block | None = None
             num_done = len(plan) - len(remaining)
             # At least one pass even without texts: only a forward pass shows the number of dimensions.
@@ -307,7 +307,7 @@ class SentenceEncoder:
 
     def _launch(self, work: _Work, chunks: Sequence[Chunk], block: Sequence[int], num_done: int) -> _Block:
         """Launch the forward passes of this rank's part of `block`. Reads nothing from the device."""
-        vectors = self._encode_block(chunks, block)
+        vectors = self._encode_block(chunks, block, work.texts.role)
         local_chunks = block[self.world.rank :: self.world.size]
         distinct = [work.plan.chunk(number) for number in local_chunks]
         with torch.inference_mode(False), torch.no_grad():
@@ -342,25 +342,29 @@ class SentenceEncoder:
         self.progress(work.label, block.num_done, len(work.plan))
         return stored if work.mapped else block.vectors, block.distinct
 
-    def _encode_block(self, chunks: Sequence[Chunk], block: Sequence[int]) -> Part:
+    def _encode_block(self, chunks: Sequence[Chunk], block: Sequence[int], role: TextRole) -> Part:
         """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
         num_passes = max(1, -(-len(block) // self.world.size))
         with eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
             vectors = [self._forward(chunk) for chunk in chunks]
             # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
             if self.unshard is Unshard.layer or not chunks:
-                vectors += [self._forward(self._dummy).slice(0, 0) for _ in range(num_passes - len(chunks))]
+                dummies = [self._dummy(role)] * (num_passes - len(chunks))
+                vectors += [self._forward(dummy).slice(0, 0) for dummy in dummies]
             return concatenate(vectors)
 
-    @cached_property
-    def _dummy(self) -> Chunk:
-        return pinned(self.tokenizer.dummy(), self.world.device)
+    def _dummy(self, role: TextRole) -> Chunk:
+        if self.tokenizer.layout.num_towers == 1:
+            role = TextRole.document
+        if role not in self._dummies:
+            self._dummies[role] = pinned(self.tokenizer.dummy(role), self.world.device)
+        return self._dummies[role]
 
-    def _unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """Gather all weights, if that is configured."""
+    def _unsharded(self, role: TextRole) -> contextlib.AbstractContextManager[None]:
+        """Gather all weights of the tower that encodes texts of a role, if that is configured."""
         if self.unshard is Unshard.layer:
             return contextlib.nullcontext()
-        return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size))
+        return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size, role))
 
     def _forward(self, chunk: Chunk) -> Part:
         vectors: Tensor

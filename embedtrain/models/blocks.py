@@ -29,7 +29,8 @@ def find_blocks(
     """The repeated transformer blocks of `model`, in the order of its modules.
 
     By default the layers that `_no_split_modules` of the model (or of a Hugging Face model inside it) names, else those
-    of the most frequent class in the `ModuleList` with the most weights. The model may be on the meta device.
+    of the most frequent class in the `ModuleList` with the most weights, in each tower of an encoder. The model may be
+    on the meta device.
 
     Args:
         block_class: a class name, or several separated by commas. Blank names are ignored.
@@ -44,6 +45,9 @@ def find_blocks(
         if missing:
             raise ConfigError(_no_such_class(model, missing, layers, option))
         return _outermost(blocks)
+    towers = list(getattr(model, "towers", {"": model}).values())
+    if len(towers) > 1:
+        return [block for tower in towers for block in find_blocks(tower, required=required and tower.has_layers)]
     named = _no_split_names(model)
     blocks = [layer for layer in layers if type(layer).__name__ in named]
     if not blocks:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.encoder import Encoder, prepare_backbone
+from embedtrain.models.encoder import Encoder, TowerEncoder, prepare_backbone
 from embedtrain.models.heads import initial_head_weights, module_locations, pickled_head_names, pickled_head_weights
 from embedtrain.models.own_class import HEAD
 from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
@@ -38,6 +38,8 @@ def build_encoder(source: ModelSource) -> Encoder:
 
 def assemble_encoder(source: ModelSource) -> Encoder:
     """The encoder in memory with random weights, or on the meta device within torch's or accelerate's contexts."""
+    if source.towers:
+        return TowerEncoder({name: assemble_encoder(tower) for name, tower in source.towers.items()})
     try:
         model = source.kind.model_class(source.config).from_config(
             source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
@@ -58,6 +60,9 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     Without a directory they are random, a function of `seed`; else transformers reads them, in any format it supports,
     and weights that it cannot read or find raise a ModelError. For one rank, which distributes them to the others.
     """
+    if source.towers:
+        states = {prefix: full_state_dict(tower, seed) for prefix, tower in source.parts.items()}
+        return {prefix + name: weight for prefix, state in states.items() for name, weight in state.items()}
     if source.directory is not None:
         _require_plausible_size(source, source.directory)
     torch.manual_seed(seed)
@@ -114,6 +119,9 @@ def read_backbone(source: ModelSource) -> tuple[dict[str, Tensor], set[str]]:
 
 def head_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weights of heads that are not in safetensors files under their names, by the encoder's names."""
+    if source.towers:
+        states = {prefix: head_weights(tower) for prefix, tower in source.parts.items()}
+        return {prefix + name: weight for prefix, state in states.items() for name, weight in state.items()}
     return source.kind.head_weights(source) | pickled_head_weights(source.vectors.dense)
 
 
@@ -144,6 +152,14 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     `bert.`, `model.`), and equal shapes. Old names and pickles are left to `full_state_dict`. What `head_weights` reads
     has no location.
     """
+    if source.towers:
+        found: dict[str, TensorLocation] = {}
+        for prefix, tower in source.parts.items():
+            own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+            if (of_tower := locate_weights(tower, own)) is None:
+                return None
+            found |= {prefix + name: location for name, location in of_tower.items()}
+        return found
     if source.directory is None:
         return None
     stored = stored_tensors(source.directory)

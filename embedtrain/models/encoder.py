@@ -1,4 +1,4 @@
-"""The encoder: a backbone and a head in one module with one public forward.
+"""The encoder: a backbone and a head, or several of them side by side, in one module with one public forward.
 
 One module, because FSDP gathers weights around that module's `__call__`: a head outside of it would receive vectors of
 another precision, and a loss could hold an unsharded copy.
@@ -8,7 +8,8 @@ N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; D:
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -161,6 +162,11 @@ class Encoder(nn.Module):
         self._computes: Callable[[Chunk], Tensor] | None = None
 
     @property
+    def towers(self) -> Mapping[str, "Encoder"]:
+        """By the prefix of the names of their weights: the encoder itself, unless it has several."""
+        return {"": self}
+
+    @property
     def dimension(self) -> int:
         """D, the dimension of the vectors."""
         return self.output.dimension
@@ -200,6 +206,37 @@ class Encoder(nn.Module):
             yield
         finally:
             self._computes = None
+
+
+class TowerEncoder(Encoder):
+    """Encoders side by side, each of which takes the chunks of its number: a chunk has items of one tower.
+
+    So a forward pass computes one tower; their parts have the same dimension. The names of a tower's weights begin with
+    its own name, as in `query.backbone.NAME`.
+    """
+
+    def __init__(self, towers: Mapping[str, Encoder]) -> None:
+        nn.Module.__init__(self)
+        self._towers = tuple(towers)
+        for name, tower in towers.items():
+            self.add_module(name, tower)
+        self.has_layers = any(tower.has_layers for tower in towers.values())
+        self.exits = None
+
+    @property
+    def towers(self) -> Mapping[str, Encoder]:
+        """In the order of their numbers."""
+        return {f"{name}.": cast(Encoder, self.get_submodule(name)) for name in self._towers}
+
+    @property
+    def dimension(self) -> int:
+        """D, the same of all towers."""
+        return next(iter(self.towers.values())).dimension
+
+    def forward(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """What the tower of the chunk returns."""
+        parts: tuple[Tensor, ...] = self.get_submodule(self._towers[chunk.tower])(chunk)
+        return parts
 
 
 def hidden_states(backbone: nn.Module, chunk: Chunk) -> Tensor:

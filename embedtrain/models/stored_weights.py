@@ -44,6 +44,8 @@ def stored_tensors(directory: Path) -> dict[str, TensorLocation]:
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
     """The dtype of most stored weights; float32 without any."""
+    if source.towers:
+        return max(map(stored_dtype, source.towers.values()), key=lambda dtype: dtype.itemsize)
     if source.directory is None:
         return torch.float32
     stored = stored_tensors(source.directory)

@@ -1,6 +1,6 @@
 """What is known about a model before its weights are read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,21 @@ class VectorSettings:
     truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
 
 
+@dataclass(frozen=True)
+class Towers:
+    """Settings of a model that has models of their own for some of the texts, which alone have weights.
+
+    Its `config` is that of the last one.
+    """
+
+    sources: Mapping[str, "ModelSource"]  # by name
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a part is not in the files and starts from the seed."""
+        return any(source.has_new_head for source in self.sources.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """Everything known about a model before its weights are read."""
@@ -65,6 +80,17 @@ class ModelSource:
     trust_remote_code: bool = False  # whether Python in `directory` may run
     adapter: Path | None = None  # a LoRA adapter in PEFT's format that a command loads onto it
     commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
+
+    @property
+    def towers(self) -> Mapping[str, "ModelSource"]:
+        """The models that encode some of the texts each, by name; empty if one encodes all."""
+        settings = self.settings
+        return settings.sources if isinstance(settings, Towers) else {}
+
+    @property
+    def parts(self) -> Mapping[str, "ModelSource"]:
+        """The models with weights, by the prefix of the names of their weights in the encoder."""
+        return {f"{name}.": tower for name, tower in self.towers.items()} or {"": self}
 
     @property
     def has_new_head(self) -> bool:

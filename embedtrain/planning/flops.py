@@ -65,11 +65,8 @@ class ModelFlops:
         return sum(token_flops(tokens * self.matmul_elements, tokens * self.trained, attention))
 
 
-NO_FLOPS = ModelFlops(0, 0, ())  # default if the rate is not of interest
-
-
 def model_flops(encoder: Encoder) -> ModelFlops:
-    """FLOPs of an encoder with `requires_grad` as in training; sharded or not."""
+    """FLOPs of an encoder with one tower, with `requires_grad` as in training; sharded or not."""
     embeddings, has_vocabulary = {id(p) for p in lookup_weights(encoder)}, encoder.output.has_vocabulary
     weights = [
         p

@@ -13,7 +13,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -379,16 +379,20 @@ def model_spec(
 
     `blocks` are the modules that become separate FSDP groups, `vectors` the vectors of a query and of a document.
     """
-    embedding = large_embedding(encoder)
+    embeddings = [part for tower in encoder.towers.values() if (part := large_embedding(tower)) is not None]
     grouped = {id(p) for block in blocks for p in block.parameters()}
-    separate = [] if embedding is None else [p for p in embedding.parameters() if id(p) not in grouped]
+    separate = [p for embedding in embeddings for p in embedding.parameters() if id(p) not in grouped]
     grouped |= {id(p) for p in separate}
     frozen: Counter[str] = Counter()
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
             frozen[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
-    hidden, dtype = hidden_size(encoder.backbone.config), compute_dtype(precision)
-    lookups = (weight.numel() for weight in lookup_weights(encoder))
+    towers: dict[Encoder, list[nn.Module]] = {}
+    for tower in encoder.towers.values():
+        own = {id(part) for part in tower.modules()}
+        towers[tower] = [block for block in blocks if id(block) in own]
+    hidden, dtype = max(hidden_size(tower.backbone.config) for tower in towers), compute_dtype(precision)
+    lookups = (weight.numel() for tower in towers for weight in lookup_weights(tower))
     buffers = sum(buffer.nbytes for buffer in encoder.buffers())
     weights = WeightSpec(
         blocks=tuple(_group(block.parameters()) for block in blocks),
@@ -402,23 +406,39 @@ def model_spec(
     @functools.cache
     def measure(recompute: bool) -> Activations:
         try:
-            return measure_activations(
-                encoder,
-                blocks,
-                dtype=dtype,
-                tokens_per_text=tokens_per_text,
-                recompute=recompute,
-                gpu=gpu,
-                packed=packed,
-            )
+            measured = [
+                measure_activations(
+                    tower,
+                    blocks_of_tower,
+                    dtype=dtype,
+                    tokens_per_text=tokens_per_text,
+                    recompute=recompute,
+                    gpu=gpu,
+                    packed=packed,
+                )
+                for tower, blocks_of_tower in towers.items()
+            ]
+            return measured[0] if len(measured) == 1 else _largest(measured, list(map(len, towers.values())))
         except Exception:  # a model's own code may do anything with tensors that have no content
             return rule_of_thumb(hidden, dtype, recompute=recompute)
 
     def bound(recompute: bool) -> Activations:
         return upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
-    name = type(encoder.backbone).__name__.removeprefix("FSDP")
+    name = " and ".join(type(tower.backbone).__name__.removeprefix("FSDP") for tower in towers)
     return ModelSpec(name, weights, hidden, encoder.dimension, precision, vectors, measure, bound)
+
+
+def _largest(activations: Sequence[Activations], num_blocks: Sequence[int]) -> Activations:
+    """The most of several towers with these numbers of blocks, of which a pass computes one."""
+    blocks = max(of.block * number for of, number in zip(activations, num_blocks, strict=True))
+    return Activations(
+        block=blocks / max(1, sum(num_blocks)),
+        rest=max(of.rest for of in activations),
+        forward=max(of.forward for of in activations),
+        backward=max(of.backward for of in activations),
+        no_grad=max(of.no_grad for of in activations),
+    )
 
 
 def _group(parameters: Iterable[Tensor]) -> ParameterGroup:

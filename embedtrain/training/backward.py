@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.collectives import average_gradients
-from embedtrain.distributed.sharding import set_gradient_sync
+from embedtrain.distributed.sharding import set_gradient_sync, towers_of
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.encoded import Part, split_queries
@@ -32,7 +32,7 @@ class Backward:
     """Computes the gradient of a step.
 
     Args:
-        dummy: chunk for ranks that have fewer chunks than others.
+        dummy: chunk for ranks that have fewer chunks than others, of an encoder with one tower.
         reduce_per_step: see `set_gradient_sync`.
         guides: other models that the loss needs, by path.
         sources: names of the training sources, to log their losses separately; None if there is only one.
@@ -53,6 +53,7 @@ class Backward:
         row_specs: Sequence[RowSpec] | None = None,
     ) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
+        self.towers = towers_of(encoder)
         self.dummy = dummy.to(world.device)
         self.reduce_per_step = reduce_per_step
         self.guides = dict(guides or {})
@@ -74,10 +75,11 @@ class Backward:
         local_loss = torch.zeros((), device=self.world.device)
         finite = torch.ones((), dtype=torch.bool, device=self.world.device)
         metrics, weights = dict[str, Tensor](), dict[str, float]()
+        remaining = [chunk.tower for batch in batches for chunk in self._passes(batch)]  # the tower of each pass
         for batch in batches:
             weight = batch.num_rows / num_rows
             with grad_independent_attention(self.encoder):
-                output, batch_finite = self._backward_batch(batch, weight, last=batch is batches[-1], measured=measured)
+                output, batch_finite = self._backward_batch(batch, weight, remaining, measured=measured)
             local_loss = local_loss + weight * output.local_loss
             for name, value in self._metrics(batch, output).items():  # sources may have different metrics
                 metrics[name] = metrics.get(name, torch.zeros_like(value)) + weight * value
@@ -100,39 +102,48 @@ class Backward:
             losses = {} if output.row_losses is None else row_sources.local_losses(output.row_losses)
         return {**output.metrics, **{f"loss/{self.sources[source]}": loss for source, loss in losses.items()}}
 
+    def _passes(self, batch: RankBatch) -> list[Chunk]:
+        """The chunks of a batch. Every forward pass is a collective, so all ranks run the same number of passes.
+
+        Ranks with fewer chunks add dummies, whose graphs take little memory.
+        """
+        return [*batch.chunks, *[self.dummy] * (max(1, batch.num_passes) - len(batch.chunks))]
+
     def _backward_batch(
-        self, batch: RankBatch, weight: float, *, last: bool, measured: bool
+        self, batch: RankBatch, weight: float, remaining: list[int], *, measured: bool
     ) -> tuple[LossOutput, Tensor]:
-        # Every forward pass is a collective, so all ranks run the same number of passes; ranks with fewer chunks add
-        # dummies, whose graphs take little memory.
-        num_chunks, num_passes = len(batch.chunks), max(1, batch.num_passes)
-        num_cached = num_passes if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
+        """`remaining` has the towers of the backward passes that are left; those of this batch are removed from it."""
+        chunks = self._passes(batch)
+        num_cached = len(chunks) if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
         sample = (
             MeasuredRows.of(batch.num_rows, batch.max_documents, self.world.rank, self.world.size) if measured else None
         )
-        chunks = [*batch.chunks, *[self.dummy] * (num_passes - num_chunks)]
         graphs: list[tuple[Tensor, ...] | None] = []
         for index, chunk in enumerate(chunks):
             with torch.set_grad_enabled(index < num_cached), span(ENCODE):
                 graphs.append(self._encode(batch.step, index, chunk))
         encoded = [tuple(part.detach() for part in graph) for graph in graphs if graph is not None]
-        local = [torch.cat(parts)[: sum(map(len, parts[:num_chunks]))] for parts in zip(*encoded, strict=True)]
+        # Dummies do not contribute to the loss.
+        sizes = [[0 if c.is_dummy else len(part) for part in parts] for c, parts in zip(chunks, encoded, strict=True)]
+        local = [
+            torch.cat([part[:size] for part, size in zip(parts, of_part, strict=True)])
+            for parts, of_part in zip(zip(*encoded, strict=True), zip(*sizes, strict=True), strict=True)
+        ]
         with span(LOSS):
             output, grads, finite = self._loss_at_row_owners(local, batch, weight, sample)
-        chunk_grads = [
-            grad.split([len(chunk[part]) for chunk in encoded[:num_chunks]]) for part, grad in enumerate(grads)
-        ]
+        chunk_grads = [grad.split(of_part) for grad, of_part in zip(grads, zip(*sizes, strict=True), strict=True)]
         for index, chunk in enumerate(chunks):
-            final = last and index == num_passes - 1
-            set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
+            remaining.pop(0)
+            # A tower is finished before the last pass if that one computes another tower.
+            finished = [tower for number, tower in enumerate(self.towers) if number not in remaining]
+            set_gradient_sync(self.encoder, last=not remaining, reduce_per_step=self.reduce_per_step, finished=finished)
             with span(BACKWARD):
                 graph = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)
                 assert graph is not None
-                # Dummies do not contribute to the loss.
                 torch.autograd.backward(
                     graph,
                     [
-                        part_grads[index] if index < num_chunks else torch.zeros_like(part)
+                        torch.zeros_like(part) if chunk.is_dummy else part_grads[index]
                         for part, part_grads in zip(graph, chunk_grads, strict=True)
                     ],
                 )

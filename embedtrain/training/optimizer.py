@@ -24,6 +24,7 @@ from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup, 
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.errors import ConfigError
 from embedtrain.models.blocks import find_blocks
+from embedtrain.models.encoder import TowerEncoder
 from embedtrain.models.sparse_head import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
 from embedtrain.training.schedule import LearningRate, num_steps
 from embedtrain.utils.formatting import format_count
@@ -131,6 +132,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _layer_factors(encoder: nn.Module, decay: float) -> dict[str, tuple[str, float]]:
     """Label and factor of the embeddings and blocks, by name of the parameter; other parameters have the factor 1."""
+    if isinstance(encoder, TowerEncoder):
+        of_towers = {prefix: _layer_factors(tower, decay) for prefix, tower in encoder.towers.items()}
+        return {prefix + name: factor for prefix, own in of_towers.items() for name, factor in own.items()}
     blocks = find_blocks(encoder, required=False)
     if not blocks:
         raise ConfigError(f"optim.layer_decay={decay}: the model has no list of repeated layers; leave it out")

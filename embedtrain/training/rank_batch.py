@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.chunks import ChunkPlan, plan_chunks
+from embedtrain.data.chunks import ChunkPlan, plan_towers
 from embedtrain.data.rows import Row
 from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
@@ -128,7 +128,9 @@ class RankBatch:
     """One rank's part of a global batch, tokenised."""
 
     step: int
-    chunks: tuple[Chunk, ...]  # the texts that this rank encodes, longest first; rows count through all chunks
+    # The texts that this rank encodes, tower by tower and longest first; rows count through all chunks. A dummy stands
+    # before chunks of another tower if this rank has fewer of its tower than others.
+    chunks: tuple[Chunk, ...]
     num_queries: int  # embeddings of queries: B, or 0 if the encoder takes pairs
     batch_info: BatchInfo
     num_rows: int  # of the global batch
@@ -141,7 +143,12 @@ class RankBatch:
     @property
     def lengths(self) -> torch.Tensor:
         """Int64 [N], tokens of each text that this rank encodes; read it before the batch is moved to a device."""
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in self.chunks)])
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in self._chunks_of_texts)])
+
+    def lengths_of(self, tower: int) -> torch.Tensor:
+        """Those of the texts that a tower encodes."""
+        chunks = (chunk for chunk in self._chunks_of_texts if chunk.tower == tower)
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in chunks)])
 
     @property
     def real_tokens(self) -> int:
@@ -151,7 +158,11 @@ class RankBatch:
     @property
     def computed_tokens(self) -> int:
         """Tokens that this rank computes, including padding."""
-        return sum(chunk.ids.numel() for chunk in self.chunks)
+        return sum(chunk.ids.numel() for chunk in self._chunks_of_texts)
+
+    @property
+    def _chunks_of_texts(self) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if not chunk.is_dummy]
 
     def to(self, device: torch.device) -> "RankBatch":
         """The same batch on `device`, without waiting for the copies."""
@@ -187,7 +198,7 @@ def make_rank_batch(
     stored_guides: Mapping[str, Callable[[Sequence[Row]], Guide]] | None = None,
     teacher_dimension: int | None = None,
 ) -> RankBatch:
-    """The part of `batch` that rank `rank` computes. Queries and documents share chunks: one encoder serves both.
+    """The part of `batch` that rank `rank` computes. Queries and documents share chunks if one tower encodes both.
 
     All ranks know all lengths, so texts are distributed such that every rank has the same number of chunks and about
     the same number of tokens; the embeddings are then sent to the ranks of their rows. If not all graphs fit in memory,
@@ -322,20 +333,24 @@ def _encode_plan(
     inputs: EncoderInputs, rank: int, size: int, tokenizer: TextTokenizer, chunk_options: ChunkOptions
 ) -> tuple[list[Chunk], tuple[Exchange, ...], ChunkPlan]:
     """This rank's chunks, the exchange of each part of the embeddings, and which rank encodes which texts."""
-    plan = plan_chunks(
+    plan = plan_towers(
         inputs.costs,
+        inputs.towers,
         size,
         chunk_options.chunk_tokens,
         chunk_options.pass_overhead_tokens,
         packed=tokenizer.packed,
     )
-    parts = [texts for texts in plan.chunks_of_rank(rank) if len(texts)]
+    parts = plan.chunks_of_rank(rank)
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-    first, chunks = 0, []
-    for texts in parts:
-        rows = range(first, first + len(texts))
-        chunks.append(tokenizer.make_chunk(inputs.tokens(texts), rows))
-        first += len(texts)
+    first, chunks = 0, list[Chunk]()
+    for number, texts in enumerate(parts):
+        if len(texts):
+            rows = range(first, first + len(texts))
+            chunks.append(tokenizer.make_chunk(inputs.tokens(texts), rows))
+            first += len(texts)
+        elif plan.towers:  # a chunk of another tower may follow
+            chunks.append(tokenizer.dummies()[plan.towers[number]])
     exchanges = tuple(
         plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded, sizes) for sizes in inputs.sizes
     )

@@ -19,6 +19,7 @@ from embedtrain.config.row_requirements import ScoreRequirement, row_requirement
 from embedtrain.data.rows import Example
 from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.train_data import TrainData
+from embedtrain.data.types import TextRole
 from embedtrain.distributed.watchdog.watchdog import activity
 from embedtrain.errors import TrainingError
 from embedtrain.evaluation.types import (
@@ -151,11 +152,15 @@ class RunReporter:
     def _embeddings(self, sample: Sample) -> Tensor:
         """Float32 [n, D], on every rank."""
         embeddings: Tensor | None = None
-        for length in dict.fromkeys(text.max_length for text in sample.texts):
-            indices = [index for index, text in enumerate(sample.texts) if text.max_length == length]
+        roles_differ = self._encoder.tokenizer.layout.roles_differ
+        is_document = [roles_differ and text.role is not Role.query for text in sample.texts]
+        groups = list(zip((text.max_length for text in sample.texts), is_document, strict=True))
+        for length, of_documents in dict.fromkeys(groups):
+            indices = [index for index, group in enumerate(groups) if group == (length, of_documents)]
             texts = [sample.texts[index] for index in indices]
             encoded = self._encoder.encode_all(
                 [f"{text.before}{text.text}{text.after}" for text in texts],
+                role=TextRole.document if of_documents else TextRole.query,
                 max_length=length,
                 label="encoding the sample of the report",
                 existing_prompt=[text.before for text in texts],

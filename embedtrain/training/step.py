@@ -16,7 +16,7 @@ from embedtrain.distributed.watchdog.peers import format_ranks
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
-from embedtrain.planning.flops import NO_FLOPS, ModelFlops
+from embedtrain.planning.flops import ModelFlops
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm, logged_rates, step_if
 from embedtrain.training.profile import AGREE, NORM, OPTIMIZER, span
@@ -48,7 +48,7 @@ class StepContext:
     schedule: Schedule  # of the optimizer
     backward: Backward
     state: TrainState
-    flops: ModelFlops = NO_FLOPS
+    flops: tuple[ModelFlops, ...] = ()  # of each tower; empty if the rate is not of interest
     notices: Callable[[], Notice] = lambda: Notice(0)  # returns what this rank announces to the others
     # Called before weights change: an asynchronous checkpoint may still be copying them.
     wait_for_staging: Callable[[], None] = lambda: None
@@ -76,7 +76,8 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     with span(NORM):
         grad_norm = clip_grad_norm(context.module.parameters(), context.schedule.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
-    local = [*map(float, tokens), sum(context.flops.of(batch.lengths) for batch in batches)]
+    needed = (of.of(batch.lengths_of(tower)) for tower, of in enumerate(context.flops) for batch in batches)
+    local = [*map(float, tokens), float(sum(needed))]
     with span(AGREE):
         results = _RankResults.gather(context, local, output, grad_norm, finite)
         # The only values of a step that are read from a GPU, and read after the optimizer step is queued: if a rank

@@ -123,7 +123,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         schedule=schedule,
         backward=build_backward(run, inputs, model, module.loss, guides),
         state=state,
-        flops=model_flops(module.encoder),
+        flops=tuple(map(model_flops, module.encoder.towers.values())),
         notices=lambda: stop_signals.notice | checkpointer.notice,
         wait_for_staging=checkpointer.wait_for_staging,
     )

@@ -44,12 +44,11 @@ from embedtrain.formats.peft import (
 )
 from embedtrain.formats.quantisation_file import write_trained_ranges
 from embedtrain.formats.source import different_setting, different_tokens, open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
 from embedtrain.formats.transformers import complete_older_files
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
-from embedtrain.inference.loading.load import bound_tokenizer
+from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
@@ -117,7 +116,7 @@ def export_checkpoint(
     """
     run_dir, recipe, checkpoint = run.run_dir, run.recipe, run.checkpoint
     source = _open_architecture(run, config, trust_remote_code=trust_remote_code)
-    tokenizer = bound_tokenizer(source, load_tokenizer(source))
+    tokenizer = model_tokenizer(source)
     dtype = export_dtype(config.dtype, source)
     base: ModelSource | None = None
     if ONNX in config.formats:
@@ -320,7 +319,7 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_r
             trust_remote_code=trust_remote_code,
         )
     )
-    return _Task(name, run, source, bound_tokenizer(source, load_tokenizer(source)))
+    return _Task(name, run, source, model_tokenizer(source))
 
 
 def _require_compatible(first: _Task, other: _Task) -> None:

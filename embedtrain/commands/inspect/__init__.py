@@ -192,8 +192,7 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
     """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
     from embedtrain.commands.inspect.texts import UntruncatedTokenizer
     from embedtrain.formats.source import open_model_source
-    from embedtrain.formats.tokenizer import load_tokenizer
-    from embedtrain.inference.loading.load import bound_tokenizer
+    from embedtrain.inference.loading.load import model_tokenizer
 
     model = recipe.model
     if model.path is None and model.config is None:
@@ -204,8 +203,8 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
     if model.config is not None and model.tokenizer is None:
         note = "lengths are in characters: the vocabulary is trained when the run starts"
         return None, source.prompts, note
-    loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
-    return UntruncatedTokenizer(bound_tokenizer(source, loaded)), source.prompts, ""
+    tokenizer = model_tokenizer(source, model.tokenizer, model.tokenizer_revision)
+    return UntruncatedTokenizer(tokenizer), source.prompts, ""
 
 
 def _problems(recipe: Recipe, inspected: "InspectedSource", limit: int, cache: "Cache") -> tuple[list[str], int]:

@@ -186,6 +186,7 @@ def plan(recipe: Recipe, options: "PlanOptions", *, mined: Mapping[Path, int] | 
         model, layout, cluster, work, reduce_per_step=reduce_per_step, free=cluster.memory
     )
     local = replace(work, activation_tokens=activation_tokens).per_rank(cluster.ranks)
+    has_vocabulary = any(tower.output.has_vocabulary for tower in planned.encoder.towers.values())
     return TrainingPlan(
         name=recipe.name,
         model=model,
@@ -195,7 +196,7 @@ def plan(recipe: Recipe, options: "PlanOptions", *, mined: Mapping[Path, int] | 
         best=choice.best,
         next_best=choice.next_best,
         activation_tokens=activation_tokens,
-        vocabulary_head=_vocabulary_head(model, local, length) if planned.encoder.output.has_vocabulary else None,
+        vocabulary_head=_vocabulary_head(model, local, length) if has_vocabulary else None,
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
         changes=changes(parallel, cluster, model, work, choice.best),
         parameter_groups=describe_groups(trained_parameters(planned.encoder, recipe.optim), recipe.optim),

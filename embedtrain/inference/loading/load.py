@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import TextTokenizer, TowerLayout
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.sharding import (
@@ -210,7 +210,7 @@ def quiet_libraries() -> None:
 def _bound_tokenizer(source: ModelSource, trained: PreTrainedTokenizerBase | None, model: ModelConfig) -> TextTokenizer:
     """The model's tokenizer, or the one that was trained on the data."""
     if trained is None:
-        return bound_tokenizer(source, load_tokenizer(source, model.tokenizer, model.tokenizer_revision))
+        return model_tokenizer(source, model.tokenizer, model.tokenizer_revision)
     fit_config_to_tokenizer(source, trained)
     return bound_tokenizer(source, trained)
 
@@ -272,9 +272,10 @@ def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tu
 def _open_verified(model: ModelConfig, source: ModelSource | None, world: World, *, read_weights: bool) -> ModelSource:
     """Compare the weights with their checksums, if they are read and an export has written them."""
     source = open_model_source(model) if source is None else source
-    if read_weights and source.directory is not None:
-        # The ranks of each host share the files, because hosts may have disks of their own.
-        verify_weights(source.directory, world.local_rank, world.local_size)
+    for part in (source, *source.towers.values()):
+        if read_weights and part.directory is not None:
+            # The ranks of each host share the files, because hosts may have disks of their own.
+            verify_weights(part.directory, world.local_rank, world.local_size)
     return source
 
 
@@ -289,6 +290,7 @@ def _read_weights(
         )
         for name, layer in four_bit_layers(encoder)
     }
+    directories = " and ".join(str(part.directory) for part in source.parts.values() if part.directory is not None)
     if locations is not None:
         with world.fail_together("reading the model's weights"):
             heads = head_weights(source)
@@ -296,12 +298,12 @@ def _read_weights(
             read_shards(stored, locations, quantizers, world.device)
             for name, weight in heads.items():
                 copy_local_rows(tensors[name], weight)
-        return f"weights: every rank read its own slices of {source.directory}"
+        return f"weights: every rank read its own slices of {directories}"
     broadcast_weights(tensors, quantizers, world, lambda: full_state_dict(source, seed))
-    if source.directory is None:
+    if not directories:
         return f"weights: random from seed {seed}, created on rank 0 and distributed"
     new = f", the new {source.kind.new_part} from seed {seed}"
-    return f"weights: read on rank 0 from {source.directory} by transformers and distributed{new * source.has_new_head}"
+    return f"weights: read on rank 0 from {directories} by transformers and distributed{new * source.has_new_head}"
 
 
 def _check_weights(encoder: Encoder, model: ModelConfig, source: ModelSource, world: World) -> None:
@@ -356,8 +358,9 @@ def _describe(
 ) -> list[str]:
     """Lines about the model, its layout on the ranks, and its adapters."""
     memory = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
+    backbones = [type(tower.backbone).__name__.removeprefix("FSDP") for tower in encoder.towers.values()]
     return [
-        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
+        f"{' and '.join(backbones)}, {costs.weights.parameters:,} parameters, "
         f"{source.kind.outputs(source)}, {tokenizer.longest_text} tokens",
         *tokenizer.layout.notes,
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
@@ -371,6 +374,17 @@ def _describe_reduction_per_chunk(costs: ModelSpec) -> str:
     """The line of a training whose ranks have no memory for full gradients."""
     size = 4 * costs.weights.trained / 2**30
     return f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank"
+
+
+def model_tokenizer(source: ModelSource, path: str | None = None, revision: str | None = None) -> TextTokenizer:
+    """The model's tokenizer, or that in `path`, with the layout and the maximal lengths of the model.
+
+    Each tower has its own.
+    """
+    if not source.towers:
+        return bound_tokenizer(source, load_tokenizer(source, path, revision))
+    towers = [model_tokenizer(tower) for tower in source.towers.values()]
+    return TextTokenizer(towers[-1].tokenizer, max(tower.max_length for tower in towers), TowerLayout(*towers))
 
 
 def bound_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
@@ -395,7 +409,13 @@ def prepare_packing(
     limit = packing_limit(parallel.precision, capability)
     if limit is not None and attention is Attention.packed:
         raise _unsupported(limit, ConfigError)
-    support = check_packing(encoder, precision=parallel.precision, capability=capability)
+    towers = [tower for tower in encoder.towers.values() if tower.has_layers]
+    checks = [check_packing(tower, precision=parallel.precision, capability=capability) for tower in towers]
+    support = PackingCheck(
+        next((check.padding_reason for check in checks if check.padding_reason is not None), None),
+        max(check.dropout for check in checks),
+        frozenset().union(*(check.head_sizes for check in checks)),
+    )
     if support.padding_reason is None:
         enable_packing(encoder)
     elif attention is Attention.packed:
@@ -426,24 +446,14 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
 
     A ModelError if they differ and `model.attention=packed`.
     """
-    config = encoder.backbone.config
-    assert isinstance(config, PretrainedConfig)
     if not encoder.has_layers:
         return None
-    training = encoder.training
-    head, backbone = encoder.output, encoder.backbone
-    with encoder.computing(lambda chunk: head.compared(hidden_states(backbone, chunk), chunk)):
-        mismatch = packing_mismatch(
-            encoder.eval(),
-            config,
-            parallel.precision,
-            world.device,
-            token_types=head.reads_pairs and has_token_types(encoder),
-            token_vectors=head.compares_tokens,
-        )
-    encoder.train(training)
-    reshard(encoder)
-    mismatch = mismatch or window_mismatch(config, parallel.precision, world.device)
+    mismatches = [
+        _mismatch_of_tower(encoder, number, tower, parallel, world)
+        for number, tower in enumerate(encoder.towers.values())
+        if tower.has_layers
+    ]
+    mismatch = next((text for text in mismatches if text is not None), None)
     reason = next((text for text in world.gather(mismatch) if text is not None), None)
     if reason is not None:
         if attention is Attention.packed:
@@ -452,6 +462,33 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
         if world.device.type == "cuda":
             use_flash_attention_2()
     return reason
+
+
+def _mismatch_of_tower(
+    encoder: Encoder, number: int, tower: Encoder, parallel: ParallelConfig, world: World
+) -> str | None:
+    """Why packed texts have other vectors than padded ones in a tower of the encoder. A collective."""
+    config, training = tower.backbone.config, encoder.training
+    assert isinstance(config, PretrainedConfig)
+    head, backbone = tower.output, tower.backbone
+
+    def computed(chunk: Chunk) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = encoder(chunk.replaced(tower=number))
+        return parts
+
+    encoder.eval()
+    with tower.computing(lambda chunk: head.compared(hidden_states(backbone, chunk), chunk)):
+        mismatch = packing_mismatch(
+            computed,
+            config,
+            parallel.precision,
+            world.device,
+            token_types=head.reads_pairs and has_token_types(tower),
+            token_vectors=head.compares_tokens,
+        )
+    encoder.train(training)
+    reshard(encoder)
+    return mismatch or window_mismatch(config, parallel.precision, world.device)
 
 
 def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:

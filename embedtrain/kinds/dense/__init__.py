@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.recipe import ADAPTER, Pooling
 from embedtrain.config.validation import OptionChecks, written
@@ -28,12 +28,12 @@ class Dense(BackboneKind):
 
     name = "dense"
     summary = "a vector per text"
-    aliases = ("biencoder", "embedder", "embedding", "sentencetransformer")
+    aliases: ClassVar[tuple[str, ...]] = ("biencoder", "embedder", "embedding", "sentencetransformer")
     has_one_vector = True
     measures_classes = True
-    options = DenseOptions
+    options: ClassVar[type[Any]] = DenseOptions
     new_part = "heads"
-    command_options = ("pooling", "normalize", "similarity")
+    command_options: ClassVar[tuple[str, ...]] = ("pooling", "normalize", "similarity")
     has_tables = True
 
     def outputs(self, source: "ModelSource") -> str:

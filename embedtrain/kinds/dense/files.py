@@ -48,6 +48,17 @@ _SIMILARITIES = {
 }
 
 
+def write_settings(directory: Path, source: ModelSource) -> None:
+    """Write prompts and similarity for sentence-transformers."""
+    settings = {
+        "__version__": {},
+        "prompts": {"query": "", "document": ""} | source.prompts,
+        "default_prompt_name": None,
+        "similarity_fn_name": source.vectors.similarity.value,
+    }
+    write_json(directory / SETTINGS, settings)
+
+
 class DenseFiles(ModelFiles):
     """The modules Transformer, Pooling, Dense and Normalize of sentence-transformers, or StaticEmbedding."""
 
@@ -82,15 +93,7 @@ class DenseFiles(ModelFiles):
             modules[folder] = "Normalize"
             (directory / folder).mkdir(exist_ok=True)
         write_modules(directory, {path: OLD_MODULE + kind for path, kind in modules.items()})
-        write_json(
-            directory / SETTINGS,
-            {
-                "__version__": {},
-                "prompts": {"query": "", "document": ""} | source.prompts,
-                "default_prompt_name": None,
-                "similarity_fn_name": source.vectors.similarity.value,
-            },
-        )
+        write_settings(directory, source)
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
         """sentence-transformers, and the prompts for other software."""

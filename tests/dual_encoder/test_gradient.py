@@ -6,13 +6,13 @@ The reference is the plain computation: every text encoded alone by its own mode
 import pytest
 import torch
 import torch.nn.functional as F
-from embedtrain.models.source import open_model_source
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
+from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble_encoder, full_state_dict

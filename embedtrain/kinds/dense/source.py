@@ -1,5 +1,6 @@
 """Opens dense models: pooling, Dense heads, normalisation and similarity; tables of static embeddings among them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
-from embedtrain.formats.sentence_transformers import SETTINGS, read_similarity, read_truncate_dim
+from embedtrain.formats.sentence_transformers import SETTINGS, Module, read_similarity, read_truncate_dim
 from embedtrain.formats.source import read_files, source_of
 from embedtrain.formats.static_embedding import is_static
 from embedtrain.kinds.dense.options import DenseOptions, include_prompt_error
@@ -18,9 +19,9 @@ from embedtrain.models.pooling import pooling_of
 from embedtrain.models.types import ModelSource
 
 
-def read(kind: Kind, directory: Path, model: DenseOptions) -> ModelSource:
-    """A directory of sentence-transformers, or one of transformers with `model.pooling`."""
-    files = read_files(directory, model)
+def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Module] | None = None) -> ModelSource:
+    """A directory of sentence-transformers or a route of its Router, or one of transformers with `model.pooling`."""
+    files = read_files(directory, model, route)
     source, what = source_of(kind, files), f"{directory}, which has no modules.json,"
     if files.modules.kinds:
         what = f"{directory}, whose modules.json has no Pooling,"

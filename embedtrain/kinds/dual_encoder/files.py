@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.kinds import Kind, load_kind
-from embedtrain.config.loss_choices import VectorSimilarity
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError, ConfigError
@@ -22,26 +21,21 @@ from embedtrain.formats.sentence_transformers import (
     OLD_MODULE,
     ROUTER_CONFIG,
     ROUTER_MODULE,
-    SETTINGS,
     WEIGHTS,
     load_model,
     opening,
-    prompts_of,
     read_modules,
     read_routes,
-    read_similarity,
-    read_truncate_dim,
     write_modules,
 )
-from embedtrain.formats.source import open_model_source, read_files, source_of
+from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.loading.command_model import command_option_names
 from embedtrain.kinds.dense.files import DenseFiles, write_settings
 from embedtrain.kinds.dense.options import DenseOptions
-from embedtrain.kinds.dense.source import require_pooling_option, with_options
+from embedtrain.kinds.dense.source import read as read_dense
 from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, tower_options
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.file_references import read_json
 from embedtrain.models.types import ModelSource, Towers, VectorSettings
 from embedtrain.utils.files import write_json
 
@@ -49,29 +43,15 @@ from embedtrain.utils.files import write_json
 def read(kind: Kind, directory: Path, model: DualEncoderOptions) -> ModelSource:
     """The towers of a Router in a directory, which has the prompts and the similarity."""
     routes, dense = read_routes(directory), load_kind("dense")
-
-    def tower(role: str, options: DenseOptions) -> ModelSource:
-        files = read_files(directory, options, routes[role])
-        if files.modules.pooling is None:
-            require_pooling_option(options, f"the route {role} of {directory}")
-        return with_options(source_of(dense, files), options)
-
-    settings = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
-    source = _joined(kind, model, tower)
-    vectors = replace(
-        source.vectors,
-        similarity=model.similarity or read_similarity(settings, directory, tuple(VectorSimilarity)),
-        truncate_dim=read_truncate_dim(directory / SETTINGS),
-    )
-    return replace(source, directory=directory, vectors=vectors, prompts=prompts_of(settings, directory / SETTINGS))
+    source = _joined(kind, model, lambda role, options: read_dense(dense, directory, options, routes[role]))
+    return replace(source, directory=directory)
 
 
 def assembled(kind: Kind, model: DualEncoderOptions) -> ModelSource:
     """Two models as towers; the prompt of queries is that of the first, all else that of the second."""
     source = _joined(kind, model, lambda _role, options: open_model_source(options))
-    query, document = source.towers.values()
-    own = {"query": query.prompts.get("query", "")}
-    return replace(source, prompts=document.prompts | own)
+    own = {"query": source.towers["query"].prompts.get("query", "")}
+    return replace(source, prompts=source.prompts | own)
 
 
 def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOptions], ModelSource]) -> ModelSource:
@@ -97,8 +77,10 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
             normalize=all(source.vectors.normalize for source in towers.values()),
             include_prompt=all(source.vectors.include_prompt for source in towers.values()),
             similarity=model.similarity or document.vectors.similarity,
+            truncate_dim=document.vectors.truncate_dim,
         ),
         tokenization=document.tokenization,
+        prompts=document.prompts,
     )
 
 

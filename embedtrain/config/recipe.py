@@ -257,9 +257,10 @@ class OnError(str, Enum):
 class ModelConfig:
     """The model to train: the options that every kind of model has. Those of each kind are a subclass in `kinds/`."""
 
-    # What the model computes: dense (a vector per text), cross_encoder (a score per pair of query and document, a
-    # reranker), late_interaction (a vector per token of a text, ColBERT), m3 (a vector, lexical weights and a vector
-    # per token, BGE-M3) or sparse (a weight per word of the vocabulary, SPLADE). Each has further options.
+    # What the model computes: dense (a vector per text), dual_encoder (the same, by one model for queries and another
+    # for documents), cross_encoder (a score per pair of query and document, a reranker), late_interaction (a vector per
+    # token of a text, ColBERT), m3 (a vector, lexical weights and a vector per token, BGE-M3) or sparse (a weight per
+    # word of the vocabulary, SPLADE). Each has further options.
     kind: str = "dense"
     path: str | None = option(None, is_input=True)  # Hub id, Hugging Face directory or sentence-transformers directory
     # instead, for random weights: a mapping with `model_type`, or the path of a config.json

@@ -231,7 +231,7 @@ def export(
     """
     path = run.output_dir if isinstance(run, TrainResult) else run
     parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir, sets=sets)}
-    flat = flatten(_EXPORT.option_class, parameters, options or {}, more)
+    flat = flatten(_EXPORT.option_class, parameters, options or {}, _with_code_paths(more))
     # The files of sets are read during the export only, and its output_dir holds nothing but the model.
     with own_process_state("export", quiet=quiet), TemporaryDirectory(prefix="embedtrain-") as folder:
         memory = InMemoryData(Path(folder))

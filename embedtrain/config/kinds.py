@@ -204,9 +204,9 @@ class Kind(ABC):
     def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
         """The encoder of a model of `model_class`; the weights of what the model does not have are new."""
 
-    def head(self, source: "ModelSource") -> "Head":
-        """The head on a backbone, with new weights; only for kinds whose head is not transformers' own."""
-        raise NotImplementedError(self.name)
+    def head(self, source: "ModelSource") -> "Head | None":
+        """The head on a backbone, with new weights; None for kinds whose head is transformers' own."""
+        return None
 
     @abstractmethod
     def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:

@@ -37,6 +37,10 @@ VECTORS, TOKEN_VECTORS = "sentence_embedding", "token_embeddings"
 _BACKBONE = "backbone."
 POOLING_FOLDER = "1_Pooling"
 _MAX_PROMPT = 60  # characters in a table of prompts
+_NO_LOGIT_SCORE = (
+    f"export.formats: {LOGIT_SCORE} is for rerankers that start from the score of tokens (model.score_head=tokens); "
+    "leave it out"
+)
 
 # Of each output by its name, what is compared of each of PROBES: [R, D].
 ProbeRows = dict[str, list[Tensor]]
@@ -162,7 +166,9 @@ class ModelFiles(ABC):
 
     def add_heads(self, backbone: nn.Module, source: ModelSource) -> Encoder:
         """The encoder of a backbone with the head of a directory."""
-        encoder = Encoder(backbone, source.kind.head(source))
+        head = source.kind.head(source)
+        assert head is not None
+        encoder = Encoder(backbone, head)
         weights = {name: weight for name, weight in head_weights(source).items() if not name.startswith("backbone.")}
         for name, location in module_locations(source).items():
             with safe_open(location.path, framework="pt") as file:
@@ -215,14 +221,11 @@ class ModelFiles(ABC):
 
     def require_logit_score(self, base: ModelSource, architecture: Path) -> None:
         """Raise a ConfigError if the format `logit_score` is not for this model; `base` is the one that was trained."""
-        raise ConfigError(
-            f"export.formats: {LOGIT_SCORE} is for rerankers that start from the score of tokens "
-            "(model.score_head=tokens); leave it out"
-        )
+        raise ConfigError(_NO_LOGIT_SCORE)
 
     def write_logit_score(self, directory: Path, base: ModelSource, max_file_size: str) -> Path:
         """Write a folder in this format into an exported directory; returns its path."""
-        raise NotImplementedError
+        raise ConfigError(_NO_LOGIT_SCORE)
 
     # Graphs
 
@@ -249,8 +252,11 @@ class ModelFiles(ABC):
         return hidden, *encoder.output.graph_outputs(hidden, mask)
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
-        """The outputs of a graph that `from_graph` reads, with their shapes for padded texts of `length` tokens."""
-        raise NotImplementedError
+        """The outputs of a graph that `from_graph` reads, with their shapes for padded texts of `length` tokens.
+
+        Without any, commands cannot compute with the graph (`backend=onnx`).
+        """
+        return {}
 
     def open_rest(self, source: ModelSource) -> nn.Module | None:
         """What of the encoder is not in the graph."""
@@ -263,8 +269,9 @@ class ModelFiles(ABC):
         outputs: Sequence[Tensor],
         chunk: Chunk,
     ) -> Tensor:
-        """What the encoder returns of a chunk, from the outputs in `graph_shapes`."""
-        raise NotImplementedError
+        """What the encoder returns of a chunk, from the outputs in `graph_shapes`: by default the only one."""
+        (output,) = outputs
+        return output
 
     def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
         """Traits and other facts that `serving_engines.yaml` refers to, of this kind of model only."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ from embedtrain.formats.model_files import ProbeRows
 from embedtrain.formats.tokenizer import open_tokenizer, tokenize_padded
 from embedtrain.formats.verify import PROBES, require_close
 from embedtrain.models.attention import traceable_masks
+from embedtrain.models.encoder import Head
 from embedtrain.models.file_references import require_own_file
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.formatting import format_bytes, one_line
@@ -64,6 +66,13 @@ def require_graph(source: ModelSource) -> None:
         )
     if not source.kind.files.graph_outputs(source):
         raise ConfigError(f"export.formats: model.kind={source.kind.name} has no ONNX graph; leave onnx out")
+    with init_empty_weights():
+        head = source.kind.head(source)
+    if head is not None and type(head).graph_outputs is Head.graph_outputs:
+        raise ConfigError(
+            f"export.formats: model.kind={source.kind.name} has no ONNX graph, because {type(head).__name__} does not "
+            "define graph_outputs; leave onnx out"
+        )
 
 
 class TracedModel(nn.Module):

@@ -15,7 +15,7 @@ from embedtrain.config.loss_checks import check_loss, guide_paths, matryoshka_di
 from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import AnglEConfig, CombinedConfig, CoSENTConfig, CosineMSEConfig, LossConfig
 from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
-from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.recipe import ONNX, Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.config.validation import TEXT_ALONE, written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
@@ -37,6 +37,7 @@ from embedtrain.evaluation.metrics import MEAN, parse_best_metric, set_of_metric
 from embedtrain.evaluation.sets import check_paths, load_sets, set_name
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, Variant, check_sets_of_kind, metric_names
 from embedtrain.formats.hub import download_configuration, require_export_support, require_hub_id, split_revision
+from embedtrain.formats.onnx import require_graph
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import weights_digest
 from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
@@ -102,6 +103,8 @@ def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
     """Raise ConfigError if a loss trains on more dimensions than the model's vectors have, or it cannot be exported."""
     set_rope_theta(copy.deepcopy(source.config), recipe.export.rope_theta, "export.rope_theta")
     source.kind.check_recipe(recipe, source)
+    if ONNX in recipe.export.formats:
+        require_graph(source)
     for loss in (recipe.loss, *(source_loss(train_source, recipe.loss) for train_source in recipe.data.train)):
         require_dimensions(loss, source.dimension)
 

@@ -12,7 +12,7 @@ from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
-from embedtrain.config.recipe import LOGIT_SCORE, ONNX, Precision, Recipe
+from embedtrain.config.recipe import LOGIT_SCORE, Precision, Recipe
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
@@ -21,7 +21,6 @@ from embedtrain.distributed.sharding import copy_local_rows, resolve_precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.formats.export_record import require_only_export
-from embedtrain.formats.onnx import require_graph
 from embedtrain.formats.peft import BASE_WEIGHTS, write_adapter_config
 from embedtrain.formats.tokenizer import read_tokenizer
 from embedtrain.formats.weights import write_architecture
@@ -330,8 +329,6 @@ def open_tracker(run: Run, model: LoadedModel, state: TrainState, *, has_finishe
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
-            if ONNX in recipe.export.formats:
-                require_graph(model.source)
             if LOGIT_SCORE in recipe.export.formats:
                 files = model.source.kind.files
                 files.require_logit_score(model.source, run_dir.architecture)

@@ -13,14 +13,19 @@ import yaml
 from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
-from embedtrain import evaluate
+from embedtrain import evaluate, load_encoder
 from embedtrain import export as export_in_python
 from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
+from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.export_record import RECORD
 from embedtrain.formats.hub import upload_model
+from embedtrain.formats.source import open_model_source
+from embedtrain.training.inputs import check_dimensions
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
+from tests.extending.test_kind import Halves, HalvesFiles
+from tests.extending.test_pooling import POOLING, AttentionPooling
 from tests.runs import run
 from tests.small import save_small, small_model, write_beir, write_rows
 
@@ -262,3 +267,51 @@ def test_a_run_on_two_ranks_uploads_once(workshop, tmp_path, hub):
     assert hub.num_commits == 1
     weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert hub.repositories["me/run"]["files"]["model.safetensors"] == weights
+
+
+def test_a_run_with_a_pooling_of_the_user(ranks, tmp_path):
+    """The recipe names the class, and only the user has it imported."""
+    rows, model = write_rows(tmp_path / "train.jsonl", 12), save_small(small_model("bert"), tmp_path / "model")
+    output_dir, to = tmp_path / "run", tmp_path / "out"
+    arguments = [f"model.path={model}", f"data.train=[{rows}]", "train.steps=2", f"output_dir={output_dir}"]
+    ranks(1, run, *arguments, f"model.pooling={POOLING}", "export.check=true")
+    refused = {
+        (): rf"{POOLING}, .* write pooling={POOLING}",
+        ("pooling=mean",): rf"pooling=mean: .* write pooling={POOLING}",
+    }
+    for options, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            export(f"run={output_dir}", f"output_dir={to}", *options)
+    export(f"run={output_dir}", f"output_dir={to}", f"pooling={POOLING}", "formats=[onnx]")
+    with load_encoder(to, pooling=AttentionPooling, precision="fp32", quiet=True) as encoder:
+        expected = encoder.encode(TEXTS)
+    with load_encoder(output_dir / "model", pooling=AttentionPooling, precision="fp32", quiet=True) as encoder:
+        assert np.allclose(encoder.encode(TEXTS), expected, atol=1e-6)
+    export_in_python(output_dir, output_dir=tmp_path / "again", pooling=AttentionPooling, check=False, quiet=True)
+    assert (tmp_path / "again" / "1_Pooling" / "model.safetensors").is_file()
+
+
+class GraphFiles(HalvesFiles):
+    """Has outputs of a graph, which the head does not compute."""
+
+    def graph_outputs(self, source):
+        return {"sentence_embedding": None}
+
+
+class WithGraph(Halves):
+    """A kind without a graph, whose files say that it has one."""
+
+    name = "tests.export.test_export_command:WithGraph"
+
+    @property
+    def files(self):
+        return GraphFiles()
+
+
+@pytest.mark.parametrize("kind", [Halves, WithGraph])
+def test_a_kind_without_a_graph_is_refused_before_training(tmp_path, kind):
+    save_small(small_model("bert"), tmp_path / "model")
+    options = ["name=t", "train.steps=1", "data.train=[rows.jsonl]", f"model.path={tmp_path / 'model'}"]
+    (recipe,) = compose_recipes([*options, f"model.kind={kind.name}", "export.formats=[onnx]"])
+    with pytest.raises(ConfigError, match=rf"export\.formats: model\.kind={kind.name} has no ONNX graph"):
+        check_dimensions(recipe, open_model_source(recipe.model))

@@ -7,7 +7,7 @@ from typing import Any
 
 from embedtrain.config.checks import check_export, check_sets
 from embedtrain.config.code import code_option
-from embedtrain.config.command_options import KindOptions, SetOptions, UploadOptions
+from embedtrain.config.command_options import KindOptions, PoolingOptions, SetOptions, UploadOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.parsing import parse_items
@@ -27,7 +27,7 @@ _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(kw_only=True)
-class ExportOptions(KindOptions, SetOptions, UploadOptions):
+class ExportOptions(KindOptions, PoolingOptions, SetOptions, UploadOptions):
     """Options of `python -m embedtrain export`."""
 
     run: str = ""  # output_dir of a run; this or adapters

@@ -11,11 +11,13 @@ from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import AVERAGE, ENCODER
 from embedtrain.checkpoint.step_directory import Checkpoint, find_checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.config.code import is_code_path
 from embedtrain.config.compose import load_recipe, to_plain
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import matryoshka_dims_of
 from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ExportConfig, Recipe
+from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
@@ -83,6 +85,7 @@ def open_run(path: str, options: "ExportOptions") -> ExportedRun:
             f"{run_dir.recipe} has model.trust_remote_code: true, but a file does not grant this permission: if you "
             f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
         )
+    _check_pooling(run_dir, recipe, options.pooling)
     # The file names the base model of adapters as well, and does not make its code trusted. Nor that of a tokenizer.
     trusted = options.trust_remote_code and options.base is not None
     if options.base is not None:
@@ -95,6 +98,21 @@ def open_run(path: str, options: "ExportOptions") -> ExportedRun:
     run_dir.require_intact()
     checkpoint = find_checkpoint(run_dir.checkpoints, options.step)
     return ExportedRun(run_dir, recipe, checkpoint, checkpoint.weights_kind(options.weights_of))
+
+
+def _check_pooling(run_dir: RunDirectory, recipe: Recipe, pooling: str | None) -> None:
+    """Raise a ConfigError for another pooling than the run's, or for a class that only its recipe names."""
+    trained = vars(recipe.model).get("pooling")  # of the kinds that pool
+    if pooling is None and trained is not None and is_code_path(trained):
+        raise ConfigError(
+            f"{run_dir.recipe} has model.pooling: {trained}, but a file cannot name code to run: if you trust it, "
+            f"write pooling={trained}"
+        )
+    if pooling not in (None, trained):
+        raise ConfigError(
+            f"pooling={pooling}: {run_dir.recipe} has model.pooling: {written(trained)}, with which the weights were "
+            f"trained; {'leave pooling out' if trained is None else f'write pooling={trained}'}"
+        )
 
 
 def export_checkpoint(

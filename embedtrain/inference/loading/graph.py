@@ -31,6 +31,11 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
     """
     with world.fail_together("opening the graph"):
         path = graph_file(source, backend)
+        if not source.kind.files.graph_shapes(source, 1, 2):
+            raise ConfigError(
+                f"backend={backend.value}: model.kind={source.kind.name} does not say how the outputs of its graph are "
+                "read; write torch"
+            )
         if not path.is_file():
             formats = ",".join(dict.fromkeys((Backend.onnx.value, backend.value)))
             raise ConfigError(f"backend={backend.value}: {path} is missing; export with formats=[{formats}]")

@@ -19,6 +19,7 @@ from embedtrain.checkpoint.step_directory import list_steps
 from embedtrain.config.compose import YAML_ERRORS
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import Resume
+from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, TrainingError
 from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
@@ -153,12 +154,12 @@ class RunDirectory:
             self._write_yaml({**content, **changed})
 
     def saved_recipe(self) -> dict[str, Any]:
-        """The content of `recipe.yaml`; empty if it is missing or damaged, because checkpoints have it as well."""
+        """`recipe.yaml` with the options of this version; empty if it is missing or damaged: checkpoints have it."""
         try:
             content = load_yaml(self.recipe, yaml.SafeLoader)
         except YAML_ERRORS:
             return {}
-        return content if isinstance(content, dict) else {}
+        return current_recipe(content) if isinstance(content, dict) else {}
 
     def _write_yaml(self, content: Mapping[str, Any]) -> None:
         with atomic_write(self.recipe) as file:

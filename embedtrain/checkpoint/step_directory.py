@@ -15,7 +15,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
+from embedtrain.config.saved_recipe import current_identity, current_recipe
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.utils.files import directory_size, flush_to_disk, reading, remove_tree
 from embedtrain.utils.records import read_record
@@ -171,7 +172,9 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     try:
         if manifest.pop("crc32") != _checksum(manifest):
             raise ValueError("its checksum does not match")
-        checkpoint = Checkpoint(path, read_record(Manifest, manifest))
+        saved = read_record(Manifest, manifest)
+        recipe, identity = current_recipe(saved.recipe), current_identity(saved.identity)
+        checkpoint = Checkpoint(path, replace(saved, recipe=recipe, identity=identity))
         layout, shards = checkpoint.manifest.layout, checkpoint.manifest.shards
         if layout is CheckpointLayout.sharded and shards > len(os.listdir(path)):  # a list of the names might not end
             raise ValueError(f"shards={shards} is more than the files of the directory")

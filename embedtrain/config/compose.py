@@ -53,6 +53,7 @@ from embedtrain.config.parsing import (
 )
 from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
+from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
@@ -152,15 +153,14 @@ def load_recipe(path: Path) -> Recipe:
         saved = load_yaml(path)
         if not isinstance(saved, dict):
             raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
+        saved = current_recipe(saved)
         schema = recipe_schema()
         loss = saved.get("loss")
         name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
         schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
         model = saved.get("model")
         if isinstance(model, dict):
-            kind = load_kind(str(model.get("kind", ModelConfig.kind)))
-            schema.model = kind.options()
-            saved["model"] = kind.stored_options(model)
+            schema.model = load_kind(str(model.get("kind", ModelConfig.kind))).options()
         # The run has resolved its recipe: an interpolation could only be there to read the environment.
         values = escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
         return to_recipe(OmegaConf.merge(schema, values))  # type: ignore[arg-type]

@@ -116,10 +116,9 @@ class Kind(ABC):
 
         Earlier versions wrote the options of all kinds into it, and those of some in sections of their own.
         """
-        sections = (options.get(name) for name in ("late_interaction", "m3", "sparse") if name == self.name)
         flat = dict(options)
-        for section in sections:
-            flat |= {{"dim": "dimension"}.get(name, name): value for name, value in (section or {}).items()}
+        if self.name in ("late_interaction", "m3", "sparse") and isinstance(section := options.get(self.name), Mapping):
+            flat |= {"dimension" if name == "dim" else name: value for name, value in section.items()}
         own = {field.name for field in fields(self.options)}
         of_others = {"late_interaction", "m3", "sparse"}.union(*(kind.own_options for kind in kinds())) - own
         return {name: value for name, value in flat.items() if name not in of_others}

@@ -230,11 +230,8 @@ def _loss_identity(loss: LossConfig, kind: str) -> dict[str, Any]:
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], changes: Sequence[Change] = ()) -> None:
     """Reject a checkpoint of a run with another identity, or with `changes` of other options. Names all of them."""
     defaults = {_BATCH_NEGATIVES: 0, OPTIMIZER_NAME: "adamw", _MIXED_SHARE: 0.0}
-    kind = load_kind(identity["model.kind"])
-    defaults |= _model_identity(to_plain(kind.options()))
+    defaults |= _model_identity(to_plain(load_kind(identity["model.kind"]).options()))
     before: dict[str, Any] = defaults | checkpoint.manifest.identity
-    of_model = {name.removeprefix("model."): value for name, value in before.items() if name.startswith("model.")}
-    before |= {f"model.{name}": value for name, value in kind.stored_options(of_model).items()}
     if TEACHERS in identity:  # earlier versions had digests of stored vectors only, or no commits of Hub ids
         before |= {TEACHERS: {**identity[TEACHERS], **before.get(TEACHERS, before.get("teacher_vectors", {}))}}
     before, identity = _unpinned(before), _unpinned(identity)

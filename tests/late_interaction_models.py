@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from embedtrain.data.types import TextRole
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from tests.small import WORDS, model_options, save_small, small_model

@@ -12,7 +12,7 @@ from embedtrain.commands import calibrate, evaluate
 from embedtrain.commands.calibrate.head import write_directory
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.errors import ModelError
-from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges
+from embedtrain.inference.quantised import QUANTISATION_FILE, read_ranges
 from embedtrain.losses.quantisation import Quantiser
 from tests.custom_code import model_with_remote_code
 from tests.small import save_guide, small_model, text, write_beir

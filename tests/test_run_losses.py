@@ -13,7 +13,7 @@ from embedtrain.commands.export import ExportOptions
 from embedtrain.commands.export import run as export_main
 from embedtrain.config.losses import LOSSES
 from embedtrain.distributed.world import World
-from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges
+from embedtrain.inference.quantised import QUANTISATION_FILE, read_ranges
 from tests.runs import losses, metric_rows, run_without_base
 from tests.small import batch, save_guide, save_small, small_model, text
 

@@ -94,7 +94,7 @@ def run(options: PruneOptions) -> Path:
     """
     from embedtrain.formats.export import DerivedModel, num_parameters, open_model, write_derived
     from embedtrain.formats.export_record import require_replaceable
-    from embedtrain.formats.tokenizer import load_tokenizer
+    from embedtrain.formats.transformers import load_tokenizer
     from embedtrain.inference.loading.load import bound_tokenizer, quiet_libraries
     from embedtrain.models.build import full_state_dict
     from embedtrain.tracking.console import Console

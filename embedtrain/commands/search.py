@@ -170,8 +170,8 @@ def _searching(
 ) -> "Callable[[Part, int], Ranking]":
     """What finds the best documents for encoded queries, in the form of `vectors` if there is one."""
     from embedtrain.evaluation.types import CompressedVectors
-    from embedtrain.formats.quantisation_file import read_ranges
     from embedtrain.inference.index import Ranking
+    from embedtrain.inference.quantised import read_ranges
     from embedtrain.utils.formatting import format_count
 
     def scored(queries: "Part") -> "Part":

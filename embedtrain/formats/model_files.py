@@ -21,8 +21,7 @@ from embedtrain.config.recipe import LOGIT_SCORE, ExportConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
-from embedtrain.formats.tokenizer import open_tokenizer, resolve_max_length, write_tokenizer
-from embedtrain.formats.transformers import open_checked
+from embedtrain.formats.transformers import open_checked, open_tokenizer, resolve_max_length, write_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.losses.encoded import Part
 from embedtrain.models.build import assemble_encoder, head_weights

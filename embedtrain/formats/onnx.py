@@ -34,7 +34,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from embedtrain.config.recipe import ONNX, ONNX_FP16, ONNX_INT8, OPENVINO
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.model_files import ProbeRows
-from embedtrain.formats.tokenizer import open_tokenizer, tokenize_padded
+from embedtrain.formats.transformers import open_tokenizer, tokenize_padded
 from embedtrain.formats.verify import PROBES, require_close
 from embedtrain.models.attention import traceable_masks
 from embedtrain.models.encoder import Head

@@ -4,11 +4,24 @@ Codes are those of `quantize_embeddings` of sentence-transformers. The score of 
 integers; that of a binary pair, whose bits count as -1 and 1, is the dimension less twice the Hamming distance. Float
 queries are multiplied by what codes stand for: the middle of a step, -1 or 1.
 
+quantisation.json in a model directory has the ranges with which its vectors become int8 or uint8:
+
+    {"version": 1, "origin": {"documents": 10000, ...},
+     "ranges": {"384": {"min": [-0.13, ...], "max": [0.12, ...]}, "128": ...}}
+
+`calibrate` writes the file, and the export of a run whose loss quantises to int8. The ranges are those of so many
+first dimensions as the model compares them: with the cosine, normalised again. `min` and `max` are the two rows of the
+argument `ranges` of sentence-transformers' `quantize_embeddings`.
+
 Shapes: n vectors, D dimensions, T queries, P pairs.
 """
 
-from collections.abc import Callable, Iterator
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +30,21 @@ from torch import Tensor
 
 from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import IndexConfig, VectorPrecision
+from embedtrain.errors import ModelError
 from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
 from embedtrain.inference.index import Ranking, ShardedIndex
 from embedtrain.inference.store import DocumentTile, VectorTiles
 from embedtrain.inference.vectors import DotProduct, VectorStore
 from embedtrain.losses.encoded import Part
-from embedtrain.losses.quantisation import Quantiser, Ranges
+from embedtrain.losses.quantisation import Quantiser, Ranges, ranges_dimension
+from embedtrain.utils.records import is_number
 
 # The largest whole number up to which float32 has all others.
 _EXACT = 1 << 24
 _LARGEST = {VectorPrecision.int8: 128, VectorPrecision.uint8: 255, VectorPrecision.binary: 1}
+QUANTISATION_FILE = "quantisation.json"
+_VERSION = 1
+_KEYS = ("min", "max")
 
 
 def sampled_rows(count: int, size: int) -> Tensor:
@@ -178,3 +196,57 @@ class CompressedIndex:
     def _queries(self, index: ShardedIndex, queries: Tensor, dims: int | None) -> Tensor:
         rows, score = self._whole.score.search_rows(queries, dims), index.score
         return score.queries(rows) if isinstance(score, QuantisedProduct) else rows
+
+
+def read_ranges(directory: Path | None) -> dict[int, Ranges]:
+    """Ranges by the number of dimensions; none without the file. ModelError if it is not as described.
+
+    `directory` has the weights of a model: the file may be beside them, or beside modules.json in the folder above.
+    """
+    if directory is None:
+        return {}
+    is_nested = not (directory / "modules.json").is_file() and (directory.parent / "modules.json").is_file()
+    path = (directory.parent if is_nested else directory) / QUANTISATION_FILE
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        if content["version"] != _VERSION:
+            raise ModelError(f"{path}: version {content['version']!r} is not {_VERSION}, the only one that is read")
+        return {int(dimension): _ranges(int(dimension), values) for dimension, values in content["ranges"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} has no ranges of vectors ({error}): remove it, or calibrate again") from None
+
+
+def write_ranges(path: Path, ranges: Mapping[int, Ranges], origin: Mapping[str, Any]) -> None:
+    """Write the file; `origin` is what the ranges depend on."""
+    of_dimension = {
+        str(dimension): dict(zip(_KEYS, (bounds.low.tolist(), bounds.high.tolist()), strict=True))
+        for dimension, bounds in ranges.items()
+    }
+    content = {"version": _VERSION, "origin": dict(origin), "ranges": of_dimension}
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def write_trained_ranges(directory: Path, tensors: Mapping[str, Tensor], step: int) -> None:
+    """Write the ranges in the state dict of a trained loss, if it has any, to a model's directory.
+
+    Those without a batch yet are left out.
+    """
+    ranges = {
+        number: Ranges(tensor[0].float().cpu(), tensor[1].float().cpu())
+        for name, tensor in tensors.items()
+        if (number := ranges_dimension(name)) is not None and not tensor.isnan().any()
+    }
+    if ranges:
+        write_ranges(directory / QUANTISATION_FILE, dict(sorted(ranges.items(), reverse=True)), {"step": step})
+
+
+def _ranges(dimension: int, values: Mapping[str, list[float]]) -> Ranges:
+    low, high = (values[key] for key in _KEYS)
+    for numbers in (low, high):
+        if len(numbers) != dimension or not all(is_number(number) and math.isfinite(number) for number in numbers):
+            raise ValueError(f"{dimension} dimensions need as many numbers")
+    if any(first > last for first, last in zip(low, high, strict=True)):
+        raise ValueError("a min is larger than its max")
+    return Ranges(torch.tensor(low, dtype=torch.float32), torch.tensor(high, dtype=torch.float32))

@@ -21,9 +21,9 @@ from embedtrain.formats.export_record import export_lock
 from embedtrain.formats.hub import upload_model
 from embedtrain.formats.model_card import model_card, recipe_of_weights
 from embedtrain.formats.peft import AdapterBase
-from embedtrain.formats.quantisation_file import write_trained_ranges
 from embedtrain.formats.verify import MIN_BF16_EFFECT, ExportReference, export_tolerance
 from embedtrain.inference.loading.load import LoadedModel
+from embedtrain.inference.quantised import write_trained_ranges
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.tracking.tracker import Tracker

@@ -22,7 +22,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.formats.export_record import require_only_export
 from embedtrain.formats.peft import BASE_WEIGHTS, write_adapter_config
-from embedtrain.formats.tokenizer import read_tokenizer
+from embedtrain.formats.transformers import read_tokenizer
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of

@@ -11,7 +11,7 @@ from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.formats.export import ExportResult, plan_export
 from embedtrain.formats.export_record import export_lock
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.formats.weights import WeightStream, write_architecture
 from embedtrain.inference.loading.load import bound_tokenizer

@@ -14,7 +14,7 @@ from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.late_interaction_models import (
     TEXTS,

@@ -11,7 +11,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from embedtrain.errors import ModelError
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import bound_tokenizer

@@ -7,8 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import write_tokenizer
-from embedtrain.formats.transformers import write_config, write_rope_theta
+from embedtrain.formats.transformers import write_config, write_rope_theta, write_tokenizer
 from tests.small import ARCHITECTURES, small_model, small_tokenizer
 
 LLAMA_3 = {

@@ -15,7 +15,7 @@ from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_choices import PrecisionSides
 from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, MatryoshkaConfig, OrthogonalConfig
 from embedtrain.distributed.world import World
-from embedtrain.formats.quantisation_file import QUANTISATION_FILE, read_ranges, write_trained_ranges
+from embedtrain.inference.quantised import QUANTISATION_FILE, read_ranges, write_trained_ranges
 from embedtrain.losses.build import build_loss, build_losses
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.quantisation import Quantiser, Ranges, straight_through

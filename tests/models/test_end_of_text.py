@@ -23,7 +23,7 @@ from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.types import ModelSource
 from tests.checkpoint.exporting import architecture_of, export_model

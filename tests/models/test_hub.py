@@ -18,7 +18,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.hub import split_revision
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.mining.teacher import open_teacher
 from embedtrain.training.guides import load_guides
 from embedtrain.training.train import train

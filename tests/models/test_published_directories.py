@@ -18,7 +18,7 @@ from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.flag_embedding import write_m3_layer
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict, head_weights, locate_weights
 from tests.small import model_options, save_small, small_model, small_tokenizer
 

@@ -15,7 +15,7 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer, resolve_max_length
+from embedtrain.formats.transformers import load_tokenizer, resolve_max_length
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.rope import RopeTheta
 from tests.checkpoint.exporting import architecture_of, export_model

@@ -17,7 +17,7 @@ from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.formats.sentence_transformers import DENSE_KEYS, NORMALIZE_KEYS, POOLING_KEYS
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
+from embedtrain.formats.transformers import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
 from embedtrain.models.stored_weights import stored_dtype
 from tests.small import model_options, save_small, small_model

@@ -9,7 +9,7 @@ import pytest
 from transformers import BertTokenizer
 
 from embedtrain.errors import ModelError
-from embedtrain.formats.tokenizer import read_tokenizer
+from embedtrain.formats.transformers import read_tokenizer
 from embedtrain.models.security import require_safe_files
 from tests.safety.payloads import edit
 

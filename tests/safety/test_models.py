@@ -20,7 +20,7 @@ from embedtrain.errors import ModelError
 from embedtrain.formats import chat_template
 from embedtrain.formats.peft import read_settings
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import read_tokenizer
+from embedtrain.formats.transformers import read_tokenizer
 from embedtrain.models import adapters
 from embedtrain.models.build import build_encoder, full_state_dict
 from embedtrain.models.stored_weights import read_pickled_tensors, stored_tensors

@@ -23,7 +23,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder, full_state_dict

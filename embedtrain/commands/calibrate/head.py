@@ -21,10 +21,10 @@ from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.export_record import RECORD, write_record
-from embedtrain.formats.quantisation_file import QUANTISATION_FILE, write_ranges
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import remove_code
 from embedtrain.inference.principal_components import principal_components
+from embedtrain.inference.quantised import QUANTISATION_FILE, write_ranges
 from embedtrain.losses.quantisation import Ranges
 from embedtrain.models.file_references import require_own_file
 from embedtrain.models.types import ModelSource

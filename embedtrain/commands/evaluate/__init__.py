@@ -321,7 +321,7 @@ def _open_encoder(
 def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":
     """The forms of vectors to measure, with the ranges in the model's directory if it has any."""
     from embedtrain.evaluation.types import CompressedVectors
-    from embedtrain.formats.quantisation_file import read_ranges
+    from embedtrain.inference.quantised import read_ranges
 
     ranges = read_ranges(model.source.directory) if model is not None and options.vectors else {}
     return CompressedVectors(options.vectors, options.calibration, ranges)

@@ -44,7 +44,6 @@ from embedtrain.formats.peft import (
     joint_prompts,
     require_same_base,
 )
-from embedtrain.formats.quantisation_file import write_trained_ranges
 from embedtrain.formats.source import different_setting, different_tokens, open_model_source
 from embedtrain.formats.transformers import complete_older_files
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
@@ -52,6 +51,7 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.graph import load_graph
 from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.inference.pair_scorer import PairScorer
+from embedtrain.inference.quantised import write_trained_ranges
 from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.security import require_no_links

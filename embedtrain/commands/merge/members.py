@@ -49,7 +49,7 @@ from embedtrain.formats.source import (
     open_model_source,
     with_kind_of_files,
 )
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.formats.weights import WeightStream
 from embedtrain.models.adapters import ADAPTER_CONFIG
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights

@@ -25,7 +25,7 @@ from embedtrain.formats.export_record import export_lock
 from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, card_header, description, graph_usage, hub_id
 from embedtrain.formats.peft import load_rows
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.formats.verify import ExportReference, export_tolerance
 from embedtrain.formats.weights import (
     DTYPES,

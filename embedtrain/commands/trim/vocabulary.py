@@ -31,7 +31,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, DataError
 from embedtrain.formats.export import DerivedModel, ExportResult, num_parameters, open_model, write_derived
 from embedtrain.formats.export_record import require_replaceable
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.mining.pool import corpus_parts
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict

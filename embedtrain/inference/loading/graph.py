@@ -17,7 +17,7 @@ from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.onnx import FILES, GRAPH, open_graph
-from embedtrain.formats.tokenizer import load_tokenizer
+from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.inference.loading.load import LoadedModel, bound_tokenizer
 from embedtrain.models.encoder import Encoder, PooledHead
 from embedtrain.models.types import ModelSource

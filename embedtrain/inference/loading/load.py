@@ -34,7 +34,7 @@ from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.formats.export_record import verify_weights
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
+from embedtrain.formats.transformers import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.models.adapters import (
     AdapterInfo,
     add_adapters,

@@ -51,8 +51,7 @@ from embedtrain.formats.sentence_transformers import (
     opening,
     write_modules,
 )
-from embedtrain.formats.tokenizer import open_tokenizer, read_tokenizer, write_tokenizer
-from embedtrain.formats.transformers import open_checked
+from embedtrain.formats.transformers import open_checked, open_tokenizer, read_tokenizer, write_tokenizer
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout, PairTruncation, vocabulary_head
 from embedtrain.losses.encoded import Part

@@ -37,7 +37,7 @@ from embedtrain.formats.sentence_transformers import (
     read_modules,
 )
 from embedtrain.formats.source import StoredModel, read_files, source_of
-from embedtrain.formats.tokenizer import TOKENIZER_FILES, read_tokenizer
+from embedtrain.formats.transformers import TOKENIZER_FILES, read_tokenizer
 from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions
 from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.file_references import read_json

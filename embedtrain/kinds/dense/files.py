@@ -32,7 +32,7 @@ from embedtrain.formats.sentence_transformers import (
     write_pooling,
 )
 from embedtrain.formats.static_embedding import STATIC_EMBEDDING, is_static, write_static_tokenizer
-from embedtrain.formats.tokenizer import tokenize_padded
+from embedtrain.formats.transformers import tokenize_padded
 from embedtrain.formats.verify import PROBES, probes_of_sentence_transformer
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.file_references import read_json

@@ -28,7 +28,7 @@ from embedtrain.distributed.collectives import sum_over_ranks
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.sentence_transformers import QUERY_FOLDER, WEIGHTS
-from embedtrain.formats.tokenizer import read_tokenizer
+from embedtrain.formats.transformers import read_tokenizer
 from embedtrain.models.build import read_model
 from embedtrain.models.encoder import Encoder, prepare_backbone
 from embedtrain.models.file_references import read_json

@@ -15,6 +15,7 @@ from embedtrain import __version__
 from embedtrain.config.command_options import KindOptions, ModelOptions, PoolingOptions, WrittenModelOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
+from embedtrain.config.options import option
 from embedtrain.config.paths import require_models
 from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import OptionChecks, written
@@ -49,7 +50,7 @@ class LayerSelection(str, Enum):
 class PruneOptions(ModelOptions, KindOptions, PoolingOptions, WrittenModelOptions):
     """Options of `python -m embedtrain prune`."""
 
-    keep: int | None = None  # number of layers to keep
+    keep: int | None = option(None, at_least=1, hint="leave it out with layers")  # number of layers to keep
     select: LayerSelection = LayerSelection.even
     layers: Any = None  # the layers to keep instead, counted from 0, such as [0,2,4,11]
 
@@ -62,7 +63,6 @@ def compose(arguments: list[str]) -> PruneOptions:
     if options.kind is not None:
         load_kind(options.kind, "kind")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
-    check.at_least(1, "keep", "leave it out with layers")
     if (options.keep is None) == (options.layers is None):
         raise ConfigError(
             f"keep={options.keep} and layers={options.layers}: write one of them, keep=6 or layers=[0,2,4]"

@@ -19,6 +19,7 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.compressed import parse_vector_format
 from embedtrain.config.evaluation import check_index
 from embedtrain.config.m3 import check_hybrid_weights
+from embedtrain.config.options import option
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks, require_single_process
@@ -53,7 +54,7 @@ class SearchOptions(
 
     corpus: str = ""  # BEIR folder, file of documents, or training rows, whose documents are searched
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
-    top_k: int = 5  # results per query
+    top_k: int = option(5, at_least=1)  # results per query
     # Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as
     # {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors.
     vectors: Any = None
@@ -69,11 +70,8 @@ def compose(arguments: list[str]) -> SearchOptions:
     check.require(
         bool(options.corpus), "corpus", "is missing; write a BEIR directory, or a file of documents or training rows"
     )
-    check.at_least(1, "chunk_tokens")
-    check.at_least(1, "top_k")
     check_index(options.index, "index.", stores_vectors=options.vectors_dir is not None)
     check_hybrid_weights(options.hybrid_weights, check)
-    check.at_least(1, "rerank_depth")
     if options.vectors is not None:
         options.vectors = parse_vector_format(options.vectors, "vectors")
     options.reranker = parse_reranker(options.reranker, "reranker")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.command_options import (
+    DimsOptions,
     EncodeOptions,
     ErrorOptions,
     FastPrecisionOptions,
@@ -19,6 +20,7 @@ from embedtrain.config.command_options import (
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import Precision
@@ -57,15 +59,21 @@ class VectorType(str, Enum):
 
 @dataclass(kw_only=True)
 class VectorsOptions(
-    EncodeOptions, RowsOptions, OutputOptions, ErrorOptions, ShardOptions, FastPrecisionOptions, RankOptions
+    EncodeOptions,
+    RowsOptions,
+    OutputOptions,
+    DimsOptions,
+    ErrorOptions,
+    ShardOptions,
+    FastPrecisionOptions,
+    RankOptions,
 ):
     """Options of `python -m embedtrain vectors`."""
 
-    dims: int | None = None  # keep the first so many dimensions, of Matryoshka models; default: all
     dtype: VectorType = VectorType.bf16
 
     # Texts that are encoded and written together; an interrupted run resumes after them.
-    rows_per_part: int = 16384
+    rows_per_part: int = option(16384, within=(1, 1 << 20))
 
 
 def compose(arguments: list[str]) -> VectorsOptions:
@@ -76,11 +84,6 @@ def compose(arguments: list[str]) -> VectorsOptions:
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(bool(options.data), "data", "is missing; write data=[PATH,...], whatever training reads")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the vectors")
-    check.at_least(1, "dims")
-    check.length("max_length")
-    check.at_least(1, "chunk_tokens")
-    check.within(1, 1 << 20, "rows_per_part")
-    check.positive("timeout")
     check_train_sources(options.data, "data")
     output_dir = expand_user(options.output_dir).resolve()
     for source in options.data:

@@ -6,17 +6,45 @@ from typing import Any
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.options import LENGTH, SEED, declare, option
 from embedtrain.config.recipe import POOLINGS, DataConfig, ExportDtype, OnError, Precision
 
 
 @dataclass(kw_only=True)
-class ModelOptions:
+class TrustOptions:
+    """Whether the code of models is trusted."""
+
+    # Execute Python code of the models that are named beside it: only for authors you trust
+    trust_remote_code: bool = declare(
+        code_option(
+            False,
+            *("model", "revision", "reranker", "teacher", "teacher_revision", "models", "run", "adapters", "base"),
+        ),
+        in_result=False,
+    )
+
+
+@dataclass(kw_only=True)
+class ModelPathOptions:
+    """A model."""
+
+    model: str = option("", is_input=True)  # model directory or Hub id; of verify a directory
+
+
+@dataclass(kw_only=True)
+class ModelOptions(ModelPathOptions, TrustOptions):
     """A model, and whether its code is trusted."""
 
-    model: str = ""  # model directory or Hub id
-    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    # Execute Python code of the model: only for authors you trust
-    trust_remote_code: bool = code_option(False, "model", "revision", "reranker", "teacher", "teacher_revision")
+    revision: str | None = option(None, is_revision=True)  # a commit, tag or branch of the model's Hub repository
+
+
+@dataclass(kw_only=True)
+class BaseOptions(TrustOptions):
+    """A model that others were trained from."""
+
+    # The model that the adapters, or the models of task_arithmetic and ties, were trained from, as ID@REVISION; default
+    # of adapters: the model that they name.
+    base: str | None = option(None, is_input=True)
 
 
 @dataclass(kw_only=True)
@@ -38,7 +66,7 @@ class PoolingOptions:
 class LengthOptions:
     """How long texts are."""
 
-    max_length: int | None = None  # tokens; default: the model's
+    max_length: int | None = option(None, **LENGTH)  # tokens; default: the model's
 
 
 @dataclass(kw_only=True)
@@ -67,7 +95,7 @@ class SimilarityOptions:
 class EncodeOptions(ModelOptions, KindOptions, PoolingOptions, SimilarityOptions, TextOptions):
     """A model that encodes texts, and everything that changes its vectors."""
 
-    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
+    adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
 
 
@@ -75,14 +103,14 @@ class EncodeOptions(ModelOptions, KindOptions, PoolingOptions, SimilarityOptions
 class ChunkOptions:
     """How much is computed at a time."""
 
-    chunk_tokens: int = 16384  # per forward pass of a rank, including padding
+    chunk_tokens: int = option(16384, at_least=1, in_result=False)  # per forward pass of a rank, including padding
 
 
 @dataclass(kw_only=True)
 class ShardOptions(ChunkOptions):
     """How a sharded model computes."""
 
-    unshard: Unshard = Unshard.layer
+    unshard: Unshard = option(Unshard.layer, in_result=False)
 
 
 @dataclass(kw_only=True)
@@ -103,21 +131,28 @@ class FastPrecisionOptions:
 class RankOptions:
     """Several ranks."""
 
-    timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
+    # seconds that a rank waits for the others before all fail
+    timeout: float = option(1800.0, above=0, in_result=False)
 
 
 @dataclass(kw_only=True)
 class CacheOptions:
     """Prepared data."""
 
-    cache_dir: str | None = None  # as data.cache_dir
+    cache_dir: str | None = option(None, in_result=False)  # as data.cache_dir
 
 
 @dataclass(kw_only=True)
-class RowsOptions(CacheOptions):
-    """Training rows."""
+class DataOptions:
+    """Training rows, or their texts."""
 
-    data: Any = None  # training rows: list of TrainSource, or of paths; or one path
+    # Training rows: list of TrainSource, or of paths; or one path. Of calibrate also paths of documents.
+    data: Any = option(None, is_input=True)
+
+
+@dataclass(kw_only=True)
+class RowsOptions(DataOptions, CacheOptions):
+    """Training rows that are prepared once."""
 
 
 @dataclass(kw_only=True)
@@ -139,7 +174,7 @@ class CorpusOptions:
     """Documents besides those of rows."""
 
     # Further documents, one path or a list: BEIR directories, corpus files, tables, Hub ids (ID@REVISION).
-    corpus: Any = None
+    corpus: Any = option(None, is_input=True)
 
 
 @dataclass(kw_only=True)
@@ -155,56 +190,68 @@ class RerankOptions:
 
     # A cross-encoder or late-interaction model that orders the first documents of each query again: options of
     # RerankerConfig, or its path. Scores are its own.
-    reranker: Any = None
-    rerank_depth: int = 100  # documents per query for the reranker
+    reranker: Any = option(None, is_input=True)
+    rerank_depth: int = option(100, at_least=1)  # documents per query for the reranker
     # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
     # default: the model's.
     hybrid_weights: list[float] | None = None
-    vectors_dir: str | None = None  # store document vectors there; the next run does not encode them again
+    # store document vectors there; the next run does not encode them again
+    vectors_dir: str | None = option(None, in_result=False)
 
 
 @dataclass(kw_only=True)
 class SetOptions:
     """Evaluation sets."""
 
-    sets: list[Any] = field(default_factory=list)  # evaluation sets: options of EvaluationSet, or paths
-    subset: int | None = None  # maximum number of queries or rows of each set
+    sets: list[Any] = option(factory=list, is_input=True)  # evaluation sets: options of EvaluationSet, or paths
+    # maximum number of queries or rows of each set
+    subset: int | None = option(None, at_least=1, hint="null takes all queries or rows")
 
 
 @dataclass(kw_only=True)
 class OutputOptions:
     """Where a command writes."""
 
-    output_dir: str = ""  # directory for the results
+    # directory for the results; by default runs/evaluate of evaluate, and runs of doctor
+    output_dir: str = option("", in_result=False)
 
 
 @dataclass(kw_only=True)
 class CheckOptions:
     """Verification of a model directory that is written."""
 
-    check: bool = True  # reopen the directory and compare its outputs with those that it should have
+    # reopen the directory and compare its outputs with those that it should have
+    check: bool = option(True, in_result=False)
 
 
 @dataclass(kw_only=True)
 class WrittenModelOptions(OutputOptions, CheckOptions):
     """A model directory that is written like those it is made from."""
 
-    dtype: ExportDtype = ExportDtype.source  # in which the weights are written; source: the widest type of the models
+    # in which the weights are written; source: the widest type of the models, fp32 of a static one
+    dtype: ExportDtype = ExportDtype.source
 
 
 @dataclass(kw_only=True)
 class UploadOptions:
     """An upload to the Hub."""
 
-    push_to_hub: str | None = None  # Hub id to upload to
-    private: bool = True  # whether a repository that is created is private
+    push_to_hub: str | None = option(None, in_result=False)  # Hub id to upload to
+    private: bool = option(True, in_result=False)  # whether a repository that is created is private
+
+
+@dataclass(kw_only=True)
+class DimsOptions:
+    """Fewer dimensions of vectors."""
+
+    dims: int | None = option(None, at_least=1)  # dimensions of vectors that are kept, the first ones; default: all
 
 
 @dataclass(kw_only=True)
 class SeedOptions:
     """Random choices."""
 
-    seed: int = 42  # of random choices
+    seed: int = option(42, **SEED)  # of random choices
 
 
 @dataclass(kw_only=True)
@@ -218,9 +265,10 @@ class JsonOptions:
 class NodeOptions:
     """The nodes of a job on a cluster."""
 
-    nodes: int = 1  # number of nodes; of Kubernetes, pods, each on a node of its own if they need all its GPUs
-    gpus_per_node: int = 8  # 0: compute on the CPU
-    ranks_per_node: int | None = None  # default: one per GPU; 1 without GPUs
+    # number of nodes; of Kubernetes, pods, each on a node of its own if they need all its GPUs
+    nodes: int = option(1, at_least=1)
+    gpus_per_node: int = option(8, at_least=0)  # 0: compute on the CPU
+    ranks_per_node: int | None = option(None, at_least=1)  # default: one per GPU; 1 without GPUs
     # Default: of SLURM the share of the GPUs, if sinfo reports it, else the cluster's; of Kubernetes the namespace's.
-    cpus_per_node: int | None = None
+    cpus_per_node: int | None = option(None, at_least=1)
     mem: str | None = None  # of each node, such as 500G, on Kubernetes 500Gi; 0 on SLURM: all; default: the cluster's

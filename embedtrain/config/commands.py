@@ -46,7 +46,8 @@ class Command:
         resumes: whether it resumes what it has begun; otherwise a stage starts again in an empty directory.
         takes: by an option that names a model, which kinds of models it takes; other options take any.
         kind: of the model that it writes, if that is always the same.
-        ignored: options without influence on what it writes, besides those that all commands have.
+        makes_smaller: whether the model that it writes is smaller than the one that it is from, by how much is known
+            only when it has ended.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Command:
     resumes: bool = False
     takes: "Mapping[str, Callable[[Kind], bool]]" = field(default_factory=dict)
     kind: str | None = None
-    ignored: tuple[str, ...] = ()
+    makes_smaller: bool = False
 
     @property
     def option_class(self) -> type[Any]:
@@ -150,7 +151,6 @@ COMMANDS = {
             ranks=True,
             resumes=True,
             takes={MODEL: _embeds, "reranker.path": _reranks},
-            ignored=("run_depth",),
             **_WRITES,
         ),
         _own(
@@ -188,7 +188,6 @@ COMMANDS = {
             "write a model directory from a checkpoint",
             "ExportOptions",
             resumes=True,
-            ignored=("check", "push_to_hub", "private"),
             **_MODEL,
         ),
         _own("verify", "compare the vectors of serving engines with those of a model", "VerifyOptions"),
@@ -197,7 +196,6 @@ COMMANDS = {
             "merge the weights of several models",
             "MergeOptions",
             ranks=True,
-            ignored=("check", "push_to_hub", "private", "find.chunk_tokens"),
             **_MODEL,
         ),
         _own(
@@ -214,24 +212,24 @@ COMMANDS = {
             "prune",
             "make a smaller model from some of a model's layers",
             "PruneOptions",
-            ignored=("check",),
+            makes_smaller=True,
             **_MODEL,
         ),
         _own(
             "trim",
             "make a smaller model without the tokens that a corpus does not use",
             "TrimOptions",
-            ignored=("check",),
+            makes_smaller=True,
             **_MODEL,
         ),
         _own(
             "static",
             "make a static embedding model from a model",
             "StaticOptions",
+            makes_smaller=True,
             ranks=True,
             takes={MODEL: _has_one_vector},
             kind="dense",
-            ignored=("check",),
             **_MODEL,
         ),
         _own(

@@ -43,6 +43,7 @@ from embedtrain.config.limits import (
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig
 from embedtrain.config.names import check_reranker_loss, explain_unknown
+from embedtrain.config.options import check_values
 from embedtrain.config.overrides import to_overrides
 from embedtrain.config.parsing import (
     escape_interpolations,
@@ -108,7 +109,7 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
-    """The options of `embedtrain NAME`. Names and types are checked, and that the user names code that runs.
+    """The options of `embedtrain NAME`, with checked names, types and single values; the user names code that runs.
 
     `--help` prints `help_text`, as `render_help` says.
     """
@@ -121,6 +122,7 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     options = _to_dataclass(config, kind)
     if names_code("kind", vars(options).get("kind"), command_line.overrides):
         trust_kind(vars(options)["kind"], "kind")
+    check_values(options)
     return require_named_code(options, command_line.overrides)
 
 

@@ -33,12 +33,15 @@ class OptionInfo:
         at_least: the smallest number.
         above: a number that it has to exceed.
         within: the smallest and the largest number.
+        at_most: the largest number.
+        below: a number that it has to be smaller than.
         finite: whether it is any number except NaN and infinity, as with each of the limits.
         hint: what follows the limit in the error, such as the meaning of null.
         resume: effect of changing it on a resumed run; None: that of the section that it is in.
         is_measured: whether it decides what evaluations measure.
         chooses_best: whether it decides which step is the best one (`checkpoint.best_metric`).
         is_input: whether it names files, directories or ids of the Hub, whose content counts instead of the name.
+        is_revision: whether it chooses a revision of what another option names.
         in_result: whether what a command writes depends on it. None: on each option of a command; of training, on those
             whose change on a resumed run is rejected or changes training.
     """
@@ -46,12 +49,15 @@ class OptionInfo:
     at_least: float | None = None
     above: float | None = None
     within: tuple[float, float] | None = None
+    at_most: float | None = None
+    below: float | None = None
     finite: bool = False
     hint: str = ""
     resume: Effect | None = None
     is_measured: bool = False
     chooses_best: bool = False
     is_input: bool = False
+    is_revision: bool = False
     in_result: bool | None = None
 
 
@@ -91,13 +97,17 @@ def check_values(options: Any, prefix: str = "") -> None:
         value, declared = getattr(options, each.name), info(each)
         if is_dataclass(value):
             check_values(value, f"{prefix}{each.name}.")
-        elif declared.at_least is not None:
-            check.at_least(declared.at_least, each.name, declared.hint)
-        elif declared.above is not None:
-            check.above(declared.above, each.name, declared.hint)
-        elif declared.within is not None:
+        for limit, require in (
+            (declared.at_least, check.at_least),
+            (declared.above, check.above),
+            (declared.at_most, check.at_most),
+            (declared.below, check.below),
+        ):
+            if limit is not None:
+                require(limit, each.name, declared.hint)
+        if declared.within is not None:
             check.within(*declared.within, each.name, declared.hint)
-        elif declared.finite:
+        if declared.finite:
             check.number(each.name, declared.hint)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import kind_of_pairs
 from embedtrain.config.model_checks import check_model
+from embedtrain.config.options import LENGTH, check_values, option
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.config.validation import OptionChecks
@@ -19,10 +20,10 @@ class RerankerConfig:
     A string is its `path`.
     """
 
-    path: str  # model directory or Hub id
-    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
+    path: str = option(is_input=True)  # model directory or Hub id
+    adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
     revision: str | None = None  # a commit, tag or branch of its Hub repository
-    max_length: int | None = None  # tokens of a pair; default: the reranker's
+    max_length: int | None = option(None, **LENGTH)  # tokens of a pair; default: the reranker's
     query_prompt: str | None = None  # default: the reranker's
     document_prompt: str | None = None  # default: the reranker's
     pair_template: Any = None  # as model.pair_template
@@ -59,9 +60,9 @@ def parse_reranker(value: Any, option: str) -> RerankerConfig | None:
     if isinstance(value, list):
         raise ConfigError(f"{option}={value!r} is neither a path nor a mapping with `path`")
     (reranker,) = parse_items(value, RerankerConfig, option)
+    check_values(reranker, f"{option}.")
     check = OptionChecks(reranker, f"{option}.")
     check.require(bool(reranker.path), "path", "is empty; write a directory or a Hub id")
-    check.length("max_length")
     check.require(
         reranker.backend is Backend.torch or reranker.adapter is None, "adapter", "is not part of a graph; leave it out"
     )

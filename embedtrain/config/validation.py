@@ -47,6 +47,14 @@ class OptionChecks:
         """Require a number above `minimum`."""
         self._number(name, lambda value: value > minimum, f"must be above {minimum}", hint)
 
+    def at_most(self, maximum: float, name: str, hint: str = "") -> None:
+        """Require a number that is `maximum` or smaller."""
+        self._number(name, lambda value: value <= maximum, f"must be at most {maximum}", hint)
+
+    def below(self, maximum: float, name: str, hint: str = "") -> None:
+        """Require a number below `maximum`."""
+        self._number(name, lambda value: value < maximum, f"must be below {maximum}", hint)
+
     def positive(self, name: str, hint: str = "") -> None:
         """Require a number above 0."""
         self.above(0, name, hint)
@@ -59,10 +67,6 @@ class OptionChecks:
         value = getattr(self.options, name)
         holds = value is None or (is_allowed(value) and math.isfinite(value))
         self.require(holds, name, f"{message}; {hint}" if hint else message)
-
-    def seed(self, name: str) -> None:
-        """Require a seed that every generator accepts."""
-        self.within(0, MAX_SEED, name)
 
     def length(self, name: str) -> None:
         """Require a maximum length in tokens that leaves room for text."""

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.config.compose import to_plain
+from embedtrain.config.options import info, is_in_result
 from embedtrain.data.sources.part_reader import PartReader
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import shorten
@@ -42,22 +44,6 @@ def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
 SUMMARY = "summary.json"
 _UNFINISHED = ".part"
 _CHECKSUMS = ".checksums.json"  # of the files that a rank writes
-# Options without influence on the rows (where files are, speed, memory), and those whose content counts instead.
-_NOT_IN_IDENTITY = {
-    "output_dir",
-    "data",
-    "corpus",
-    "model",
-    "adapter",
-    "teacher",
-    "revision",
-    "teacher_revision",
-    "cache_dir",
-    "timeout",
-    "unshard",
-    "chunk_tokens",
-    "trust_remote_code",
-}
 
 
 def mining_identity(
@@ -69,7 +55,14 @@ def mining_identity(
 ) -> dict[str, Any]:
     """Everything that the written rows depend on, as JSON; `model` and `teacher` are of `model_identity`."""
     reader = PartReader()
-    identity = {name: value for name, value in to_plain(options).items() if name not in _NOT_IN_IDENTITY}
+    plain = to_plain(options)
+    identity = {
+        option.name: plain[option.name]
+        for option in fields(options)
+        # Blocks on disk have `query_batch_size` rows. Of models and rows the content counts, in other keys.
+        if (is_in_result(option.name, options) or option.name == "query_batch_size")
+        and not (info(option).is_input or info(option).is_revision)
+    }
     identity["index"] = identity["index"]["dtype"]
     return {
         **identity,

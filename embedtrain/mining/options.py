@@ -16,6 +16,7 @@ from embedtrain.config.command_options import (
     ShardOptions,
 )
 from embedtrain.config.evaluation import check_index
+from embedtrain.config.options import LENGTH, option
 from embedtrain.config.pair_template import check_score_labels
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import TrainSource
@@ -42,17 +43,20 @@ class RowSearchOptions(
 
     # Bi-encoder or cross-encoder whose scores are used instead of the model's. Those of a cross-encoder are raw, before
     # any sigmoid.
-    teacher: str | None = None
-    teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
-    teacher_max_length: int | None = None  # tokens, of a pair for a cross-encoder; default: the teacher's
+    teacher: str | None = option(None, is_input=True)
+    teacher_revision: str | None = option(None, is_revision=True)  # a commit, tag or branch of its Hub repository
+    teacher_max_length: int | None = option(
+        None, **LENGTH
+    )  # tokens, of a pair for a cross-encoder; default: the teacher's
     teacher_pair_template: Any = None  # of a cross-encoder, as model.pair_template
     teacher_score_labels: list[int] | None = None  # of a cross-encoder, as model.score_labels
     # A cross-encoder reads a document that is too long in overlapping windows, of which the best counts.
     teacher_document_windows: bool = False
 
     # Of a negative that is mined, or a positive that is kept; the teacher's score if there is one.
-    min_score: float | None = None
-    query_batch_size: int = 4096  # rows that are searched and written together; an interrupted run resumes after them
+    min_score: float | None = option(None, finite=True, hint="null for no limit")
+    # rows that are searched and written together; an interrupted run resumes after them
+    query_batch_size: int = option(4096, within=(1, 8192), in_result=False)
 
 
 def check_row_search(options: RowSearchOptions) -> None:
@@ -72,15 +76,10 @@ def check_row_search(options: RowSearchOptions) -> None:
         has_effect = not getattr(options, name) or options.teacher is not None
         check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
     check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
-    check.length("max_length")
-    check.length("teacher_max_length")
     if options.teacher_score_labels is not None:
         check_score_labels(options.teacher_score_labels, check, "teacher_score_labels")
     check.instruction_format()
-    check.at_least(1, "chunk_tokens")
     check_index(options.index, "index.", stores_vectors=True)
-    check.within(1, 8192, "query_batch_size")
-    check.positive("timeout")
     corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
     if not isinstance(corpus, list) or not all(isinstance(path, str) and path for path in corpus):
         raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")

@@ -26,7 +26,6 @@ from embedtrain.config.validation import OptionChecks, did_you_mean, expected_di
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, References, expand, resolvers
 from embedtrain.pipeline.types import (
-    LOSS_OPTIONS,
     Pipeline,
     Selection,
     Stage,
@@ -324,7 +323,8 @@ def _selection(selections: Mapping[str, str], expanded: Expanded) -> Selection:
 
 
 _INDEX = re.compile(r"\[\d+\]")
-_GUIDES = tuple(f"{loss}.{name}" for loss in LOSS_OPTIONS for name in ("guide", "teacher", "teachers"))
+_LOSSES = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
+_GUIDES = tuple(f"{loss}.{name}" for loss in _LOSSES for name in ("guide", "teacher", "teachers"))
 _RERANKER_ADVICE = {
     "evaluate": "; write reranker: ${{out:{producer}.model}}, which orders what BM25 or a model has found",
     "mine": "; write teacher: ${{out:{producer}.model}} beside the embedding model that finds the documents",

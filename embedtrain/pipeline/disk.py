@@ -18,7 +18,6 @@ from embedtrain.utils.files import directory_size
 from embedtrain.utils.formatting import format_bytes
 
 _DTYPE_BYTES = {ExportDtype.fp32: 4, ExportDtype.bf16: 2, ExportDtype.fp16: 2}
-_SMALLER = ("prune", "trim", "static")  # kinds of stages whose model is smaller than the one that it is from
 
 
 def disk_of_training(recipe: Recipe, meta: MetaEncoder) -> int:
@@ -83,7 +82,7 @@ def require_disk_space(pipeline: Pipeline, stages: Sequence[Stage]) -> None:
 
 def _model_is_unknown(pipeline: Pipeline, stage: Stage) -> bool:
     chain = [stage, *map(pipeline.stage, pipeline.ancestors(stage.name))]
-    return any(other.command.name in _SMALLER and not _has_model(other) for other in chain)
+    return any(other.command.makes_smaller and not _has_model(other) for other in chain)
 
 
 def _has_model(stage: Stage) -> bool:

@@ -8,7 +8,6 @@ OUTPUT_DIR/stages/NAME.old-1/       an earlier result, set aside by from=
 import glob
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -18,56 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.compose import to_plain
-from embedtrain.config.options import is_in_result
+from embedtrain.config.options import is_in_result, is_input
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.export_record import DESCRIPTIONS
-from embedtrain.pipeline.types import LOSS_OPTIONS, Pipeline, Stage, leaves
+from embedtrain.pipeline.types import Pipeline, Stage, leaves
 from embedtrain.utils.files import Checksums, atomic_write, checksum_of, file_checksum
 from embedtrain.utils.records import read_record
 
-# Of every kind of stage: where files are, speed, memory, and permissions.
-_IGNORED = (
-    *("output_dir", "cache_dir", "vectors_dir", "timeout", "unshard", "chunk_tokens", "query_batch_size"),
-    *("trust_remote_code", "index.place", "index.scan_dtype", "max_file_size"),
-)
-_INDEX = re.compile(r"\[\d+\]")
-SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
-# Options of all kinds of stages that name files, directories or ids of the Hub, without the numbers of elements. Others
-# are texts, whatever they look like.
-INPUT_OPTIONS = frozenset(
-    (
-        *("model", "models", "adapter", "base", "teacher", "run", "corpus", "reranker", "reranker.path"),
-        *("reranker.adapter", "model.path", "model.config", "model.tokenizer", "model.lora.path"),
-        *("model.query_weights", "parallel.accelerate_config", "train.init_from"),
-        *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents")),
-        *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train")),
-        *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),
-    )
-)
-
-ADAPTER_OPTIONS = "adapters."  # a mapping from the user's names of tasks to runs
-
 
 def options_of(stage: Stage) -> dict[str, Any]:
-    """The options that count, by dotted name, with plain values; paths of inputs are among them."""
-    ignored = (*_IGNORED, *stage.command.ignored, stage.command.output)
-    values: dict[str, Any] = {}
-    for name, value in leaves(stage.options, ""):
-        if stage.is_training:
-            counts = is_in_result(name, stage.options)
-        else:
-            counts = not any(name == option or name.startswith((f"{option}.", f"{option}[")) for option in ignored)
-        if counts:
-            values[name] = value.value if isinstance(value, Enum) else value
-    return values
+    """The options that the results depend on, by dotted name, with plain values; paths of inputs are among them."""
+    return {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in leaves(stage.options, "")
+        if name != stage.command.output and is_in_result(name, stage.options)
+    }
 
 
 def input_paths(stage: Stage) -> dict[str, str]:
     """The options, by dotted name, that count and name local files or directories, and their values."""
     paths = {}
     for name, value in options_of(stage).items():
-        is_input = _INDEX.sub("", name) in INPUT_OPTIONS or name.startswith(ADAPTER_OPTIONS)
-        if not isinstance(value, str) or not value or not is_input:
+        if not isinstance(value, str) or not value or not is_input(name, stage.options):
             continue
         path = os.path.expanduser(value)
         if _is_below(path, stage.directory.parent) or glob.has_magic(path) or os.path.lexists(path):

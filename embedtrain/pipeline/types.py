@@ -14,8 +14,6 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import expected_directories
 from embedtrain.errors import EmbedtrainError
 
-LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
-
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """All values in options, by dotted name below `name`."""

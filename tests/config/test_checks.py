@@ -17,6 +17,7 @@ from embedtrain.config.heads import HeadConfig
 from embedtrain.config.late_interaction import QueryExpansion
 from embedtrain.config.losses import BCEConfig, M3LossConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.optim import DecayShape, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
+from embedtrain.config.options import check_values
 from embedtrain.config.pair_template import ScoreHead
 from embedtrain.config.recipe import (
     BaseDtype,
@@ -401,8 +402,13 @@ def test_options_of_evaluate(options, pattern):
     valid = EvaluateOptions(model="m", sets=[EvaluationSet(path="s")], pooling=Pooling.cls)
     assert check_evaluate(valid) is valid
     check_evaluate(replace(valid, sets=[], mteb=["STS12"]))
+
+    def composed(options: EvaluateOptions) -> None:
+        check_values(options)
+        check_evaluate(options)
+
     with pytest.raises(ConfigError, match=pattern):
-        check_evaluate(replace(valid, **options))
+        composed(replace(valid, **options))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj", "[q_proj,v_proj]"])

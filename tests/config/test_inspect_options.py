@@ -45,7 +45,7 @@ def test_an_option_of_a_recipe_selects_its_data(argument):
     assert recipe.model.path == ("m" if argument == MODEL else None)
     assert recipe.train.epochs == (None if argument == "train.steps=3" else 1.0)
     assert isinstance(recipe.loss, CoSENTConfig) == (argument == "loss=cosent")
-    assert (options.data, options.examples, options.problems) == ([], 7, 3)
+    assert (options.data, options.examples, options.problems) == (None, 7, 3)
 
 
 def test_display_options_apply_to_a_recipe():

@@ -209,5 +209,5 @@ def test_findings_of_some_ranks_name_them():
 
 def test_options():
     assert compose_doctor(["--json", "quick"]).quick
-    with pytest.raises(ConfigError, match=r"timeout=0"):
-        compose_doctor(["timeout=0"])
+    with pytest.raises(ConfigError, match=r"join_timeout=0"):
+        compose_doctor(["join_timeout=0"])

@@ -8,6 +8,7 @@ import pytest
 
 from embedtrain.config.commands import DATA, Command
 from embedtrain.config.compose import compose_command
+from embedtrain.config.options import option
 from embedtrain.config.paths import require_sources
 from embedtrain.config.validation import OptionChecks
 from embedtrain.pipeline.compose import compose_pipeline
@@ -22,17 +23,15 @@ HELP = """shorten: the training rows whose queries have few words
 class ShortenOptions:
     """Options of the command."""
 
-    data: str = ""  # a file of rows
+    data: str = option("", is_input=True)  # a file of rows
     output_dir: str = ""  # for rows.jsonl
-    max_words: int = 8  # of a query that is kept
+    max_words: int = option(8, at_least=1)  # of a query that is kept
 
 
 def compose(arguments: list[str]) -> ShortenOptions:
     """The options, checked."""
     options = compose_command("shorten", ShortenOptions, arguments, HELP)
-    check = OptionChecks(options)
-    check.require(bool(options.data), "data", "is missing; write a file of rows")
-    check.at_least(1, "max_words")
+    OptionChecks(options).require(bool(options.data), "data", "is missing; write a file of rows")
     return options
 
 

@@ -1,7 +1,7 @@
 """Which options of a stage are inputs, whose content counts."""
 
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -14,13 +14,10 @@ from embedtrain.config.compressed import VectorFormat
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES
+from embedtrain.config.options import info
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.reranker import RerankerConfig
 from embedtrain.pipeline.state import (
-    ADAPTER_OPTIONS,
-    INPUT_OPTIONS,
-    LOSS_OPTIONS,
-    SET_OPTIONS,
     input_paths,
     options_of,
 )
@@ -61,6 +58,18 @@ def test_relative_paths_are_inputs(folder):
     }
 
 
+SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
+LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
+# Options of all kinds of stages that name files, directories or ids of the Hub. Others are texts, whatever they look
+# like.
+INPUT_OPTIONS = {
+    *("model", "models", "adapter", "adapters", "base", "teacher", "run", "corpus", "reranker", "reranker.path"),
+    *("reranker.adapter", "model.path", "model.config", "model.tokenizer", "model.lora.path"),
+    *("model.query_weights", "parallel.accelerate_config", "train.init_from"),
+    *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents")),
+    *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train")),
+    *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),
+}
 # Options that hold texts and no inputs, by the last part of their names.
 _TEXTS = {
     # what is written, and where; what is cached
@@ -98,19 +107,21 @@ def types_in(annotation: Any) -> set[Any]:
     return {each for part in get_args(annotation) for each in types_in(part)} or {annotation}
 
 
-def names_of_texts(options: type, prefix: str = "") -> Iterator[str]:
-    """Options that may hold a text, also those of elements, whose types the dataclasses do not say."""
-    for option, annotation in get_type_hints(options).items():
-        name, types = f"{prefix}{option}", types_in(annotation)
+def options_with_texts(options: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Options that may hold a text, and whether each is an input; also of elements, whose types no dataclass says."""
+    hints = get_type_hints(options)
+    for option in fields(options):
+        name, types = f"{prefix}{option.name}", types_in(hints[option.name])
         if types & {str, Any}:
-            yield name
+            yield name, info(option).is_input
         for element in (*_ELEMENTS.get(name, ()), *filter(is_dataclass, types)):
-            yield from names_of_texts(element, f"{name}.")
+            yield from options_with_texts(element, f"{name}.")
 
 
 def test_every_option_that_holds_a_text_is_an_input_or_listed_as_none():
-    names = {name for kind in WRITING for name in names_of_texts(COMMANDS[kind].option_class)}
-    names |= {name for kind in kinds() for name in names_of_texts(kind.options, "model.")}
-    unknown = {name for name in names - INPUT_OPTIONS if not {name, name.rpartition(".")[2]} & _TEXTS}
-    assert unknown == {ADAPTER_OPTIONS.rstrip(".")}
-    assert not INPUT_OPTIONS - names
+    found = {option for kind in WRITING for option in options_with_texts(COMMANDS[kind].option_class)}
+    found |= {option for kind in kinds() for option in options_with_texts(kind.options, "model.")}
+    names = {name for name, is_input in found if is_input}
+    assert names == INPUT_OPTIONS
+    others = {name for name, is_input in found if not is_input} - names
+    assert others <= {name for name in others if {name, name.rpartition(".")[2]} & _TEXTS}, "an input, or a text?"

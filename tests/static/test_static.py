@@ -148,7 +148,7 @@ def make(_world: Any, arguments: Sequence[str]) -> None:
 
 
 def test_the_table_is_that_of_its_formula(ranks, teacher, tmp_path):
-    arguments = [f"model={teacher}", "dims=8", "sif_coefficient=0.01", "max_length=20"]
+    arguments = [f"model={teacher}", "pca_dims=8", "sif_coefficient=0.01", "max_length=20"]
     for size in (1, 3):
         ranks(size, make, [*arguments, f"output_dir={tmp_path / str(size)}"])
     tables = [load_file(tmp_path / str(size) / "model.safetensors")["embedding.weight"] for size in (1, 3)]
@@ -195,7 +195,7 @@ def test_weights_of_tokens():
 def test_a_static_model_and_too_many_dimensions_are_rejected(ranks, teacher, tmp_path):
     for model, options, message in (
         (save_static(tmp_path / "static"), [], "is a static embedding model already"),
-        (teacher, ["dims=33"], "dims: 33 is more than the 32 dimensions"),
+        (teacher, ["pca_dims=33"], "dims: 33 is more than the 32 dimensions"),
     ):
         arguments = [f"model={model}", f"output_dir={tmp_path / 'new'}", *options]
         (error,) = ranks(1, rejection, arguments)

@@ -5,6 +5,7 @@ import pytest
 from embedtrain.commands.submit import compose, require_paths
 from embedtrain.commands.submit.options import Launcher, SlurmConfig, Submission, check_slurm, compose_submit
 from embedtrain.commands.submit.sbatch import render_script
+from embedtrain.config.options import check_values
 from embedtrain.errors import ConfigError, EmbedtrainError
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
@@ -82,8 +83,12 @@ _SRUN = Launcher.srun
     ],
 )
 def test_invalid_options_of_the_job(options, message):
+    def checked(config: SlurmConfig) -> None:
+        check_values(config, "slurm.")
+        check_slurm(config)
+
     with pytest.raises(ConfigError, match=message):
-        check_slurm(SlurmConfig(**options))
+        checked(SlurmConfig(**options))
 
 
 @pytest.mark.parametrize("time", ["90", "10:00", "24:00:00", "2-00", "2-12:30", "2-12:30:00", "UNLIMITED"])

@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from embedtrain.config.command_options import (
+    DataOptions,
+    DimsOptions,
     DocumentOptions,
     ModelOptions,
     OutputOptions,
@@ -19,6 +21,7 @@ from embedtrain.config.command_options import (
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.options import option
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError, DataError
@@ -64,14 +67,13 @@ class CalibrationHead(str, Enum):
 
 
 @dataclass(kw_only=True)
-class CalibrateOptions(ModelOptions, DocumentOptions, OutputOptions, ShardOptions, PrecisionOptions, RankOptions):
+class CalibrateOptions(
+    ModelOptions, DataOptions, DocumentOptions, OutputOptions, DimsOptions, ShardOptions, PrecisionOptions, RankOptions
+):
     """Options of `python -m embedtrain calibrate`."""
 
-    # BEIR folder, file of documents, or training rows, whose documents are used; a pattern, or a list of these.
-    data: Any = None
     head: CalibrationHead = CalibrationHead.pca
-    dims: int | None = None  # with head=pca: the vectors' new number of dimensions; default: as before
-    documents: int = 10000  # at most so many are encoded: a fixed sample
+    documents: int = option(10000, at_least=2)  # at most so many are encoded: a fixed sample
     ranges: list[int] = field(default_factory=list)  # also write ranges of so many first dimensions, as [256,128]
 
     @property
@@ -91,8 +93,6 @@ def compose(arguments: list[str]) -> CalibrateOptions:
         "must be the path of a BEIR folder, of documents or of training rows, or a list of such paths",
     )
     check.require(bool(options.output_dir), "output_dir", "is missing; write the new model directory")
-    check.at_least(2, "documents")
-    check.at_least(1, "dims")
     check.require(
         options.dims is None or options.head is CalibrationHead.pca,
         "dims",
@@ -100,9 +100,6 @@ def compose(arguments: list[str]) -> CalibrateOptions:
     )
     is_valid = min(options.ranges, default=1) >= 1 and len(set(options.ranges)) == len(options.ranges)
     check.require(is_valid, "ranges", "must be different numbers of dimensions above 0, such as [256,128]")
-    check.at_least(1, "chunk_tokens")
-    check.length("max_length")
-    check.positive("timeout")
     return options
 
 

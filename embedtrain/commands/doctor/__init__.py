@@ -7,10 +7,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from embedtrain.config.command_options import CacheOptions, JsonOptions
+from embedtrain.config.command_options import CacheOptions, JsonOptions, OutputOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.options import option
 
 if TYPE_CHECKING:
     from embedtrain.commands.doctor.host import Finding
@@ -24,19 +24,18 @@ HELP = f"""embedtrain doctor: check whether a machine is ready for training
 Each finding is ok, note, warning or problem, with what to do.
 The exit code is 1 if there is a problem, else 0.
 
-{{options: output_dir cache_dir quick hub json timeout}}
+{{options: output_dir cache_dir quick hub json join_timeout}}
 
 {LAUNCH_HELP}"""
 
 
 @dataclass(kw_only=True)
-class DoctorOptions(CacheOptions, JsonOptions):
+class DoctorOptions(OutputOptions, CacheOptions, JsonOptions):
     """Options of `python -m embedtrain doctor`."""
 
-    output_dir: str = "runs"  # parent directory of runs
     quick: bool = False  # no bandwidth, no disk speed, no request to the Hub
     hub: bool = True  # send requests to the Hugging Face Hub, for some seconds at most
-    timeout: float = 120.0  # seconds that ranks wait for each other
+    join_timeout: float = option(120.0, above=0)  # seconds that ranks wait for each other
 
 
 def compose_doctor(arguments: list[str]) -> DoctorOptions:
@@ -44,7 +43,7 @@ def compose_doctor(arguments: list[str]) -> DoctorOptions:
     short = {"--json": "json=true", "quick": "quick=true", "--quick": "quick=true"}
     arguments = [short.get(argument, argument) for argument in arguments]
     options = compose_command("doctor", DoctorOptions, arguments, HELP)
-    OptionChecks(options).positive("timeout")
+    options.output_dir = options.output_dir or "runs"
     return options
 
 
@@ -69,7 +68,7 @@ def run(arguments: tuple[DoctorOptions, Environment]) -> None:
     options, environment = arguments
     local, has_joined = check_locally(options, environment), False
     try:
-        with joined_world(options.timeout) as world:
+        with joined_world(options.join_timeout) as world:
             has_joined = True
             findings, prints = check_collectively(options, world, local), world.is_main
     except (EmbedtrainError, RuntimeError) as error:  # of gloo and NCCL, such as a missing interface

@@ -11,6 +11,7 @@ from embedtrain.config.code import code_option, is_code_path
 from embedtrain.config.command_options import (
     EncodeOptions,
     IndexOptions,
+    OutputOptions,
     PrecisionOptions,
     RankOptions,
     RerankOptions,
@@ -22,6 +23,7 @@ from embedtrain.config.compressed import check_truncate_dims, parse_vectors
 from embedtrain.config.evaluation import BM25, MODEL, Backend, EvaluationSet, SetKind, check_index
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.m3 import check_hybrid_weights
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.prompts import prompt_warnings
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from embedtrain.tracking.metrics import DatasetInfo, MetricsFile, QueryMetrics
 
 
+OUTPUT_DIR = "runs/evaluate"  # unless `output_dir` names another
 # Options of the bi-encoder, without effect if there is only a reranker.
 OF_MODELS = (
     "adapter", "pooling", "normalize", "similarity", "max_length", "query_prompt", "document_prompt", "revision",
@@ -73,7 +76,7 @@ Metrics are printed and added to OUTPUT_DIR/metrics.jsonl."""
 
 @dataclass(kw_only=True)
 class EvaluateOptions(
-    EncodeOptions, RerankOptions, SetOptions, IndexOptions, ShardOptions, PrecisionOptions, RankOptions
+    EncodeOptions, RerankOptions, SetOptions, IndexOptions, OutputOptions, ShardOptions, PrecisionOptions, RankOptions
 ):
     """Options of `python -m embedtrain evaluate`."""
 
@@ -88,12 +91,15 @@ class EvaluateOptions(
     truncate_dims: list[int] = field(default_factory=list)  # also measure the first so many dimensions, as SET@256
     # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
     vectors: list[Any] = field(default_factory=list)
-    calibration: int = 10000  # documents of a set whose vectors give the ranges of int8 and uint8
-    output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
+    # documents of a set whose vectors give the ranges of int8 and uint8
+    calibration: int = option(10000, at_least=1)
     # torch, or a graph that the export of the model has, on the CPU: onnx, onnx_fp16, onnx_int8 or openvino.
     backend: Backend = Backend.torch
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
-    run_depth: int | None = None  # documents per query in a run file; default: 1000, or more if a metric needs them
+    # documents per query in a run file; default: 1000, or more if a metric needs them
+    run_depth: int | None = option(
+        None, at_least=1, hint="null writes all documents that the metrics need, at least 1000", in_result=False
+    )
 
     @property
     def first_stages(self) -> list[str]:
@@ -120,10 +126,7 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     )
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")
-    check.at_least(1, "calibration")
     check_hybrid_weights(options.hybrid_weights, check)
-    check.at_least(1, "subset", "null takes all queries or rows")
-    check.at_least(1, "chunk_tokens")
     check_index(options.index, "index.", stores_vectors=options.vectors_dir is not None)
     check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
     _check_reranker(options, check)
@@ -132,9 +135,6 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
             default = getattr(EvaluateOptions, name)
             message = f"is not for graphs (backend={options.backend.value}); leave it out"
             check.require(getattr(options, name) == default, name, message)
-    check.at_least(1, "run_depth", "null writes all documents that the metrics need, at least 1000")
-    check.length("max_length")
-    check.positive("timeout")
     return options
 
 
@@ -145,7 +145,6 @@ def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
             message = "has no effect without a reranker; write reranker=DIR"
             check.require(getattr(options, name) == default, name, message)
         return
-    check.at_least(1, "rerank_depth")
     allowed = "must be [model], [bm25] or [bm25,model]"
     stages = options.first_stages
     check.require(
@@ -166,6 +165,7 @@ def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
 def compose(arguments: list[str]) -> EvaluateOptions:
     """The options, checked."""
     options = compose_command("evaluate", EvaluateOptions, arguments, HELP)
+    options.output_dir = options.output_dir or OUTPUT_DIR
     options.sets = parse_items(options.sets, EvaluationSet, "sets")
     options.vectors = parse_vectors(options.vectors, "vectors")
     options.reranker = parse_reranker(options.reranker, "reranker")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.checks import check_export, check_sets
-from embedtrain.config.code import code_option
-from embedtrain.config.command_options import KindOptions, PoolingOptions, SetOptions, UploadOptions
+from embedtrain.config.command_options import BaseOptions, KindOptions, PoolingOptions, SetOptions, UploadOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.paths import require_run, require_sets
 from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype, WeightsOf
@@ -27,28 +27,25 @@ _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(kw_only=True)
-class ExportOptions(KindOptions, PoolingOptions, SetOptions, UploadOptions):
+class ExportOptions(KindOptions, PoolingOptions, BaseOptions, SetOptions, UploadOptions):
     """Options of `python -m embedtrain export`."""
 
-    run: str = ""  # output_dir of a run; this or adapters
+    run: str = option("", is_input=True)  # output_dir of a run; this or adapters
     # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
     # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
-    adapters: Any = None
-    base: str | None = None  # base model of the adapters, as ID@REVISION; default: the recipe's model.path
+    adapters: Any = option(None, is_input=True)
     step: str = "latest"  # latest, best, or a step's number
     weights_of: WeightsOf | None = None  # default: the moving average if the run has one (optim.ema)
-    output_dir: str | None = None  # default: model/ in the run's directory
+    output_dir: str | None = option(None, in_result=False)  # default: model/ in the run's directory
     formats: list[str] | None = None  # default: the recipe's export.formats
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
     truncate_dim: int | None = None  # vectors have only the first so many dimensions; default: the recipe's
     rope_theta: float | None = None  # base of the rotary positions; default: the recipe's export.rope_theta
-    max_file_size: str | None = None  # default: the recipe's export.max_file_size
+    max_file_size: str | None = option(None, in_result=False)  # default: the recipe's export.max_file_size
     onnx_min_agreement: float | None = None  # default: the recipe's export.onnx_min_agreement
-    check: bool | None = None  # reopen and compare; default: the recipe's export.check
+    check: bool | None = option(None, in_result=False)  # reopen and compare; default: the recipe's export.check
     # Largest decrease of the main metric of a set, from the graph of onnx to a smaller one: more fails the export.
-    max_metric_loss: float = 0.02
-    # Execute Python code in the run directory; its recipe cannot allow that
-    trust_remote_code: bool = code_option(False, "run", "adapters", "base")
+    max_metric_loss: float = option(0.02, within=(0, 1))
 
     @property
     def export(self) -> ExportConfig:
@@ -102,8 +99,6 @@ def compose(arguments: list[str]) -> ExportOptions:
         _check_adapters(options, check)
     options.sets = parse_items(options.sets, EvaluationSet, "sets")
     check_sets(options.sets, "sets")
-    check.at_least(1, "subset", "null takes all queries or rows")
-    check.require(0 <= options.max_metric_loss <= 1, "max_metric_loss", "must be a number from 0 to 1")
     check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
     check_export(options.export)
     return options

@@ -8,6 +8,7 @@ from embedtrain.config.command_options import SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.validation import OptionChecks
 from embedtrain.mining.options import RowSearchOptions, check_row_search, require_inputs
@@ -35,10 +36,10 @@ class FilterOptions(RowSearchOptions, SeedOptions):
 
     # A positive is kept if at most keep_rank - 1 documents score higher, other positives of its query and documents
     # that equal one not counted. KaLM-Embedding-V2: 50; E5 and nomic: 2, with pool=1000000. Null: any rank.
-    keep_rank: int | None = 50
+    keep_rank: int | None = option(50, at_least=1, hint="null for any rank")
     # Documents that each positive is ranked among: those of its part of a random partition into parts of about this
     # size. Null: all documents.
-    pool: int | None = None
+    pool: int | None = option(None, at_least=2, hint="null for all documents")
     # Write every row with the columns `rank` and `score`, which have a number for each positive, and reject none:
     # `where` of a source, such as "rank <= 2", then chooses rows each time they are read.
     annotate: bool = False
@@ -50,10 +51,6 @@ def compose(arguments: list[str]) -> FilterOptions:
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
     check_row_search(options)
     check = OptionChecks(options)
-    check.at_least(1, "keep_rank", "null for any rank")
-    check.at_least(2, "pool", "null for all documents")
-    check.number("min_score", "null for no limit")
-    check.seed("seed")
     check.require(
         options.keep_rank is not None or options.min_score is not None or options.annotate,
         "keep_rank",

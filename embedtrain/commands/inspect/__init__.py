@@ -4,16 +4,17 @@ The exit code is 0 where every row can be used, and 1 where one cannot.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.command_options import CacheOptions, InstructionOptions, ModelOptions, TextOptions
+from embedtrain.config.command_options import InstructionOptions, ModelOptions, RowsOptions, TextOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Attention, Precision, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
@@ -39,13 +40,12 @@ The exit code is 0 where every row can be used, and 1 where one cannot.
 
 
 @dataclass(kw_only=True)
-class InspectOptions(ModelOptions, TextOptions, InstructionOptions, CacheOptions):
+class InspectOptions(ModelOptions, RowsOptions, TextOptions, InstructionOptions):
     """Options of `python -m embedtrain inspect`."""
 
-    data: Any = field(default_factory=list)  # sources: options of TrainSource, or paths; or one path
     for_loss: str = "infonce"  # the loss to train with: some need scores, classes or embeddings
-    examples: int = 2  # rows to show of each source
-    problems: int = 10  # rows that cannot be used, to list for each source
+    examples: int = option(2, at_least=0)  # rows to show of each source
+    problems: int = option(10, at_least=0)  # rows that cannot be used, to list for each source
 
 
 _CONFIG_DIR = ("--config-dir", "-cd")
@@ -87,11 +87,7 @@ def compose(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
 
 
 def _compose_options(arguments: list[str]) -> InspectOptions:
-    options = compose_command("inspect", InspectOptions, arguments, HELP)
-    check = OptionChecks(options)
-    for name in _DISPLAY_OPTIONS:
-        check.at_least(0, name)
-    return options
+    return compose_command("inspect", InspectOptions, arguments, HELP)
 
 
 def _check_without_model(recipe: Recipe) -> Recipe:

@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.checks import check_export, check_sets
-from embedtrain.config.code import code_option
 from embedtrain.config.command_options import (
+    BaseOptions,
     ChunkOptions,
     KindOptions,
     PoolingOptions,
@@ -22,6 +22,7 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, WeightsOf
 from embedtrain.config.validation import OptionChecks, written
@@ -108,21 +109,23 @@ class FindOptions(SetOptions, ChunkOptions, PrecisionOptions):
     """The options `find.*`: weights that are chosen on evaluation sets, with one model in memory."""
 
     method: SearchMethod | None = None  # null: `weights`, or equal ones
-    held_out: list[Any] = field(default_factory=list)  # further sets, measured for each model and the merged one
+    # further sets, measured for each model and the merged one
+    held_out: list[Any] = option(factory=list, is_input=True)
     metric: str | None = None  # of every set; default: the main one of each. Their mean over the sets decides
-    temperature: float | None = None  # of `cocktail`; default: the standard deviation of the models' metrics
-    steps: int = 10  # intervals of the weights from 0 to 1, for `grid` and `coordinate`
-    rounds: int = 2  # of `coordinate`: how often each weight is searched at most
+    # of `cocktail`; default: the standard deviation of the models' metrics
+    temperature: float | None = option(None, above=0, hint="null takes the standard deviation of the metrics")
+    steps: int = option(10, within=(2, 1000))  # intervals of the weights from 0 to 1, for `grid` and `coordinate`
+    rounds: int = option(2, within=(1, 100))  # of `coordinate`: how often each weight is searched at most
 
 
 @dataclass(kw_only=True)
-class MergeOptions(KindOptions, PoolingOptions, WrittenModelOptions, UploadOptions, RankOptions):
+class MergeOptions(KindOptions, PoolingOptions, BaseOptions, WrittenModelOptions, UploadOptions, RankOptions):
     """Options of `python -m embedtrain merge`."""
 
     # Model directories, output_dirs of runs (their model/, else their newest checkpoint), checkpoints/step-N of runs,
     # directories of LoRA adapters, and Hub ids, at a revision as ID@REVISION.
-    models: list[str] = field(default_factory=list)
-    run: str | None = None  # output_dir of a run whose checkpoints are merged
+    models: list[str] = option(factory=list, is_input=True)
+    run: str | None = option(None, is_input=True)  # output_dir of a run whose checkpoints are merged
     steps: Any = None  # of `run`: last-N, best-N, or a list of steps
     best_metric: str | None = None  # set/metric of steps=best-N; default: the run's checkpoint.best_metric
     weights_of: WeightsOf = WeightsOf.trained  # of checkpoints; an exported model is what it is
@@ -131,22 +134,21 @@ class MergeOptions(KindOptions, PoolingOptions, WrittenModelOptions, UploadOptio
     method: MergeMethod = MergeMethod.linear
     weights: list[float] | None = None  # one of each model; default: equal ones
     normalize_weights: bool = True  # divide weights by their sum
-    t: float | None = None  # instead of weights, of two models: 0 is the first, 1 the second
+    t: float | None = option(None, within=(0, 1))  # instead of weights, of two models: 0 is the first, 1 the second
     scope: SlerpScope = SlerpScope.tensor  # of slerp
     order: SlerpOrder = SlerpOrder.chain  # of slerp with more than two models
-    base: str | None = None  # of task_arithmetic and ties: the model that the others were trained from
-    scale: float = 1.0  # of task_arithmetic and ties: the lambda of the papers
-    density: float = 0.2  # of ties: the fraction of each tensor's differences that is kept
+    scale: float = option(1.0, finite=True)  # of task_arithmetic and ties: the lambda of the papers
+    # of ties: the fraction of each tensor's differences that is kept
+    density: float = option(0.2, above=0, at_most=1)
     # Other weights for tensors whose name a pattern matches (a regular expression, searched), the first that does:
     # [{names: 'layer.[0-5].', weights: [0.8, 0.2]}]. `embeddings` and `heads` are those parts of any model.
     parts: list[Any] = field(default_factory=list)
     find: FindOptions = field(default_factory=FindOptions)
 
-    settings_from: int = 0  # index of the model whose prompts, tokenizer files and maximal length are written
+    # index of the model whose prompts, tokenizer files and maximal length are written
+    settings_from: int = option(0, at_least=0, hint="it is an index of models")
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])  # as export.formats
-    max_file_size: str = "5GB"  # as export.max_file_size
-    # Execute Python code of the models: only for authors you trust
-    trust_remote_code: bool = code_option(False, "models", "run", "base")
+    max_file_size: str = option("5GB", in_result=False)  # as export.max_file_size
 
     @property
     def export(self) -> ExportConfig:
@@ -197,8 +199,6 @@ def check_merge(options: MergeOptions) -> MergeOptions:
         message = "is for method=linear, of checkpoints of one run; write lora=product"
         check.require(options.method is MergeMethod.linear, "lora", message)
     _check_find(options.find)
-    check.at_least(0, "settings_from", "it is an index of models")
-    check.positive("timeout")
     unsupported = next((name for name in (ADAPTER, LOGIT_SCORE) if name in options.formats), None)
     check.require(unsupported is None, "formats", f"a merged model has no {unsupported}; leave it out")
     check_export(options.export)
@@ -207,7 +207,6 @@ def check_merge(options: MergeOptions) -> MergeOptions:
 
 def _check_weights(options: MergeOptions, check: OptionChecks) -> None:
     check.require(options.weights is None or options.t is None, "t", "and weights are both set; keep one")
-    check.within(0, 1, "t")
     is_searched = options.find.method is not None
     given = "weights" if options.weights is not None else "t" if options.t is not None else None
     if given is not None:
@@ -265,8 +264,6 @@ def _check_method(options: MergeOptions, check: OptionChecks) -> None:
         check.require(
             not options.parts or options.scope is SlerpScope.tensor, "parts", "has no effect with scope=model"
         )
-    check.number("scale")
-    check.require(0 < options.density <= 1, "density", "must be above 0 and at most 1")
 
 
 def _check_find(find: FindOptions) -> None:
@@ -278,11 +275,6 @@ def _check_find(find: FindOptions) -> None:
     check.require(bool(find.sets), "sets", f"is missing; find.method={find.method.value} needs evaluation sets")
     check_sets(find.sets, "find.sets")
     check_sets(find.held_out, "find.held_out")
-    check.at_least(1, "subset", "null takes all queries or rows")
-    check.positive("temperature", "null takes the standard deviation of the metrics")
-    check.within(2, 1000, "steps")
-    check.within(1, 100, "rounds")
-    check.at_least(1, "chunk_tokens")
 
 
 def compose(arguments: list[str]) -> MergeOptions:

@@ -9,6 +9,7 @@ from embedtrain.config.command_options import SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.validation import OptionChecks
 from embedtrain.mining.options import RowSearchOptions, check_row_search, require_inputs
@@ -59,14 +60,18 @@ class MarginReference(str, Enum):
 class MineOptions(RowSearchOptions, SeedOptions):
     """Options of `python -m embedtrain mine`."""
 
-    negatives: int = 15  # maximum per row, including those that it keeps
-    rank_min: int = 0  # number of the best qualifying candidates to skip
+    negatives: int = option(15, at_least=1)  # maximum per row, including those that it keeps
+    rank_min: int = option(0, at_least=0)  # number of the best qualifying candidates to skip
     rank_max: int = 100  # number of candidates per query
     # A negative scores at most (1 - this) times the positive: the 95 % rule. With a cross-encoder as teacher, its
     # probability is at most so much of the positive's, both after a sigmoid.
-    relative_margin: float | None = 0.05
-    absolute_margin: float | None = None  # a negative scores at most the positive's score minus this
-    max_score: float | None = None  # of a negative; the teacher's score if there is one
+    relative_margin: float | None = option(
+        0.05, at_least=0, below=1, hint="a fraction of the positive's score, such as 0.05; null for none"
+    )
+    # a negative scores at most the positive's score minus this
+    absolute_margin: float | None = option(None, at_least=0, hint="null for none")
+    # of a negative; the teacher's score if there is one
+    max_score: float | None = option(None, finite=True, hint="null for no limit")
     margin_reference: MarginReference = MarginReference.highest
     sampling: Sampling = Sampling.top
     keep_existing_negatives: bool = False  # keep the rows' negatives before the new ones, except for positives
@@ -77,8 +82,6 @@ def check_mine(options: MineOptions) -> MineOptions:
     """Check the options; `data` must be a list of sources."""
     check_row_search(options)
     check = OptionChecks(options)
-    check.at_least(1, "negatives")
-    check.at_least(0, "rank_min")
     check.require(options.rank_min < options.rank_max, "rank_min", f"must be below rank_max={options.rank_max}")
     num_ranks = options.rank_max - options.rank_min
     check.require(
@@ -88,19 +91,10 @@ def check_mine(options: MineOptions) -> MineOptions:
         "write a larger rank_max, or fewer negatives",
     )
     check.require(
-        options.relative_margin is None or 0 <= options.relative_margin < 1,
-        "relative_margin",
-        "must be a fraction of the positive's score from 0 to below 1, such as 0.05; null for none",
-    )
-    check.at_least(0, "absolute_margin", "null for none")
-    check.number("min_score", "null for no limit")
-    check.number("max_score", "null for no limit")
-    check.require(
         options.min_score is None or options.max_score is None or options.min_score <= options.max_score,
         "min_score",
         f"is above max_score={options.max_score}",
     )
-    check.seed("seed")
     return options
 
 

@@ -14,6 +14,7 @@ from embedtrain.config.command_options import IndexOptions, JsonOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.evaluation import IndexConfig, check_index
 from embedtrain.config.names import suggest
+from embedtrain.config.options import option
 from embedtrain.config.parsing import GROUPS
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option
@@ -38,7 +39,7 @@ No GPU, data or weights are needed: only a model's configuration is downloaded.
 The exit code is 0 if the training fits in memory, and 1 if it does not.
 
 {options: gpus gpus_per_node gpu_memory bandwidth_node bandwidth_network tflops tokens_per_text
-  texts_per_row documents queries top_k tokens_per_query index.dtype index.scan_dtype index.place
+  texts_per_row documents queries search_depth tokens_per_query index.dtype index.scan_dtype index.place
   search_tflops tokens_per_second json}
 
 `embedtrain train --help` explains the options of training and lists recipes."""
@@ -48,27 +49,31 @@ The exit code is 0 if the training fits in memory, and 1 if it does not.
 class PlanOptions(IndexOptions, JsonOptions):
     """Options of `python -m embedtrain plan`; further options on its command line are the recipe's."""
 
-    gpus: int = 8  # total number of GPUs
-    gpus_per_node: int = 8  # GPUs per machine
-    gpu_memory: float = 80.0  # GiB per GPU, of which a tenth is left for the driver and for what the plan omits
-    bandwidth_node: float = 300.0  # GB/s that a GPU sends within its node (H100: NVLink)
-    bandwidth_network: float = 50.0  # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
-    tflops: float = 400.0  # per GPU in training; 400 is published for good trainers on an H100 in bf16
-    tokens_per_text: int | None = None  # mean, including padding; default: the maximum length
+    gpus: int = option(8, at_least=1)  # total number of GPUs
+    gpus_per_node: int = option(8, at_least=1)  # GPUs per machine
+    # GiB per GPU, of which a tenth is left for the driver and for what the plan omits
+    gpu_memory: float = option(80.0, above=0)
+    bandwidth_node: float = option(300.0, above=0)  # GB/s that a GPU sends within its node (H100: NVLink)
+    # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
+    bandwidth_network: float = option(50.0, above=0)
+    # per GPU in training; 400 is published for good trainers on an H100 in bf16
+    tflops: float = option(400.0, above=0)
+    tokens_per_text: int | None = option(None, at_least=1)  # mean, including padding; default: the maximum length
     # A query, its positive, and its hard negatives; default: those of the first rows, if the files are here, or of the
     # stage that mines them; else the negatives that data.train asks for.
-    texts_per_row: int | None = None
-    documents: int | None = None  # plan an evaluation or mining of so many documents instead of a training
-    queries: int = 10000  # of an evaluation, or rows of mining
-    top_k: int = 100  # documents of each query: as many as the metrics need, or rank_max of mining
-    tokens_per_query: int | None = None  # mean, including padding; default: tokens_per_text
+    texts_per_row: int | None = option(None, at_least=1)
+    # plan an evaluation or mining of so many documents instead of a training
+    documents: int | None = option(None, at_least=1)
+    queries: int = option(10000, at_least=1)  # of an evaluation, or rows of mining
+    # documents of each query: as many as the metrics need, or rank_max of mining
+    search_depth: int = option(100, at_least=1)
+    tokens_per_query: int | None = option(None, at_least=1)  # mean, including padding; default: tokens_per_text
     # Per GPU in products of queries and documents in fp32, with the choice of the best; an H100 has at most 67.
-    search_tflops: float = 40.0
-    tokens_per_second: float = 1e6  # that the CPU cores of a rank tokenize
+    search_tflops: float = option(40.0, above=0)
+    tokens_per_second: float = option(1e6, above=0)  # that the CPU cores of a rank tokenize
 
 
 _NAMES = [option.name for option in fields(PlanOptions)]
-_COUNTS_OF_SEARCH = ("documents", "queries", "top_k", "tokens_per_query")
 
 
 def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
@@ -112,14 +117,10 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _compose_options(command: list[str]) -> PlanOptions:
     options = compose_command("plan", PlanOptions, command, HELP)
     check = OptionChecks(options)
-    for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text", *_COUNTS_OF_SEARCH):
-        check.at_least(1, name)
-    for name in ("gpu_memory", "bandwidth_node", "bandwidth_network", "tflops", "search_tflops", "tokens_per_second"):
-        check.positive(name)
     check_index(options.index, "index.", stores_vectors=True)
     if options.documents is None:
         message = "has no effect without documents; write documents=N to plan a search"
-        for name in ("queries", "top_k", "tokens_per_query", "search_tflops", "tokens_per_second"):
+        for name in ("queries", "search_depth", "tokens_per_query", "search_tflops", "tokens_per_second"):
             check.require(getattr(options, name) == getattr(PlanOptions, name), name, message)
         of_index = OptionChecks(options.index, "index.")
         for option in fields(IndexConfig):

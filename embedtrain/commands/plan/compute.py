@@ -375,7 +375,7 @@ def plan_search(recipe: Recipe, options: "PlanOptions") -> SearchPlan:
     work = SearchWorkload(
         documents=options.documents,
         queries=options.queries,
-        top_k=min(options.top_k, options.documents),
+        top_k=min(options.search_depth, options.documents),
         tokens_per_text=planned.tokens_per_text,
         tokens_per_query=options.tokens_per_query or planned.tokens_per_text,
         chunk_tokens=recipe.evaluation.chunk_tokens,

@@ -10,6 +10,7 @@ from embedtrain.config.checks import check_train_sources
 from embedtrain.config.command_options import ErrorOptions, OutputOptions, RowsOptions, SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.paths import require_sources
 from embedtrain.config.validation import OptionChecks, require_single_process
@@ -46,7 +47,8 @@ class DevCorpus(str, Enum):
 class SplitOptions(RowsOptions, OutputOptions, ErrorOptions, SeedOptions):
     """Options of `python -m embedtrain split`."""
 
-    dev: int = 300  # queries to hold out, with all rows that share a query or a positive with them
+    # queries to hold out, with all rows that share a query or a positive with them
+    dev: int = option(300, at_least=1)
     corpus: DevCorpus = DevCorpus.held_out  # all: search among the documents of training rows as well
 
 
@@ -58,8 +60,6 @@ def compose(arguments: list[str]) -> SplitOptions:
     check = OptionChecks(options)
     check.require(bool(options.data), "data", "is missing; write data=PATH, a file, folder or Hub data set of rows")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for train.jsonl and dev/")
-    check.at_least(1, "dev")
-    check.seed("seed")
     check_train_sources(options.data, "data")
     output_dir = expand_user(options.output_dir)
     for source in options.data:

@@ -1,32 +1,31 @@
-"""`torchrun -m embedtrain static model=DIR dims=256 output_dir=DIR`: a static embedding model on all ranks."""
+"""`torchrun -m embedtrain static model=DIR pca_dims=256 output_dir=DIR`: a static embedding model on all ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.config.command_options import (
-    CheckOptions,
     ModelOptions,
-    OutputOptions,
     PoolingOptions,
     PrecisionOptions,
     RankOptions,
     ShardOptions,
+    WrittenModelOptions,
 )
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
+from embedtrain.config.options import LENGTH, option
 from embedtrain.config.paths import require_models
-from embedtrain.config.recipe import ExportDtype
 from embedtrain.config.validation import OptionChecks
 from embedtrain.utils.files import expand_user
 
 HELP = f"""embedtrain static: a static embedding model from a model
 
-  embedtrain static model=DIR dims=256 output_dir=DIR [option=value ...]
+  embedtrain static model=DIR pca_dims=256 output_dir=DIR [option=value ...]
 
 Each token of the vocabulary is encoded alone. The result is a table of vectors,
 whose mean over the tokens of a text is its vector: no transformer, and no GPU.
 
-{{options: model! output_dir! dims sif_coefficient max_length dtype}}
+{{options: model! output_dir! pca_dims sif_coefficient max_length dtype}}
 
 {LAUNCH_HELP}
 
@@ -35,18 +34,16 @@ Train it further as any model:
 
 
 @dataclass(kw_only=True)
-class StaticOptions(
-    ModelOptions, PoolingOptions, OutputOptions, CheckOptions, ShardOptions, PrecisionOptions, RankOptions
-):
+class StaticOptions(ModelOptions, PoolingOptions, WrittenModelOptions, ShardOptions, PrecisionOptions, RankOptions):
     """Options of `python -m embedtrain static`."""
 
-    dims: int | None = 256  # principal components of the tokens' vectors that are kept; null: all dimensions
+    # principal components of the tokens' vectors that are kept; null: all dimensions
+    pca_dims: int | None = option(256, at_least=1)
     # a in the weight a / (a + p) of a token, whose frequency p is that of its rank in the vocabulary by Zipf's law;
     # null: all tokens weigh the same.
-    sif_coefficient: float | None = 1e-4
-    max_length: int = 512  # tokens of a text that the static model averages; a table has no limit of its own
-
-    dtype: ExportDtype = ExportDtype.fp32  # in which the table is written; source: fp32
+    sif_coefficient: float | None = option(1e-4, above=0)
+    # tokens of a text that the static model averages; a table has no limit of its own
+    max_length: int = option(512, **LENGTH)
 
 
 def compose(arguments: list[str]) -> StaticOptions:
@@ -55,12 +52,6 @@ def compose(arguments: list[str]) -> StaticOptions:
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the static model")
-    check.at_least(1, "dims")
-    if options.sif_coefficient is not None:
-        check.positive("sif_coefficient")
-    check.length("max_length")
-    check.at_least(1, "chunk_tokens")
-    check.positive("timeout")
     return options
 
 

@@ -69,7 +69,7 @@ def require_distillable(model: LoadedModel, options: "StaticOptions") -> None:
     """A ConfigError for a model without a transformer, with too few dimensions, or with a tokenizer in Python."""
     if is_static(model.source.config):
         raise ConfigError(f"model={options.model}: is a static embedding model already; write a transformer")
-    model.source.require_dimensions([options.dims], "dims", truncated=True)
+    model.source.require_dimensions([options.pca_dims], "pca_dims", truncated=True)
     if not getattr(model.tokenizer.tokenizer, "is_fast", False):
         raise ConfigError(f"model={options.model}: its tokenizer has no tokenizer.json, which a static model needs")
 
@@ -95,7 +95,7 @@ def make_table(model: LoadedModel, options: "StaticOptions", world: World, conso
     moments = Moments.of(vectors[torch.from_numpy(words)[rows]]).all_reduced(world)
     mean = moments.mean
     components, variances = principal_components(moments.covariance)
-    dims = options.dims or len(mean)
+    dims = options.pca_dims or len(mean)
     console.note(
         f"{len(words):,} tokens of {len(mean)} dimensions: {dims} principal components have "
         f"{float(variances[:dims].sum() / variances.sum()):.1%} of their variance"

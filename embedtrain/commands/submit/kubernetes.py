@@ -10,6 +10,7 @@ import yaml
 
 from embedtrain.config.command_options import NodeOptions
 from embedtrain.config.commands import Command
+from embedtrain.config.options import option
 from embedtrain.config.validation import OptionChecks
 
 Manifest = dict[str, Any]
@@ -47,25 +48,21 @@ class KubernetesConfig(NodeOptions):
     priority_class: str | None = None  # of the pods
     queue: str | None = None  # a local queue of Kueue
     runtime: str = "torch-distributed"  # the ClusterTrainingRuntime, for to=kubeflow
-    grace_seconds: int = 300  # that the ranks have for a checkpoint after a preemption or an eviction
-    time: int | None = None  # limit in seconds, after which the job fails; default: none
-    max_restarts: int = 3  # after an error or the loss of a node; preemptions do not count
-    port: int = 29500  # of the rendezvous, inside the pods
+    # that the ranks have for a checkpoint after a preemption or an eviction
+    grace_seconds: int = option(300, at_least=1)
+    time: int | None = option(None, at_least=1)  # limit in seconds, after which the job fails; default: none
+    max_restarts: int = option(3, at_least=0)  # after an error or the loss of a node; preemptions do not count
+    port: int = option(29500, within=(1, 65535))  # of the rendezvous, inside the pods
 
 
 def check_kubernetes(config: KubernetesConfig, *, is_used: bool) -> None:
     """Check the options; ConfigError names the first that is invalid. The image is required if the job is used."""
     check = OptionChecks(config, "kubernetes.")
-    for option in fields(config):
-        value = getattr(config, option.name)
+    for each in fields(config):
+        value = getattr(config, each.name)
         lines = value if isinstance(value, list) else [value]
         is_safe = not any(isinstance(line, str) and re.search(r"[\x00-\x08\x0a-\x1f\x7f]", line) for line in lines)
-        check.require(is_safe, option.name, "one line each, without control characters")
-    for name in ("nodes", "ranks_per_node", "cpus_per_node", "grace_seconds", "time"):
-        check.at_least(1, name)
-    for name in ("gpus_per_node", "max_restarts"):
-        check.at_least(0, name)
-    check.within(1, 65535, "port")
+        check.require(is_safe, each.name, "one line each, without control characters")
     for name in ("mem", "shm"):
         value = getattr(config, name)
         check.require(value is None or bool(_QUANTITY.fullmatch(value)), name, "must be a quantity, such as 500Gi")

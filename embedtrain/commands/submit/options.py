@@ -19,12 +19,15 @@ from embedtrain.config.command_options import NodeOptions
 from embedtrain.config.commands import COMMANDS, WRITING, Command, find_command
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.limits import load_yaml
+from embedtrain.config.options import option
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, did_you_mean, require_single_process, unknown_option, written
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.types import Pipeline
 from embedtrain.utils.files import expand_user
+
+_MAX_SIGNAL_SECONDS = 65535  # sbatch takes no more
 
 
 class Launcher(str, Enum):
@@ -56,7 +59,7 @@ class SlurmConfig(NodeOptions):
     extra: list[str] = field(default_factory=list)  # further options of sbatch, such as --exclude=n13
     srun_extra: list[str] = field(default_factory=list)  # further options of srun, such as --mpi=none
     seeds: list[int] = field(default_factory=list)  # one job of an array per seed, in OUTPUT_DIR/seed-S
-    seeds_at_once: int | None = None  # that run at the same time; default: all
+    seeds_at_once: int | None = option(None, at_least=1)  # that run at the same time; default: all
     launcher: Launcher = Launcher.torchrun  # of the ranks
     python: str | None = None  # default: the interpreter that submits; in a container `python`
     setup: list[str] = field(default_factory=list)  # shell commands before it: module load, source, export
@@ -64,13 +67,13 @@ class SlurmConfig(NodeOptions):
     container_mounts: list[str] = field(default_factory=list)  # FROM:TO; default: the working directory
     container_command: str | None = None  # or a command before python, such as apptainer exec --nv image.sif
     doctor: bool = False  # check all nodes first; a problem ends the job before the command starts
-    signal_seconds: int = 300  # before the time limit, the ranks are asked for a checkpoint
+    # before the time limit, the ranks are asked for a checkpoint
+    signal_seconds: int = option(300, within=(1, _MAX_SIGNAL_SECONDS))
     requeue: bool = True  # after a time limit, a preemption or the loss of a node
-    max_requeues: int = 100  # starts after the first, for any reason
-    max_restarts: int = 0  # restarts of all ranks by torchrun within the job after one has failed
+    max_requeues: int = option(100, at_least=0)  # starts after the first, for any reason
+    max_restarts: int = option(0, at_least=0)  # restarts of all ranks by torchrun within the job after one has failed
 
 
-_MAX_SIGNAL_SECONDS = 65535  # seconds; sbatch takes no more
 _UNLIMITED = ("UNLIMITED", "INFINITE")
 _TIMES = re.compile(
     r"(?P<m>\d+)(:(?P<s>\d+))?|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)|(?P<d>\d+)-(?P<dh>\d+)(:(?P<dm>\d+)(:(?P<ds>\d+))?)?"
@@ -91,14 +94,10 @@ _SET_BY_SCRIPT = {
 def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
     """The options, checked; ConfigError names the first that is invalid."""
     check = OptionChecks(slurm, "slurm.")
-    for option in fields(slurm):
-        value = getattr(slurm, option.name)
+    for each in fields(slurm):
+        value = getattr(slurm, each.name)
         is_safe = not any(map(has_control_characters, value if isinstance(value, list) else [value]))
-        check.require(is_safe, option.name, "one line each, without control characters")
-    for name in ("nodes", "ranks_per_node", "cpus_per_node", "seeds_at_once"):
-        check.at_least(1, name)
-    for name in ("gpus_per_node", "max_restarts", "max_requeues"):
-        check.at_least(0, name)
+        check.require(is_safe, each.name, "one line each, without control characters")
     gpu_options = [name for name in ("gres", "gpu_type") if getattr(slurm, name) is not None]
     check.require(len(gpu_options) < 2, "gres", f"gpu_type={slurm.gpu_type} names GPUs as well; keep one")
     has_gpus = slurm.gpus_per_node > 0 or not gpu_options
@@ -108,7 +107,6 @@ def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
         message = f"must be a multiple of the {ranks} ranks of a node with launcher=srun"
         check.require((slurm.cpus_per_node or 0) % ranks == 0, "cpus_per_node", message)
         check.require(slurm.max_restarts == 0, "max_restarts", "is for launcher=torchrun")
-    check.within(1, _MAX_SIGNAL_SECONDS, "signal_seconds")
     is_time = slurm.time is None or _TIMES.fullmatch(slurm.time) is not None or slurm.time.upper() in _UNLIMITED
     check.require(is_time, "time", "must be minutes, MM:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS")
     limit = _seconds(slurm.time)
@@ -393,11 +391,9 @@ def _compose_checked(arguments: Sequence[str]) -> Recipe:
 
 def _check_names(**names: str) -> None:
     """Reject a name or an output directory that would break the script."""
-    for option, text in names.items():
+    for name, text in names.items():
         if re.search(r"[\x00-\x1f\x7f\\']", text) is not None:
-            raise ConfigError(
-                f"{option}={written(text)}: cannot have line ends, backslashes or quotes in a job's script"
-            )
+            raise ConfigError(f"{name}={written(text)}: cannot have line ends, backslashes or quotes in a job's script")
 
 
 def _is_job_option(argument: str) -> bool:

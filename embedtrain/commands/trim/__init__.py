@@ -15,6 +15,7 @@ from embedtrain.config.command_options import (
 from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks
@@ -34,8 +35,9 @@ same outputs.
 class TrimOptions(ModelOptions, KindOptions, PoolingOptions, RowsOptions, CorpusOptions, WrittenModelOptions):
     """Options of `python -m embedtrain trim`."""
 
-    top: int | None = None  # maximum number of tokens to keep, the most frequent ones; null: no maximum
-    min_count: int = 1  # how often a token that is kept occurs at least
+    # maximum number of tokens to keep, the most frequent ones; null: no maximum
+    top: int | None = option(None, at_least=1, hint="null for no maximum")
+    min_count: int = option(1, at_least=1)  # how often a token that is kept occurs at least
 
 
 def compose(arguments: list[str]) -> TrimOptions:
@@ -46,8 +48,6 @@ def compose(arguments: list[str]) -> TrimOptions:
     if options.kind is not None:
         load_kind(options.kind, "kind")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
-    check.at_least(1, "min_count")
-    check.at_least(1, "top", "null for no maximum")
     options.corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
     if not isinstance(options.corpus, list) or not all(isinstance(path, str) and path for path in options.corpus):
         raise ConfigError(f"corpus={options.corpus}: must be a path or a list of paths")

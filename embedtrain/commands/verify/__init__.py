@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from embedtrain.config.command_options import ModelPathOptions
 from embedtrain.config.compose import compose_command
+from embedtrain.config.options import option
 from embedtrain.config.paths import require_models
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
@@ -44,10 +46,9 @@ HELP = """embedtrain verify: whether libraries and servers compute what a model 
 
 
 @dataclass(kw_only=True)
-class VerifyOptions:
+class VerifyOptions(ModelPathOptions):
     """Options of `python -m embedtrain verify`."""
 
-    model: str = ""  # model directory
     # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp, infinity_emb,
     # FlagEmbedding, langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate; default: those that are
     # installed here, and those of `python`.
@@ -55,7 +56,8 @@ class VerifyOptions:
     # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}; of transformers_js
     # the folder of node_modules, with node in PATH.
     python: Any = None
-    tolerance: float = 1e-4  # largest difference of a number that passes, relative to numbers above 1
+    # largest difference of a number that passes, relative to numbers above 1
+    tolerance: float = option(1e-4, above=0)
 
 
 def compose(arguments: list[str]) -> VerifyOptions:
@@ -73,7 +75,6 @@ def compose(arguments: list[str]) -> VerifyOptions:
         "python",
         f"must be a mapping of {', '.join(ENGINES)}, such as {{fastembed: ENVIRONMENT/bin/python}}",
     )
-    check.require(options.tolerance > 0, "tolerance", "must be a number above 0")
     return options
 
 

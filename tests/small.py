@@ -14,8 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.rows import Documents, Row
-from embedtrain.data.text_format import text_keys
+from embedtrain.data.rows import Documents, Row, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole, Tokens
 from embedtrain.models.own_class import language_model_class
@@ -151,7 +150,7 @@ class TextTokens:
         self._tokens = Tokens.concatenated([of_queries, of_documents])
         self.num_documents = np.array([len(row.documents.texts) for row in batch.rows], dtype=np.int64)
         self.lengths = self._tokens.lengths
-        self.keys = text_keys(texts).numpy()
+        self.keys = text_keys(texts)
 
     def tokens(self, texts: np.ndarray) -> Tokens:
         return self._tokens.take(texts)

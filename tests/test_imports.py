@@ -37,7 +37,7 @@ ORDER = (
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in ((names,) if isinstance(names, str) else names)}
 # Stricter than the order: what a package imports of embedtrain besides itself, the recipe and what lies below it.
 NARROW = {
-    "models": {"data.types", "data.text_format"},
+    "models": {"data.types"},
     "losses": {"distributed.collectives"},
 }
 GROUND = ("config", "utils", "errors")

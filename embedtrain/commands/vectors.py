@@ -151,7 +151,7 @@ def run(options: VectorsOptions) -> Path:
 
 def _read_rows(options: VectorsOptions, output_dir: Path, world: "World", console: "Console") -> "Sequence[RowStore]":
     from embedtrain.data.cache.cache import Cache, writable_cache_directory
-    from embedtrain.data.cache.read_sources import read_sources
+    from embedtrain.data.cache.row_store import read_sources
     from embedtrain.data.sources.layouts import TEXTS_ONLY
     from embedtrain.data.sources.resolve import expand_sources
 

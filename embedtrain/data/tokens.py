@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.text_format import Prompt
+from embedtrain.data.rows import Prompt
 from embedtrain.data.types import (
     IS_QUERY,
     NO_VECTOR,

@@ -21,22 +21,22 @@ from embedtrain.config.source_losses import (
 )
 from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.rows import Example, Row, take
-from embedtrain.data.sampling.draw import (
+from embedtrain.data.rows import Example, Row, TextFormat, take, text_keys
+from embedtrain.data.sampling.plan import (
     NO_LIMIT,
     BatchDocuments,
     BatchNegatives,
+    BatchPlan,
+    PlannedBatch,
     Selection,
     draw,
     draw_batch_negatives,
+    rows_per_source_of_epoch,
 )
-from embedtrain.data.sampling.plan import BatchPlan, PlannedBatch, rows_per_source_of_epoch
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
-from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Tokens, gather_ranges
 from embedtrain.utils.formatting import format_count
@@ -107,7 +107,7 @@ class SelectedRows(Sequence[Row]):
             example = self._example(index)
             names = (*example.positives.all_ids, *example.negatives.all_ids)
             ids += [name and f"{source} {name}" for name in names]
-        return np.where([bool(name) for name in ids], text_keys(ids).numpy(), -1)
+        return np.where([bool(name) for name in ids], text_keys(ids), -1)
 
     def _example(self, index: int) -> Example:
         return self._stores[int(self._planned.sources[index])][int(self._planned.rows[index])]

@@ -11,8 +11,8 @@ import numpy as np
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.cache.document_store import select_texts
+from embedtrain.data.rows import text_key
 from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_of
-from embedtrain.data.text_format import text_key
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, HubUnavailable
 from embedtrain.evaluation.first_stage import read_run, with_candidates

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.text_format import text_key
+from embedtrain.data.rows import text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Pair, TextRole, Tokens, gather_ranges
 from embedtrain.distributed.collectives import exchange_rows, gather_rows

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import map_array, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.rows import Example
+from embedtrain.data.rows import Example, instructed_query, text_keys
 from embedtrain.data.sources.parts import Part
-from embedtrain.data.text_format import instructed_query, text_keys
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -225,7 +224,7 @@ def _read_row_keys(source: MiningSource, formats: dict[DocumentFormat, int]) -> 
             batch.column(name).to_pylist() if name in batch.schema.names else [None] * batch.num_rows
             for name in ("query", "instruction", "document_instruction")
         )
-        keys.append(text_keys([instructed_query(*pair) for pair in zip(queries, instructions, strict=True)]).numpy())
+        keys.append(text_keys([instructed_query(*pair) for pair in zip(queries, instructions, strict=True)]))
         stripped.append(stripped_keys(map(str, queries)))
         for query_instruction, document_instruction in zip(instructions, document_instructions, strict=True):
             if document_instruction is not None and query_instruction is None:
@@ -334,7 +333,7 @@ class UniqueQueries:
             if number == len(texts):
                 texts.append(row.query)
             of_row[index] = number
-        keys = text_keys([key for key, _, _ in number_of]).numpy()
+        keys = text_keys([key for key, _, _ in number_of])
         excluded = QueryDocumentPairs(*inputs.not_negatives.lookup(stripped_keys(texts)))
         existing = _existing_negatives(rows if keep_existing else [], of_row, excluded, inputs)
         return cls(
@@ -354,7 +353,7 @@ def _existing_negatives(
     rows: Sequence[Example], of_row: IntArray, excluded: QueryDocumentPairs, inputs: MiningInputs
 ) -> QueryDocumentPairs:
     owners: IntArray = np.repeat(np.arange(len(rows)), np.array([len(row.negatives) for row in rows], dtype=np.int64))
-    documents = inputs.pool.numbers(text_keys([text for row in rows for text in row.negatives.texts]).numpy())
+    documents = inputs.pool.numbers(text_keys([text for row in rows for text in row.negatives.texts]))
     size = len(inputs.pool)
     keep = ~np.isin(of_row[owners] * size + documents, excluded.owners * size + excluded.documents)
     # Negatives of a row that differ in surrounding whitespace only count once.

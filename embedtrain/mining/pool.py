@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache, map_array, write_array
 from embedtrain.data.cache.document_store import MappedTexts
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import ArrowRows, RowStore
-from embedtrain.data.rows import Example
+from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
+from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part
@@ -34,7 +33,6 @@ from embedtrain.data.sources.resolve import (
     source_names,
 )
 from embedtrain.data.sources.values import BadRow
-from embedtrain.data.text_format import TextFormat, text_keys
 from embedtrain.errors import DataError
 from embedtrain.formats.hub import split_revision
 from embedtrain.inference.encode import ProgressCallback
@@ -264,7 +262,7 @@ class _FormattedTexts(Sequence[str]):
 
 def stripped_keys(texts: Iterable[str]) -> IntArray:
     """Keys, int64 [n], that are equal for texts that differ in leading and trailing whitespace only."""
-    return text_keys([text.strip() for text in texts]).numpy()
+    return text_keys([text.strip() for text in texts])
 
 
 def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArray]:
@@ -272,7 +270,7 @@ def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArr
 
     Returns the number of each document, int64 [T], and the index of the first occurrence of each number, int64 [N].
     """
-    keys = np.concatenate([np.empty(0, dtype=np.int64), *(text_keys(batch.texts).numpy() for batch in batches)])
+    keys = np.concatenate([np.empty(0, dtype=np.int64), *(text_keys(batch.texts) for batch in batches)])
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)
@@ -291,7 +289,7 @@ def write_pool(directory: Path, batches: Iterable[DocumentBatch], first: IntArra
         remaining = _first_occurrences(batches, first)
         while texts := list(itertools.islice(remaining, _DOCUMENTS_PER_BATCH)):
             writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], schema=_SCHEMA))
-            keys.append(text_keys(texts).numpy())
+            keys.append(text_keys(texts))
             stripped.append(stripped_keys(texts))
     all_keys = np.concatenate(keys)
     order = np.argsort(all_keys, kind="stable")
@@ -338,7 +336,7 @@ class DocumentIdCollector:
         indices: IntArray = start + np.array(with_id, dtype=np.int64)
         self._indices.append(indices)
         # Ids are local to a source: "7" of another source is another document.
-        self._keys.append(text_keys([f"{batch.source} {document_id}" for document_id in ids]).numpy())
+        self._keys.append(text_keys([f"{batch.source} {document_id}" for document_id in ids]))
         self._ids_by_source.setdefault(batch.source, []).append(pa.array(ids, pa.large_string()))
         self._indices_by_source.setdefault(batch.source, []).append(indices)
 

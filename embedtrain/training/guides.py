@@ -12,8 +12,7 @@ from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.data.cache.row_store import RowStore
-from embedtrain.data.rows import Row
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.rows import Row, TextFormat
 from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.distributed.collectives import max_over_ranks

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.data.chunks import ChunkPlan, plan_towers
-from embedtrain.data.rows import Row
-from embedtrain.data.text_format import TextFormat, text_keys
+from embedtrain.data.rows import Row, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch
 from embedtrain.distributed.collectives import exchange_rows
@@ -316,7 +315,7 @@ def _id_keys(ids: Sequence[str], keys: Tensor) -> Tensor:
     """The hash of each id, or of the text of a document without an id."""
     has_id = torch.tensor([bool(name) for name in ids], dtype=torch.bool)
     # No text begins with this prefix, so that an id never equals a text.
-    return torch.where(has_id, text_keys([f"\0id {name}" for name in ids]), keys)
+    return torch.where(has_id, torch.from_numpy(text_keys([f"\0id {name}" for name in ids])), keys)
 
 
 def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:

@@ -16,8 +16,7 @@ from torch import Tensor
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
-from embedtrain.data.rows import Example
-from embedtrain.data.text_format import NO_PROMPT, Prompt
+from embedtrain.data.rows import NO_PROMPT, Example, Prompt
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.watchdog.watchdog import activity

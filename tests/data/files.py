@@ -13,8 +13,8 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_checks import SourceReport
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.rows import Example
 from embedtrain.errors import DataError, EmbedtrainError
 

@@ -9,9 +9,9 @@ from tokenizers import processors
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.rows import TextFormat
 from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.types import NOT_POOLED, Tokens
 from tests.small import small_tokenizer

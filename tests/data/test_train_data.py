@@ -16,8 +16,7 @@ from embedtrain.config.losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.rows import Row
-from embedtrain.data.text_format import Prompt, TextFormat, text_keys
+from embedtrain.data.rows import Prompt, Row, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import Mixing, TrainData, load_recipe_data, load_train_data
 from embedtrain.errors import DataError

@@ -65,9 +65,9 @@ class SignalWhen:
 
 def verify_cache_in_thread(rank: int) -> None:
     """Verify cached files of any size in a thread, as those of large caches."""
-    from embedtrain.data.cache import cache, shared_build
+    from embedtrain.data.cache import cache
 
-    shared_build.VERIFIED_BYTES = cache.VERIFIED_BYTES = 0
+    cache.VERIFIED_BYTES = 0
 
 
 @dataclass(frozen=True)

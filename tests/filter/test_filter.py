@@ -14,7 +14,7 @@ from embedtrain.commands.filter import compose as compose_filter
 from embedtrain.commands.filter import run as main
 from embedtrain.commands.filter.consistency import partition
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, FailedElsewhere
 from embedtrain.inference.encode import EncodedShard

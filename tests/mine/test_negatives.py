@@ -5,7 +5,7 @@ import json
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.rows import Documents, format_row
 
 ROWS = [

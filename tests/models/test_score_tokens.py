@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from embedtrain.config.pair_template import PAIR_TEMPLATES, ScoreHead
 from embedtrain.config.recipe import ModelConfig, Strategy
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.rows import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Pair
 from embedtrain.distributed.world import World

@@ -8,7 +8,7 @@ import torch
 from embedtrain.config.loss_choices import Implementation, Similarity
 from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, MatryoshkaConfig, XTRConfig
 from embedtrain.config.recipe import Attention, Precision
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.rows import TextFormat
 from embedtrain.distributed.world import World
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss

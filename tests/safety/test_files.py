@@ -18,7 +18,7 @@ from datasets import Dataset
 from embedtrain.commands.mine.stats import MiningStats
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache.shared_build import COMPLETE, is_complete
+from embedtrain.data.cache.cache import COMPLETE, is_complete
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.values import BadRow

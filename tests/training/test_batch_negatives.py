@@ -15,7 +15,7 @@ from embedtrain.config.losses import BCEConfig, LossConfig, RankNetConfig, Softm
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import row_requirements, with_batch_negatives
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.text_format import text_keys
+from embedtrain.data.rows import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World

@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import TrainSource
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.rows import TextFormat
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import EmbedtrainError
 from embedtrain.formats.source import open_model_source

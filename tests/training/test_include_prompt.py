@@ -13,8 +13,7 @@ from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.rows import Documents, Row
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.rows import Documents, Row, TextFormat
 from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from embedtrain.data.prefetch import Prefetcher
-from embedtrain.data.rows import Documents, Row
-from embedtrain.data.text_format import text_keys
+from embedtrain.data.rows import Documents, Row, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 from embedtrain.losses.types import BatchInfo
@@ -77,8 +76,8 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
         assert [documents[index] for index in rank_batch.batch_info.positives.tolist()] == [
             row.documents.texts[0] for row in share
         ]
-        assert rank_batch.batch_info.query_keys.equal(text_keys([row.query for row in share]))
-        assert rank_batch.batch_info.document_keys.equal(text_keys(documents))
+        assert rank_batch.batch_info.query_keys.equal(torch.from_numpy(text_keys([row.query for row in share])))
+        assert rank_batch.batch_info.document_keys.equal(torch.from_numpy(text_keys(documents)))
     assert (
         max(len(rank_batch.chunks) for rank_batch in dealt) - min(len(rank_batch.chunks) for rank_batch in dealt) <= 1
     )

@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.rows import Example, format_row
+from embedtrain.data.rows import Example, format_row, text_keys
 from embedtrain.data.sampling.permutation import Purpose, make_key, permute
-from embedtrain.data.text_format import text_keys
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -272,7 +271,7 @@ class _Positives:
         documents = [np.empty(0, dtype=np.int64)]
         for batch_index in range(len(store.rows.batch_starts) - 1):
             texts = store.rows.batch(batch_index).column("positives").flatten().to_pylist()
-            documents.append(pool.numbers(text_keys(texts).numpy()))
+            documents.append(pool.numbers(text_keys(texts)))
         return cls(np.repeat(np.arange(len(store)), store.num_positives), np.concatenate(documents))
 
     def of_rows(self, rows: IntArray) -> IntArray:

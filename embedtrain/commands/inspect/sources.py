@@ -13,11 +13,10 @@ from embedtrain.config.columns import parse_columns
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.cache import Cache, build
 from embedtrain.data.cache.document_store import DocumentStore, documents_build
 from embedtrain.data.cache.row_checks import RowCheck
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, RowStore
-from embedtrain.data.cache.shared_build import build
 from embedtrain.data.sampling.permutation import random_bits
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.reader import SourceReader

@@ -15,8 +15,7 @@ from embedtrain.commands.inspect.sources import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.chunks import plan_chunks
-from embedtrain.data.rows import Example
-from embedtrain.data.text_format import Prompt, TextFormat, text_key
+from embedtrain.data.rows import Example, Prompt, TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import BatchTokens, EncoderInputs, TextRole

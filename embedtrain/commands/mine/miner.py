@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from embedtrain.commands.mine.stats import MiningStats, SuspectedLabel
-from embedtrain.data.rows import Example, format_row
+from embedtrain.data.rows import Example, format_row, text_keys
 from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
-from embedtrain.data.text_format import text_keys
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -333,7 +332,7 @@ def mine_row(
     negatives = np.concatenate([target.existing, query.candidates[chosen]])
     existing_scores = query.existing_scores[np.searchsorted(query.existing, target.existing)]
     scores = np.concatenate([existing_scores, query.scores[chosen]])
-    positives = np.searchsorted(query.answers, pool.numbers(text_keys(row.positives.texts).numpy()))
+    positives = np.searchsorted(query.answers, pool.numbers(text_keys(row.positives.texts)))
     positive_scores = query.answer_scores[positives]
     source_ids = inputs.ids[target.source]
     ids = [] if source_ids is None else [source_ids.get(number) for number in negatives.tolist()]

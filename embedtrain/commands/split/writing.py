@@ -20,8 +20,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sources.files import file_changed_error
-from embedtrain.data.sources.keyed_layouts import FlagEmbedding
-from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
+from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, FlagEmbedding, RowLayout
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import expand_sources, source_names
@@ -215,9 +214,8 @@ def _open(source: TrainSource, name: str, on_error: OnError, cache_dir: str | No
 
 def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | None) -> DocumentLookup:
     """The corpus that rows refer to by id, in the cache."""
-    from embedtrain.data.cache.cache import Cache, cache_directory  # imports torch
+    from embedtrain.data.cache.cache import Cache, build, cache_directory  # imports torch
     from embedtrain.data.cache.document_store import DocumentStore, documents_build
-    from embedtrain.data.cache.shared_build import build
 
     assert reader.documents is not None
     corpus = documents_build(reader.documents, on_error, Cache(directory=cache_directory(cache_dir)))

@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain import __version__
 from embedtrain.config.recipe import ExportConfig, OnError
 from embedtrain.data.cache.cache import Cache, cache_directory
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import ArrowRows, RowStore
+from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.values import BadRow

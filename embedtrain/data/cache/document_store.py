@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import (
     FORMAT,
+    JOINED,
+    Build,
     Cache,
+    Task,
     allow_open_files,
     json_digest,
     map_array,
@@ -23,11 +26,10 @@ from embedtrain.data.cache.cache import (
     write_array,
     write_metadata,
 )
-from embedtrain.data.cache.shared_build import JOINED, Build, Task
+from embedtrain.data.rows import text_key
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import DocumentReader, SourceVersion
 from embedtrain.data.sources.values import BadRow, shorten
-from embedtrain.data.text_format import text_key
 from embedtrain.errors import DataError
 
 PIECE_BYTES = 1 << 26  # of a part that one process reads at a time

@@ -14,10 +14,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, concatenate_files, json_digest, map_array
+from embedtrain.data.cache.cache import (
+    FORMAT,
+    JOINED,
+    Build,
+    Cache,
+    Task,
+    allow_open_files,
+    build,
+    concatenate_files,
+    is_complete,
+    json_digest,
+    map_array,
+)
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
-from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
-from embedtrain.data.text_format import Prompt, TextFormat, instructed_query, text_key
+from embedtrain.data.rows import Prompt, TextFormat, instructed_query, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import NOT_POOLED, TextRole, Tokens, gather_ranges
 from embedtrain.errors import DataError

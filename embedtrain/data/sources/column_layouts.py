@@ -22,19 +22,17 @@ from embedtrain.data.sources.column_roles import (
     unnamed_score,
     written_columns,
 )
-from embedtrain.data.sources.keyed_layouts import (
+from embedtrain.data.sources.layouts import (
     OWN_KEYS,
+    TEXTS_ONLY,
     BeirQueries,
+    DocumentLookup,
     FlagEmbedding,
     MsSwiftMessages,
     NemoRows,
+    RowLayout,
     TevatronIds,
     TevatronPassages,
-)
-from embedtrain.data.sources.layouts import (
-    TEXTS_ONLY,
-    DocumentLookup,
-    RowLayout,
     losses_with_scores,
     needs_besides_texts,
 )

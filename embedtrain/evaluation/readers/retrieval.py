@@ -9,9 +9,8 @@ from typing import Any
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache.cache import Cache, cache_directory
+from embedtrain.data.cache.cache import Cache, build, cache_directory
 from embedtrain.data.cache.document_store import DocumentStore, documents_build
-from embedtrain.data.cache.shared_build import build
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
 from embedtrain.data.sources.files import file_size, read_lines

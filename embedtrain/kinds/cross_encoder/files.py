@@ -27,7 +27,7 @@ from transformers import (
 
 from embedtrain.checkpoint.tensor_files import DTYPES_BY_NAME, RowWriter, TensorSpec, file_layout
 from embedtrain.config.recipe import LOGIT_SCORE
-from embedtrain.data.text_format import Prompt
+from embedtrain.data.rows import Prompt
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, Pair
 from embedtrain.errors import CheckpointError, ConfigError, ModelError

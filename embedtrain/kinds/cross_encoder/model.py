@@ -32,7 +32,7 @@ from transformers import (
 from embedtrain.config.pair_template import PairTemplate
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
-from embedtrain.data.text_format import NO_PROMPT, Prompt
+from embedtrain.data.rows import NO_PROMPT, Prompt
 from embedtrain.data.tokens import TOKENIZER_LOCK, UNLIMITED, FastTokenizer, Layout
 from embedtrain.data.types import (
     SECOND_SEGMENT,

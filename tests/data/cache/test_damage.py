@@ -16,17 +16,15 @@ import pytest
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache import cache as cache_files
-from embedtrain.data.cache import read_sources as stored
-from embedtrain.data.cache import shared_build
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache import token_store as token_files
-from embedtrain.data.cache.cache import Cache, Verification
+from embedtrain.data.cache.cache import Cache, Verification, build
 from embedtrain.data.cache.document_store import DocumentStore, documents_build
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.shared_build import build
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
+from embedtrain.data.rows import TextFormat
 from embedtrain.data.sources.parts import part_of_file
 from embedtrain.data.sources.reader import DocumentReader
-from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError, UnreadableError
 from embedtrain.utils.files import Checksums
@@ -134,8 +132,7 @@ def test_damage_beyond_what_is_verified_at_once(
     """A thread detects it: the run ends with one sentence, and the next one builds the file again."""
     expected = data.contents()
     original = data.files()
-    for module in (shared_build, cache_files):
-        monkeypatch.setattr(module, "VERIFIED_BYTES", 0)
+    monkeypatch.setattr(cache_files, "VERIFIED_BYTES", 0)
     path = next(path for path in original if path.match("tokens-*/joined/values.bin"))
     path.write_bytes(bytes([original[path][0] ^ 1]) + original[path][1:])
     errors: list[str] = []

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from tests.data.files import write

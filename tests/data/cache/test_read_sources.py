@@ -17,10 +17,9 @@ import pytest
 from embedtrain.config.losses import BCEConfig, ContrastiveConfig, CoSENTConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRange, ScoreRequirement, row_requirements
-from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache, cache_directory, json_digest
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.rows import Example
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.distributed.world import World
@@ -371,9 +370,9 @@ READ = """
 import sys
 from pathlib import Path
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 stored.PIECE_BYTES = 50_000
 (store,) = read_sources([TrainSource(path=sys.argv[1])], OnError.stop, cache=Cache(directory=Path(sys.argv[2])))
 print(len(store), sum(one.location.line for one in store))
@@ -413,7 +412,7 @@ import sys, threading, time
 from pathlib import Path
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 before, peak, done = anonymous(), 0, False

@@ -13,11 +13,10 @@ import pytest
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.data.cache import read_sources as stored
 from embedtrain.data.cache import row_store
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, value_of
+from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, read_sources, value_of
 from embedtrain.data.rows import Documents, Example
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table

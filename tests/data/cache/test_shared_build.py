@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from embedtrain.data.cache.cache import map_array, write_array
-from embedtrain.data.cache.shared_build import Build, Task, build, is_complete
+from embedtrain.data.cache.cache import Build, Task, build, is_complete, map_array, write_array
 from embedtrain.errors import DataError
 from tests.marks import slow_but
 

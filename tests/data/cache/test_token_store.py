@@ -15,13 +15,12 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache import token_store as token_files
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat, instructed_query, text_keys
+from embedtrain.data.rows import NO_PROMPT, Prompt, TextFormat, instructed_query, text_keys
 from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.types import Tokens
 from embedtrain.data.vocabulary import train_tokenizer

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embedtrain.data.sampling.draw import BatchDocuments, draw_batch_negatives
+from embedtrain.data.sampling.plan import BatchDocuments, draw_batch_negatives
 
 # A row: its query, the documents that it holds as (text, id), and which of them the batch uses.
 Row = tuple[str, list[tuple[str, str]], list[int]]

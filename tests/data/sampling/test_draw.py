@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from embedtrain.data.sampling.draw import NO_LIMIT, Selection, draw
+from embedtrain.data.sampling.plan import NO_LIMIT, Selection, draw
 
 
 def whole(values: list[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.sources.files import read_blocks, read_lines
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, resolve_parts, source_names
 from embedtrain.data.sources.table_rows import parquet_rows

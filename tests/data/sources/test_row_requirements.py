@@ -8,7 +8,7 @@ import pytest
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import assert_error, error_of, read, write, write_table

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import DataFormat, OnError, TrainSource
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.rows import Example
 from embedtrain.data.sources.parts import may_be_hub_id, stem_of
 from embedtrain.data.sources.resolve import source_names

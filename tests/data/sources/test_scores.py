@@ -24,7 +24,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
-from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.rows import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table

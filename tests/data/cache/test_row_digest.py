@@ -14,7 +14,6 @@ from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache import row_store
-from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, read_sources, value_of
 from embedtrain.data.rows import Documents, Example
@@ -72,7 +71,7 @@ def test_the_digest_depends_on_every_value_and_its_position() -> None:
     assert len(set(digests)) == len(digests)
     assert digest(ROW, changed[0]) != digest(changed[0], ROW) != digest(ROW) != digest(ROW, ROW) != digest()
     assert digest(replace(ROW, num_dropped=3)) == digest(ROW)
-    # As it is stored, in float32.
+    # As it is row_store, in float32.
     assert digest(replace(ROW, vectors=((0.1,),))) == digest(replace(ROW, vectors=((0.10000000149011612,),)))
 
 
@@ -115,7 +114,7 @@ def test_the_digest_does_not_depend_on_batches(
     lines = [json.dumps(row(i), ensure_ascii=False).encode() + b"\n" for i in range(300)]
     whole = content(write(tmp_path / "whole.jsonl", *lines))
     path = how(tmp_path, lines)
-    monkeypatch.setattr(stored, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(row_store, "PIECE_BYTES", 2000)
     monkeypatch.setattr(row_store, "ROWS_PER_BATCH", 13)
     assert content(path) == content(path, on_error=OnError.skip) == whole
     if how is as_it_is:
@@ -137,7 +136,7 @@ def test_extra_columns_have_the_same_digest_in_any_format(tmp_path: Path) -> Non
 
 
 def content_there(world: World, path: str, directory: str) -> str:
-    stored.PIECE_BYTES = 1000
+    row_store.PIECE_BYTES = 1000
     return content(Path(path), cache=Cache(directory=Path(directory)))
 
 

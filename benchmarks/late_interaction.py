@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import markdown, measure_call, require, unit
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig, LossConfig, XTRConfig
+from embedtrain.config.losses import Implementation, InfoNCEConfig, LossConfig, XTRConfig
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.encoded import Encoded, Part

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import markdown, measure_call, require, unit
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
+from embedtrain.config.losses import Implementation, InfoNCEConfig, MatryoshkaConfig
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import BatchInfo
 

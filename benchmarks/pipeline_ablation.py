@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from benchmarks.measure import markdown
-from embedtrain.config.recipe_files import folder
+from embedtrain.config.hydra_files import folder
 
 SEEDS = 3
 RANKS = 2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.measure import markdown, measure_call, require, unit
 from benchmarks.ranks import on_ranks
-from embedtrain.config.sparse import SparseActivation, SparsePooling
+from embedtrain.config.kind_settings import SparseActivation, SparsePooling
 from embedtrain.models.sparse_head import TokenSpans, word_weights
 
 TITLE = f"Vocabulary head of sparse models, forward and backward: MiB above inputs and gradients / {unit()}"

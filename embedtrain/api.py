@@ -19,14 +19,14 @@ from typing import Any
 
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
 from embedtrain.config.code import register_code
+from embedtrain.config.command_line import flatten, to_overrides
 from embedtrain.config.command_options import EncodeOptions, PrecisionOptions, RankOptions, ShardOptions
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.overrides import flatten, to_overrides
+from embedtrain.config.hydra_files import choices
 from embedtrain.config.paths import require_models, require_recipe_paths, require_run, require_sets, require_sources
 from embedtrain.config.recipe import DataConfig, Recipe
-from embedtrain.config.recipe_files import choices
 from embedtrain.config.validation import OptionChecks
 from embedtrain.data.in_memory import InMemoryData, is_splits
 from embedtrain.distributed.signals import StopSignals

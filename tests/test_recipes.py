@@ -14,7 +14,7 @@ from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTran
 from embedtrain.commands.plan import compose_plan
 from embedtrain.commands.plan.compute import plan
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.pair_template import PAIR_TEMPLATES
+from embedtrain.config.kind_settings import PAIR_TEMPLATES
 from embedtrain.config.recipe import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.formats.source import open_model_source

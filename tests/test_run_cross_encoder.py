@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from embedtrain.commands.export import compose
 from embedtrain.commands.export import run as export
+from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Precision
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.command_model import load_reranker, open_reranker

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
-from embedtrain.config import model_checks
+from embedtrain.config import checks
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.types import Chunk
@@ -158,7 +158,7 @@ def test_reported_size_equals_memory():
 
 
 def test_missing_package(monkeypatch):
-    monkeypatch.setattr(model_checks.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: None)
     arguments = ["name=t", "model.path=x", "model.pooling=last", "data.train=[x]", "train.steps=1", "model.lora.rank=4"]
     compose_recipes(arguments)
     with pytest.raises(ConfigError, match=r"model\.lora\.load_in_4bit=.*bitsandbytes"):

@@ -17,15 +17,17 @@ from embedtrain import evaluate, load_encoder, train
 from embedtrain.commands.merge import run as merge
 from embedtrain.commands.merge.options import MergeOptions
 from embedtrain.commands.verify.engines import probe_model, run_engine
-from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
 from embedtrain.config.losses import (
     CombinedConfig,
     CoSENTConfig,
+    Distance,
     InfoNCEConfig,
     MarginMSEConfig,
     MatryoshkaConfig,
     MSEConfig,
+    Similarity,
     TripletConfig,
+    VectorSimilarity,
 )
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError

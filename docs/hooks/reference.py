@@ -3,7 +3,7 @@
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
 of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `RerankerConfig`,
 `PipelineConfig`, `losses` or `commands`. The meaning of an option is its comment in the source, read with tokenize. For
-`migration_LIBRARY` it is a table of `config/migration/`.
+`migration_LIBRARY` it is a table of `config/migration.py`.
 """
 
 import dataclasses
@@ -15,15 +15,14 @@ from pathlib import Path
 
 import embedtrain
 from embedtrain.config import migration
+from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.commands import COMMANDS
-from embedtrain.config.compressed import VectorFormat
-from embedtrain.config.conversions import Row
-from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.evaluation import EvaluationSet, VectorFormat
 from embedtrain.config.help import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.kinds import Kind, kinds
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
+from embedtrain.config.migration import Row
 from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.pipeline.compose import PipelineConfig
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from embedtrain import __version__
 from embedtrain.checkpoint.step_directory import list_steps
 from embedtrain.config.compose import YAML_ERRORS
-from embedtrain.config.limits import load_yaml
+from embedtrain.config.hydra_files import load_yaml
 from embedtrain.config.recipe import Resume
 from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.distributed.world import World

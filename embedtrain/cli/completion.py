@@ -10,9 +10,9 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 
 from embedtrain.config.commands import COMMANDS, Command
+from embedtrain.config.hydra_files import choices
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.recipe_files import choices
 
 SHELLS = ("bash", "zsh", "fish")
 _FLAGS = ["--help", "--cfg", "--config-dir"]

@@ -9,7 +9,7 @@ from embedtrain import __version__
 from embedtrain.cli.completion import SHELLS, completion_script
 from embedtrain.cli.entry import run_command, run_named
 from embedtrain.config.commands import COMMANDS, Command, find_command
-from embedtrain.config.migration.commands import IN_PYTHON, SUBCOMMANDS
+from embedtrain.config.migration import IN_PYTHON, SUBCOMMANDS
 from embedtrain.errors import ConfigError
 
 _OVERVIEW = """embedtrain {version}: train retrieval models on one GPU, one node or many nodes

@@ -15,7 +15,7 @@ from torch.distributed.tensor import debug
 from transformers.utils import logging as transformers_logging
 
 from embedtrain.cli.entry import ignore_accelerate_environment
-from embedtrain.config.limits import own_hydra_state
+from embedtrain.config.hydra_files import own_hydra_state
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.world import PROCESS_USE, World, joined_world
 from embedtrain.inference.loading.load import QUIET_LOGGERS

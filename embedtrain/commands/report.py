@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedtrain.config.arguments import quote_value
+from embedtrain.config.command_line import quote_value
 from embedtrain.config.compose import compose_command
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.utils.files import expand_user

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from embedtrain.config.arguments import quote_value
+from embedtrain.config.command_line import quote_value
 from embedtrain.config.command_options import (
     ChunkOptions,
     IndexOptions,
@@ -14,14 +14,14 @@ from embedtrain.config.command_options import (
     PrecisionOptions,
     RerankOptions,
     SimilarityOptions,
+    parse_reranker,
 )
 from embedtrain.config.compose import compose_command
-from embedtrain.config.compressed import parse_vector_format
 from embedtrain.config.evaluation import check_index
-from embedtrain.config.m3 import check_hybrid_weights
+from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.options import option
+from embedtrain.config.parsing import parse_vector_format
 from embedtrain.config.paths import require_models, require_sources
-from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import DataError
 from embedtrain.utils.files import expand_user
@@ -155,7 +155,7 @@ def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") ->
 
 def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:
     """A ConfigError for compressed vectors that the model does not have."""
-    from embedtrain.config.compressed import check_kind_of_vectors, dims_of
+    from embedtrain.config.evaluation import check_kind_of_vectors, dims_of
 
     if options.vectors is not None:
         check_kind_of_vectors(source.kind, "vectors")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from embedtrain.config.limits import load_yaml
+from embedtrain.config.hydra_files import load_yaml
 from embedtrain.config.recipe import CheckpointLayout, Precision, Recipe, Strategy
 from embedtrain.config.validation import did_you_mean, written
 from embedtrain.errors import ConfigError

@@ -3,22 +3,32 @@
 Types and unknown names are rejected earlier, when the recipe is composed.
 """
 
+import importlib.util
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from embedtrain.config.code import is_code_path
 from embedtrain.config.columns import parse_columns, parse_condition
-from embedtrain.config.compressed import check_evaluated_vectors
-from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, SetKind, check_index
-from embedtrain.config.kind_losses import check_kind_loss
+from embedtrain.config.evaluation import (
+    EvaluationConfig,
+    EvaluationSet,
+    SetKind,
+    check_index,
+    check_kind_of_vectors,
+    check_truncate_dims,
+)
+from embedtrain.config.kind_settings import SparsityConfig
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.model_checks import check_lora, check_model
+from embedtrain.config.loss_checks import check_kind_loss, check_loss
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.optim import check_optim
 from embedtrain.config.options import check_values
 from embedtrain.config.recipe import (
+    ADAPTER,
+    ALL_LINEAR,
     EXPORT_FORMATS,
     LOGIT_SCORE,
     ONNX,
@@ -27,6 +37,8 @@ from embedtrain.config.recipe import (
     OPENVINO,
     DataConfig,
     ExportConfig,
+    LoraConfig,
+    ModelConfig,
     ParallelConfig,
     Recipe,
     Strategy,
@@ -34,9 +46,9 @@ from embedtrain.config.recipe import (
     TrainSource,
 )
 from embedtrain.config.source_losses import source_loss, source_requirements, uses_batches_by_source
-from embedtrain.config.sparse_checks import check_sparsity
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
+from embedtrain.utils.formatting import install_command
 
 # A trace holds every operator of its steps, in memory until they are over.
 MAX_PROFILED_STEPS = 10
@@ -66,7 +78,8 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_kind_loss(recipe.loss, kind)
     for index, source in enumerate(recipe.data.train):
         check_kind_loss(source_loss(source, recipe.loss), kind, f"data.train[{index}].loss")
-    check_sparsity(recipe)
+    if not kind.has_sparsity:
+        _check_no_sparsity(recipe)
     OptionChecks(recipe.export, "export.").require(
         kind.scores_pairs or LOGIT_SCORE not in recipe.export.formats,
         "formats",
@@ -281,3 +294,179 @@ def _check_tracking(recipe: Recipe) -> None:
     ranks = tracking.profile_ranks
     are_ranks = ranks is None or (bool(ranks) and min(ranks) >= 0)
     check.require(are_ranks, "profile_ranks", "must be ranks, counted from 0; null for all")
+
+
+def _check_no_sparsity(recipe: Recipe) -> None:
+    """Only weights of words are regularized."""
+    check, defaults = OptionChecks(recipe.sparsity, "sparsity."), SparsityConfig()
+    for name in (field.name for field in fields(defaults)):
+        check.require(
+            getattr(recipe.sparsity, name) == getattr(defaults, name),
+            name,
+            f"is for model.kind=sparse, not {recipe.model.kind}; leave it out",
+        )
+
+
+# The types of rotary scaling, and whether transformers keeps the number of positions of the original model for each.
+ROPE_TYPES = {"yarn": True, "linear": False, "llama3": True}
+ROPE_TYPES_BY_BATCH = ("dynamic", "longrope")  # their frequencies follow the longest text of a forward pass
+_ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
+    check = OptionChecks(model, "model.")
+    if model.path is None and model.config is None and load_kind(model.kind).has_one_model:
+        raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config for random weights")
+    if model.path is not None and model.config is not None:
+        raise ConfigError("model.path and model.config are both set: the second has no weights; keep one")
+    check.require(
+        model.revision is None or model.path is not None,
+        "revision",
+        "chooses a version of a Hub repository; set model.path to its id",
+    )
+    check.require(
+        model.tokenizer_revision is None or model.tokenizer is not None,
+        "tokenizer_revision",
+        "has no effect without model.tokenizer: the model's own tokenizer has the model's revision",
+    )
+    load_kind(model.kind).check_options(model)
+    check.length("max_length")
+    check.positive("rope_theta", "null keeps that of the configuration")
+    if model.rope_scaling is not None:
+        check_rope_scaling(model.rope_scaling)
+
+
+def check_rope_scaling(scaling: Any) -> None:
+    """Raise a ConfigError for a `model.rope_scaling` that no model can have."""
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(
+            f"model.rope_scaling={scaling!r}: must be a mapping with rope_type and factor, {_ROPE_EXAMPLE}"
+        )
+    rope_type = scaling.get("rope_type")
+    if rope_type in ROPE_TYPES_BY_BATCH:
+        raise ConfigError(
+            f"model.rope_scaling.rope_type={rope_type}: scales positions by the longest text of a batch, so the "
+            f"embedding of a text would depend on the other texts; write one of {', '.join(ROPE_TYPES)}"
+        )
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"model.rope_scaling.rope_type={rope_type}: must be one of {', '.join(ROPE_TYPES)}, {_ROPE_EXAMPLE}"
+        )
+    factor = scaling.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 1):
+        raise ConfigError(f"model.rope_scaling.factor={factor}: must be above 1, the factor of the context length")
+    original = scaling.get("original_max_position_embeddings")
+    if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
+        raise ConfigError(
+            f"model.rope_scaling.original_max_position_embeddings={original}: must be a number; default: the model's"
+        )
+
+
+def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
+    """Raise a ConfigError for options of adapters that cannot work, also together with `export.formats`."""
+    defaults = LoraConfig()
+    check = OptionChecks(lora, "model.lora.")
+    if not lora.on:
+        for name in ("alpha", "targets", "dropout", "modules_to_save", "base_dtype", "load_in_4bit", "revision"):
+            check.require(
+                getattr(lora, name) == getattr(defaults, name),
+                name,
+                "has no effect without adapters; set model.lora.rank, or model.lora.path to start from an adapter",
+            )
+        if ADAPTER in export_formats:
+            raise ConfigError(
+                f"export.formats={written(list(export_formats))}: there is no adapter to export; set model.lora.rank, "
+                "or leave adapter out"
+            )
+        return
+    check.at_least(1, "rank", "null trains the whole model")
+    check.positive("alpha", "null is twice the rank")
+    check.require(0 <= lora.dropout < 1, "dropout", "must be from 0 to below 1")
+    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+    check.require(
+        isinstance(targets, list) and bool(targets) and all(isinstance(name, str) and name for name in targets),
+        "targets",
+        f"must be {ALL_LINEAR}, or names of layers such as [q_proj,v_proj]",
+    )
+    check.require(
+        ALL_LINEAR not in targets or len(targets) == 1, "targets", f"{ALL_LINEAR} includes the others; leave them out"
+    )
+    if lora.path is not None:
+        for name in ("rank", "alpha", "targets", "dropout"):
+            check.require(
+                getattr(lora, name) == getattr(defaults, name),
+                name,
+                f"the adapter of model.lora.path={lora.path} has its own; leave one out",
+            )
+    check.require(
+        lora.revision is None or lora.path is not None,
+        "revision",
+        "chooses a version of a Hub adapter; set model.lora.path to its id",
+    )
+    if ADAPTER in export_formats and "dense" in lora.modules_to_save:
+        raise ConfigError(
+            "export.formats has adapter and model.lora.modules_to_save has dense: PEFT's adapter format cannot "
+            "hold the heads behind the pooling; leave one of them out (the merged model has them)"
+        )
+    check.require(
+        not lora.load_in_4bit or importlib.util.find_spec("bitsandbytes") is not None,
+        "load_in_4bit",
+        f"needs the package bitsandbytes, which is not installed: {install_command('qlora')}, or leave it out",
+    )
+
+
+def check_evaluated_vectors(recipe: Recipe) -> None:
+    """Raise a ConfigError for truncated or compressed vectors that cannot be evaluated."""
+    evaluation = recipe.evaluation
+    check_truncate_dims(evaluation.truncate_dims, "evaluation.truncate_dims")
+    if evaluation.vectors:
+        check_kind_of_vectors(load_kind(recipe.model.kind), "evaluation.vectors")
+
+
+_OPTIONS = ("query_prompt", "document_prompt", "instruction_format")
+
+
+def prompt_warnings(options: Any) -> list[str]:
+    r"""A warning for each prompt and instruction format of a recipe, or of a command's options, with a literal `\n`.
+
+    Neither a shell nor Hydra turns a backslash and an n into a newline, and single quotes in YAML do not either.
+    """
+    return [
+        f"{name} has a backslash and an n, not a newline, and texts are encoded with both characters: write $'{name}="
+        r'"first line\nsecond line"'
+        "' in bash, or double quotes in YAML"
+        for name, text in _prompts(options, "")
+        if "\\n" in text
+    ]
+
+
+def untrained_prompt_warnings(sources: Sequence[TrainSource], prompts: Mapping[str, str]) -> list[str]:
+    """A warning for each prompt of the model with which no source trains: evaluation and the export have that one.
+
+    `prompts` are the model's, by name: `query` and `document`.
+    """
+    warnings = []
+    for name in ("query", "document"):
+        own = [getattr(source, f"{name}_prompt") for source in sources]
+        model = prompts.get(name, "")
+        if own and None not in own and model not in own:
+            warnings.append(
+                f"{name}_prompt of the sources ({', '.join(map(repr, dict.fromkeys(own)))}) is for training only, and "
+                f"evaluation and the exported model put {model!r} before each {name}: write model.{name}_prompt, which "
+                "sources without one of their own have as well"
+            )
+    return warnings
+
+
+def _prompts(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _prompts(item, f"{prefix}[{index}]")
+    elif is_dataclass(node):
+        for field in fields(node):
+            name, value = f"{prefix}.{field.name}" if prefix else field.name, getattr(node, field.name)
+            if field.name in _OPTIONS and isinstance(value, str):
+                yield name, value
+            else:
+                yield from _prompts(value, name)

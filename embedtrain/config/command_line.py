@@ -1,21 +1,182 @@
-"""The command line before Hydra reads it: flags, and forms that other tools have, answered with the right one."""
+"""Arguments of a command line: the form option=value, options of Python in it, and forms of other tools.
+
+A form that other tools have, such as a flag, is answered with the right one.
+"""
 
 import argparse
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
-from pathlib import Path
-from typing import NoReturn
+from pathlib import Path, PurePath
+from typing import Any, NoReturn
 
-from embedtrain.config.arguments import quote_unreadable
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.names import evaluator_sets, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
+
+# Of Hydra's grammar (1.3): the characters of a value without quotes, a backslash before one with a meaning, a function.
+_UNREADABLE = re.compile(r"[^A-Za-z0-9_/\-\\+.$%*@?|:=,()\[\]{} \t]")
+_ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
+_FUNCTION = re.compile(r"[a-z_]+\(")
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+_PIECE = re.compile(r"\$\{[^}]+\}|\\.|.", re.DOTALL)  # an interpolation, an escaped character, or any other
+
+
+def quote(text: str) -> str:
+    """A text in quotes, so that nothing in it (commas, brackets, `${`) has a meaning for Hydra."""
+    # OmegaConf halves the backslashes before an escaped interpolation.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", _in_quotes(text))
+
+
+def _in_quotes(text: str) -> str:
+    # Hydra takes a backslash for itself only before a quote and at the end of the text.
+    return '"' + re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ('\\"' if match[2] else ""), text) + '"'
+
+
+def quote_unreadable(argument: str) -> str:
+    """`option=value` with quotes around each text with characters outside of Hydra's grammar: `café`, `数据`, `new!`.
+
+    Elements of lists, values of mappings and values of `-m` are texts of their own.
+    """
+    option, assigned, value = argument.partition("=")
+    if not assigned or not _UNREADABLE.search(value):
+        return argument
+    written, text, brackets, position, is_key = "", "", "", 0, False
+    while position < len(value):
+        is_first = not text.strip(" \t")  # elsewhere an apostrophe quotes nothing
+        match = (_QUOTED.match(value, position) if is_first else None) or _PIECE.match(value, position)
+        assert match is not None, "a piece is any character"
+        piece, position = match[0], match.end()
+        if piece in ("[", "{") and is_first:
+            written, text, brackets, is_key = written + text + piece, "", brackets + piece, piece == "{"
+        elif piece == ":" and is_key:
+            written, text, is_key = written + text + piece, "", False
+        elif piece == "," or (piece in ("]", "}") and brackets):
+            written, text = written + _readable(text, is_alone=not brackets) + piece, ""
+            brackets = brackets if piece == "," else brackets[:-1]
+            is_key = piece == "," and brackets.endswith("{")
+        else:
+            text += piece
+    return option + assigned + written + _readable(text, is_alone=not brackets)
+
+
+def _readable(text: str, *, is_alone: bool) -> str:
+    core = text if is_alone else text.strip(" \t")  # blanks at the end belong to a prompt
+    if text.strip(" \t")[:1] in ("'", '"') or not _UNREADABLE.search(core) or _FUNCTION.match(core):
+        return text
+    return text.replace(core, _in_quotes(_ESCAPED.sub(r"\1", core)))
+
+
+def quote_value(argument: str, *names: str) -> str:
+    """`name=text` with its text in quotes, where `name` is one of `names` and there are no quotes yet."""
+    name, _, text = argument.partition("=")
+    return f"{name}={quote(text)}" if name in names and text and text[0] not in "'\"" else argument
+
+
+def option_of(argument: str) -> str:
+    """The name of the option that a command line argument sets."""
+    return argument.lstrip("+~").partition("=")[0]
+
+
+def value_of(argument: str) -> Any:
+    """The value that a command line argument sets, as Hydra reads it: a text without its quotes, a list, a mapping.
+
+    An argument that Hydra cannot read has the text after `=`: composing it gives the error.
+    """
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except (HydraException, RecursionError):
+        return argument.partition("=")[2]
+    return argument.partition("=")[2] if override.is_sweep_override() else override.value()
+
+
+_PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_NOT_TEXT = ("null", "true", "false", "inf", "nan")  # in any case
+_KEY = re.compile(r"[\w.-]+")
+
+
+class Interpolation(str):
+    """A text whose `${...}` is resolved; in all other texts `${` has no meaning."""
+
+
+def flatten(kind: type[Any], *options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their full name: `{"train": {"steps": 5}}` becomes `{"train.steps": 5}`.
+
+    Mappings are cut up where `kind`, a dataclass, has dataclasses; elsewhere a mapping is a value. Raises a ConfigError
+    for an option that is given twice.
+    """
+    flat: dict[str, Any] = {}
+    for mapping in options:
+        for name, value in _leaves(mapping, kind(), ""):
+            if name in flat:
+                raise ConfigError(f"{name} is given twice: {flat[name]!r} and {value!r}")
+            flat[name] = value
+    return flat
+
+
+def _leaves(options: Mapping[str, Any], node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{prefix}{key!r} is not the name of an option: names are strings")
+        child = node
+        for part in key.split("."):
+            child = getattr(child, part, None)
+        if isinstance(value, Mapping) and is_dataclass(child):
+            yield from _leaves(value, child, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def to_overrides(options: Mapping[str, Any]) -> list[str]:
+    """The arguments of a command line that set these options, given by full name, to exactly these values."""
+    return [f"{name}={_written(value, name)}" for name, value in options.items()]
+
+
+def _written(value: Any, option: str) -> str:
+    """A value in the grammar of Hydra's overrides. Raises a ConfigError for one that YAML could not hold."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        value = value.item()
+    match value:
+        case Enum():
+            return _written(value.value, option)
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case Interpolation():
+            return f'"{value}"'
+        case str():
+            is_plain = _PLAIN_TEXT.fullmatch(value) and value.lower() not in _NOT_TEXT
+            return value if is_plain else quote(value)
+        case PurePath():
+            return quote(str(value))
+        case Mapping():
+            items = (f"{_key(key, option)}: {_written(item, f'{option}.{key}')}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        case list() | tuple():
+            return f"[{', '.join(_written(item, f'{option}[{index}]') for index, item in enumerate(value))}]"
+        case _:
+            raise ConfigError(
+                f"{option}={value!r}: must be text, a number, True, False, None, a list or a mapping of these, "
+                f"not {type(value).__name__}"
+            )
+
+
+def _key(key: object, option: str) -> str:
+    if isinstance(key, int) or (isinstance(key, str) and _KEY.fullmatch(key)):
+        return str(key)
+    raise ConfigError(f"{option}: {key!r} cannot be the key of a mapping: letters, digits, `_`, `.` and `-` can")
+
 
 _HELP_FLAGS = ("--help", "-h")
 _FLAG = re.compile(r"unrecognized arguments: (--?[\w.-]+)(?:[= ](?!--?[a-z])(\S+))?")

@@ -25,35 +25,36 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import apply_accelerate_config
-from embedtrain.config.arguments import option_of, quote, value_of
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import names_code, require_named_code
-from embedtrain.config.command_line import parse_command_line
-from embedtrain.config.compressed import parse_evaluation
-from embedtrain.config.kinds import kinds, load_kind, trust_kind
-from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.limits import (
+from embedtrain.config.command_line import option_of, parse_command_line, quote, to_overrides, value_of
+from embedtrain.config.hydra_files import (
     check_num_jobs,
+    choices,
+    folder,
     limited_files,
     limited_interpolations,
     load_yaml,
     read_variable,
+    recipe_schema,
     refuse_hydra_settings,
+    register_recipes,
 )
+from embedtrain.config.kinds import kinds, load_kind, trust_kind
+from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig
 from embedtrain.config.names import check_reranker_loss, explain_unknown
 from embedtrain.config.options import check_values
-from embedtrain.config.overrides import to_overrides
 from embedtrain.config.parsing import (
     escape_interpolations,
     explain_composition,
     explain_hydra_error,
+    parse_evaluation,
     parse_losses,
     parse_sources,
 )
 from embedtrain.config.recipe import ModelConfig, Recipe
-from embedtrain.config.recipe_files import choices, folder, recipe_schema, register_recipes
 from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError

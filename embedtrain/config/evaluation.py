@@ -1,12 +1,19 @@
 """Options of evaluation: the sets, their metrics, and how texts are encoded and searched."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.code import code_option
-from embedtrain.config.options import LENGTH, Effect, declare, option
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.options import LENGTH, Effect, check_values, declare, option
+from embedtrain.config.validation import OptionChecks, written
+from embedtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embedtrain.config.kinds import Kind
+
 
 BM25, MODEL = "bm25", "model"  # what finds the documents for a reranker: `first_stage` of evaluate
 
@@ -150,6 +157,126 @@ class EvaluationSet:
     # classification: training texts per class; null: all
     samples_per_label: int | None = option(8, at_least=1, hint="null takes all texts of each class")
     experiments: int = option(10, at_least=1)  # classification and clustering: number of random draws to average
+
+
+_PRECISION = "(?:float|int8|uint8|binary)"
+
+
+# What `VectorFormat.label` returns.
+_LABEL = re.compile(rf"(\d+|(\d+-)?{_PRECISION}(-float-query)?(-x\d+(-{_PRECISION})?(-\d+)?(-top\d+)?)?)")
+
+
+@dataclass(kw_only=True)
+class RescoreConfig:
+    """A second, more precise copy of the vectors that orders the best documents of a search again.
+
+    The query is a float vector. Documents beyond those that are scored again follow in the order of the search.
+    """
+
+    times: int = option(4, at_least=1)  # so many times `top_k` documents are scored again
+    top_k: int = option(10, at_least=1)  # results that a search serves
+    documents: VectorPrecision = VectorPrecision.int8  # of the copy
+    dims: int | None = option(None, at_least=1)  # of the copy; default: all
+
+
+@dataclass(kw_only=True)
+class VectorFormat:
+    """A form of the vectors to measure, an element of `evaluation.vectors` (a string is its `documents`)."""
+
+    dims: int | None = option(None, at_least=1)  # the first so many dimensions, normalised again; default: all
+    documents: VectorPrecision = VectorPrecision.float
+    queries: VectorPrecision | None = None  # float, or the precision of the documents, which is the default
+    rescore: RescoreConfig | None = None  # options of RescoreConfig; default: documents are scored once
+
+    @property
+    def has_float_queries(self) -> bool:
+        """Whether float vectors of queries are compared with compressed documents."""
+        return self.documents is not VectorPrecision.float and self.queries is VectorPrecision.float
+
+    @property
+    def label(self) -> str:
+        """The name that follows that of the set, such as `256-binary-x4`: defaults are left out."""
+        parts = [] if self.dims is None else [str(self.dims)]
+        if self.documents is not VectorPrecision.float or self.rescore is not None or self.dims is None:
+            parts.append(self.documents.value)
+        parts += ["float-query"] * self.has_float_queries
+        if self.rescore is not None:
+            parts.append(f"x{self.rescore.times}")
+            is_default = self.rescore.documents is RescoreConfig.documents and self.rescore.dims is None
+            parts += [self.rescore.documents.value] * (not is_default)
+            parts += [] if self.rescore.dims is None else [str(self.rescore.dims)]
+            parts += [f"top{self.rescore.top_k}"] * (self.rescore.top_k != RescoreConfig.top_k)
+        return "-".join(parts)
+
+    def bytes_per_document(self, dimension: int) -> int:
+        """Bytes of a document that every search reads; `dimension` is that of the whole vectors."""
+        return stored_bytes(self.dims or dimension, self.documents)
+
+    def rescore_bytes(self, dimension: int) -> int:
+        """Bytes of a document's copy for rescoring; 0 without."""
+        return 0 if self.rescore is None else stored_bytes(self.rescore.dims or dimension, self.rescore.documents)
+
+
+def stored_bytes(dims: int, precision: VectorPrecision) -> int:
+    """Bytes of a vector."""
+    match precision:
+        case VectorPrecision.float:
+            return 4 * dims
+        case VectorPrecision.int8 | VectorPrecision.uint8:
+            return dims
+        case VectorPrecision.binary:
+            return -(-dims // 8)
+
+
+def is_label(text: str) -> bool:
+    """Whether the name of a set may end with `@` and this text because its vectors are truncated or compressed."""
+    return _LABEL.fullmatch(text) is not None
+
+
+def dims_of(formats: Sequence[VectorFormat]) -> list[int]:
+    """All dimensions that are named."""
+    rescored = [form.rescore.dims for form in formats if form.rescore is not None]
+    return [dims for dims in (*(form.dims for form in formats), *rescored) if dims is not None]
+
+
+def check_kind_of_vectors(kind: "Kind", option: str) -> None:
+    """Raise a ConfigError for a model that does not compute one vector per text."""
+    if not kind.has_one_vector:
+        raise ConfigError(f"{option}: is for one vector of each text (model.kind=dense), not {kind.name}; leave it out")
+
+
+def check_truncate_dims(dims: Sequence[int] | None, option: str) -> None:
+    """Raise a ConfigError for dimensions that no vector can be truncated to."""
+    if dims is not None and (min(dims, default=1) < 1 or len(set(dims)) < len(dims)):
+        raise ConfigError(
+            f"{option}={written(dims)}: must be different numbers of dimensions above 0, such as [256,64], or [] for "
+            "none"
+        )
+
+
+def check_vector_format(vectors: VectorFormat, prefix: str) -> VectorFormat:
+    """The form itself; a ConfigError if it cannot be."""
+    check = OptionChecks(vectors, prefix)
+    check_values(vectors, prefix)
+    check.require(
+        vectors.queries in (None, VectorPrecision.float, vectors.documents),
+        "queries",
+        f"must be float or that of the documents, {vectors.documents.value}",
+    )
+    is_float = vectors.documents is VectorPrecision.float
+    check.require(
+        not is_float or vectors.dims is not None or vectors.rescore is not None,
+        "documents",
+        "is the form that vectors have without this option; write int8, uint8 or binary, or dims",
+    )
+    if vectors.rescore is not None:
+        rescoring = OptionChecks(vectors.rescore, f"{prefix}rescore.")
+        rescoring.require(
+            vectors.rescore.documents in (VectorPrecision.float, VectorPrecision.int8, VectorPrecision.uint8),
+            "documents",
+            "must be float, int8 or uint8, which are more precise than binary",
+        )
+    return vectors
 
 
 TRAINED = "@trained"  # follows the names of sets that are measured with the trained weights

@@ -22,13 +22,12 @@ from typing import Any
 
 import yaml
 
-from embedtrain.config.compressed import VectorFormat
-from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.command_options import RerankerConfig
+from embedtrain.config.evaluation import EvaluationSet, VectorFormat
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.names import suggest
 from embedtrain.config.recipe import ModelConfig, TrainSource
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.errors import ConfigError
 
 

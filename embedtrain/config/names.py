@@ -1,6 +1,6 @@
 """Messages for names of options and losses that do not exist: what the user probably means.
 
-In this order: the counterpart of another library's name (`config/migration/`), options of that name elsewhere, and
+In this order: the counterpart of another library's name (`config/migration.py`), options of that name elsewhere, and
 the name that is spelled most alike.
 """
 
@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 from embedtrain.config import migration
-from embedtrain.config.conversions import Answer, Flag, Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
+from embedtrain.config.migration import Answer, Flag, Row
 from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.config.validation import did_you_mean, unknown_option

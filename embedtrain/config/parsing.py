@@ -11,13 +11,14 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from embedtrain.config.heads import HeadConfig
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorFormat, check_vector_format
+from embedtrain.config.hydra_files import choices
+from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, option_names, unknown_loss
 from embedtrain.config.optim import ParameterGroup
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource
-from embedtrain.config.recipe_files import choices
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 
@@ -107,6 +108,40 @@ def _parse_source_loss(value: Any, loss: LossConfig, option: str) -> LossConfig:
     if isinstance(merged, CombinedConfig) and "losses" in options:
         merged.losses = parse_losses(options["losses"], f"{option}.losses")
     return merged
+
+
+def parse_vectors(value: Any, option: str) -> list[VectorFormat]:
+    """The elements of a list option: mappings of options of VectorFormat, or precisions of documents.
+
+    Raises a ConfigError for one that cannot be.
+    """
+    if isinstance(value, str | dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise ConfigError(f"{option}={value!r} is not a list, such as [int8,binary]")
+    formats = [parse_vector_format(element, f"{option}[{index}]") for index, element in enumerate(value)]
+    labels = [form.label for form in formats]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            raise ConfigError(f"{option}[{index}] is the same as {option}[{labels.index(label)}] ({label}): remove one")
+    return formats
+
+
+def parse_vector_format(value: Any, option: str) -> VectorFormat:
+    """One form of vectors: a mapping of options of VectorFormat, or the precision of documents.
+
+    Raises a ConfigError for one that cannot be.
+    """
+    options = {"documents": value} if isinstance(value, str) else value
+    if not isinstance(options, dict):
+        raise ConfigError(f"{option}={value!r} is neither int8, uint8, binary nor a mapping with `documents`")
+    return check_vector_format(merge_options(VectorFormat, options, option), f"{option}.")
+
+
+def parse_evaluation(evaluation: EvaluationConfig) -> None:
+    """Turn the elements of its lists into dataclasses."""
+    evaluation.sets = parse_items(evaluation.sets, EvaluationSet, "evaluation.sets")
+    evaluation.vectors = parse_vectors(evaluation.vectors, "evaluation.vectors")
 
 
 def merge_options(base: Any, options: Mapping[str, Any], option: str) -> Any:

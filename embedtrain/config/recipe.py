@@ -10,11 +10,11 @@ from typing import Any
 
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.kind_settings import SparsityConfig
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.options import LENGTH, SEED, Effect, option
-from embedtrain.config.sparse import SparsityConfig
 
 
 @dataclass(kw_only=True)

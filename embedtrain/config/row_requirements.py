@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from embedtrain.config.loss_choices import KDLossType
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
     DistillSimilaritiesConfig,
     InfoNCEConfig,
+    KDLossType,
     LossConfig,
     M3LossConfig,
     SentenceTransformersConfig,

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.overrides import Interpolation
+from embedtrain.config.command_line import Interpolation
 from embedtrain.data.sources.retrieval import SPLITS
 from embedtrain.data.sources.values import list_names
 from embedtrain.errors import ConfigError, DataError

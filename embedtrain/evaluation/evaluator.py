@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from embedtrain.config.compressed import VectorFormat
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.evaluation import IndexConfig, VectorFormat
 from embedtrain.errors import EvaluationInterrupted
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.tasks import (

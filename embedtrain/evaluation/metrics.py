@@ -9,7 +9,7 @@ import numpy as np
 import pytrec_eval
 from numpy.typing import NDArray
 
-from embedtrain.config.compressed import is_label
+from embedtrain.config.evaluation import is_label
 from embedtrain.config.kinds import kinds
 from embedtrain.errors import ConfigError
 

@@ -23,8 +23,7 @@ from sklearn.metrics import (
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from embedtrain.config.compressed import VectorFormat
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.evaluation import IndexConfig, VectorFormat
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.metrics import (

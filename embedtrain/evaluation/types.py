@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from embedtrain.config.compressed import VectorFormat, stored_bytes
-from embedtrain.config.evaluation import Classifier, SetKind, VectorPrecision
+from embedtrain.config.evaluation import Classifier, SetKind, VectorFormat, VectorPrecision, stored_bytes
 from embedtrain.config.kinds import Kind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import (

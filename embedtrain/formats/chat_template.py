@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.pair_template import PLAIN_INSTRUCTION, PairTemplate
+from embedtrain.config.kind_settings import PLAIN_INSTRUCTION, PairTemplate
 from embedtrain.errors import ModelError
 from embedtrain.models.security import BoundExceeded, run_bounded
 from embedtrain.utils.formatting import one_line

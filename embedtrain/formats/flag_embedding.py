@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embedtrain.config.m3 import HybridWeights, M3Settings
+from embedtrain.config.kind_settings import HybridWeights, M3Settings
 from embedtrain.errors import ModelError
 from embedtrain.models.file_references import read_json
 from embedtrain.models.stored_weights import read_pickled_tensors

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.late_interaction import (
+from embedtrain.config.kind_settings import (
     DEFAULT_EXPANSION_LENGTH,
     Expansion,
     QueryExpansion,

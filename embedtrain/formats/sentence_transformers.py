@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embedtrain.config.code import is_code_path
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.kind_settings import SparseActivation, SparsePooling, StaticQueries, WordWeights
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Pooling
-from embedtrain.config.sparse import SparseActivation, SparsePooling, StaticQueries, WordWeights
 from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.formats.static_embedding import STATIC_EMBEDDING
 from embedtrain.models.encoder import ACTIVATIONS, hidden_size

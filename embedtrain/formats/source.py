@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from embedtrain.config.code import code_option
 from embedtrain.config.kinds import Kind, kind_of_files, load_kind
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError

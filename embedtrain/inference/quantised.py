@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedtrain.config.compressed import VectorFormat
-from embedtrain.config.evaluation import IndexConfig, VectorPrecision
+from embedtrain.config.evaluation import IndexConfig, VectorFormat, VectorPrecision
 from embedtrain.errors import ModelError
 from embedtrain.inference.exact import norms, pack_keys, pair_batch_size, pairwise_dot
 from embedtrain.inference.index import Ranking, ShardedIndex

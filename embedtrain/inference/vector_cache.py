@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, from_numpy
 
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole

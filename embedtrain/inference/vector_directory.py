@@ -31,7 +31,7 @@ from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.evaluation import Unshard
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import LoraConfig, Precision
 from embedtrain.config.validation import written
 from embedtrain.data.cache.row_store import RowStore

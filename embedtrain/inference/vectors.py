@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorPlacement
-from embedtrain.config.loss_choices import Similarity, VectorSimilarity
+from embedtrain.config.losses import Similarity, VectorSimilarity
 from embedtrain.errors import ConfigError
 from embedtrain.inference.exact import cosines, norms, pair_batch_size, pairwise_dot, sum_of_halves, unit_vectors
 from embedtrain.inference.store import DocumentStore, DocumentTile, GrowingTensor, VectorTiles

@@ -12,7 +12,6 @@ from embedtrain.config.code import load_code
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.kinds import own_loss
 from embedtrain.config.loss_checks import dim_weights, layer_weights, matryoshka_layers_of
-from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import (
     LOSSES,
     CombinedConfig,
@@ -24,6 +23,7 @@ from embedtrain.config.losses import (
     M3LossConfig,
     MatryoshkaConfig,
     SentenceTransformersConfig,
+    Similarity,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.source_losses import distinct_losses

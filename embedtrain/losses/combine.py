@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.loss_choices import PrecisionSides, Similarity
+from embedtrain.config.losses import PrecisionSides, Similarity
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.quantisation import Quantiser, SmoothedRanges, straight_through
 from embedtrain.losses.similarity import at_least_float32

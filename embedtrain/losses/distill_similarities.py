@@ -25,8 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
-from embedtrain.config.losses import CandidateSet, DistillSimilaritiesConfig, Divergence, SimilarityMSEConfig
+from embedtrain.config.losses import (
+    CandidateSet,
+    DistillSimilaritiesConfig,
+    Divergence,
+    Implementation,
+    LossDirection,
+    Similarity,
+    SimilarityMSEConfig,
+)
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.distillation import teacher_dimension, teacher_vectors
 from embedtrain.losses.encoded import Part

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import (
     DistillEmbeddingsConfig,
     DistillScoresConfig,
     EmbeddingDistance,
     MarginMSEConfig,
+    Similarity,
     TeacherConfig,
     TeacherMap,
 )

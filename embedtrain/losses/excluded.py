@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, LossDirection
+from embedtrain.config.losses import Implementation, LossDirection
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.ring import uses_ring

@@ -10,8 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Hardness, Implementation, MarginKind, PartitionMode
-from embedtrain.config.losses import DistillSimilaritiesConfig, InfoNCEConfig
+from embedtrain.config.losses import (
+    DistillSimilaritiesConfig,
+    Hardness,
+    Implementation,
+    InfoNCEConfig,
+    MarginKind,
+    PartitionMode,
+)
 from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Hardness
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import Hardness, InfoNCEConfig
 from embedtrain.losses.encoded import to_device
 from embedtrain.losses.similarity import group_logsumexp
 from embedtrain.losses.types import BatchInfo, GlobalRows

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Reduction
-from embedtrain.config.losses import OrthogonalConfig
+from embedtrain.config.losses import OrthogonalConfig, Reduction
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.similarity import at_least_float32, inner_products, positions_in_row
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput

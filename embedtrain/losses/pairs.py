@@ -11,15 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.loss_choices import Distance, Reduction, Similarity, TripletMining
 from embedtrain.config.losses import (
     AnglEConfig,
     BatchTripletConfig,
     ContrastiveConfig,
     CoSENTConfig,
     CosineMSEConfig,
+    Distance,
     OnlineContrastiveConfig,
+    Reduction,
+    Similarity,
     TripletConfig,
+    TripletMining,
 )
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.similarity import (

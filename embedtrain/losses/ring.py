@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation
+from embedtrain.config.losses import Implementation
 from embedtrain.distributed.collectives import gather_rows, ring
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import Columns, ScoreTile

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS
+from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, Similarity
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 from embedtrain.losses.types import BatchInfo

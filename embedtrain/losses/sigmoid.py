@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
-from embedtrain.config.losses import SigLIPConfig
+from embedtrain.config.losses import Implementation, LossDirection, SigLIPConfig, Similarity
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import ExcludedCandidates, Exclusion

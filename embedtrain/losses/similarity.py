@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embedtrain.config.loss_choices import Distance, Similarity
+from embedtrain.config.losses import Distance, Similarity
 
 # The largest matrices of one chunk take at most this many bytes.
 MAX_CHUNK_BYTES = 256 * 2**20

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Hardness, LossDirection
+from embedtrain.config.losses import Hardness, LossDirection
 from embedtrain.distributed.collectives import ring
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates

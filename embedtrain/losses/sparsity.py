@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from embedtrain.config.sparse import SparseQueries, SparseRegularizer, SparsityConfig
+from embedtrain.config.kind_settings import SparseQueries, SparseRegularizer, SparsityConfig
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.similarity import at_least_float32

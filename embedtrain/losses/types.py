@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embedtrain.config.loss_choices import Similarity
+from embedtrain.config.losses import Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded

@@ -16,8 +16,8 @@ from embedtrain.config.command_options import (
     ShardOptions,
 )
 from embedtrain.config.evaluation import check_index
+from embedtrain.config.kind_settings import check_score_labels
 from embedtrain.config.options import LENGTH, option
-from embedtrain.config.pair_template import check_score_labels
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.validation import OptionChecks, written

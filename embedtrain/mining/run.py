@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from embedtrain.config.prompts import prompt_warnings
+from embedtrain.config.checks import prompt_warnings
 from embedtrain.config.recipe import Precision
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.sources.parts import Part

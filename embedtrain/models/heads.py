@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
+from embedtrain.config.kind_settings import HeadActivation, HeadConfig, HeadInit
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import POOLING_MODULE, Dense, hidden_size
 from embedtrain.models.stored_weights import TensorLocation, read_pickled_tensors, shapes_match, stored_tensors

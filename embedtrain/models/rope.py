@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModel, PretrainedConfig
 
-from embedtrain.config.model_checks import ROPE_TYPES, ROPE_TYPES_BY_BATCH, check_rope_scaling
+from embedtrain.config.checks import ROPE_TYPES, ROPE_TYPES_BY_BATCH, check_rope_scaling
 from embedtrain.errors import ConfigError
 
 _LOGGER = "transformers.modeling_rope_utils"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embedtrain.config.sparse import SparseActivation, SparsePooling
+from embedtrain.config.kind_settings import SparseActivation, SparsePooling
 from embedtrain.data.types import Packing, QueryWords
 
 # The name of the weights in the encoder, and in the file.

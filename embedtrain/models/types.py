@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from embedtrain.config.heads import HeadInit
+from embedtrain.config.kind_settings import HeadInit
 from embedtrain.config.kinds import Kind
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
 

@@ -12,16 +12,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embedtrain.config.arguments import option_of, value_of
 from embedtrain.config.code import UserOptions, require_named_path
-from embedtrain.config.command_line import parse_command_line
+from embedtrain.config.command_line import option_of, parse_command_line, value_of
 from embedtrain.config.commands import MODEL, RUN, WRITING, Command, find_command
 from embedtrain.config.compose import YAML_ERRORS, to_plain
+from embedtrain.config.hydra_files import folder, limited_interpolations, load_yaml
 from embedtrain.config.kinds import Kind, kinds, load_kind
-from embedtrain.config.limits import limited_interpolations, load_yaml
 from embedtrain.config.parsing import explain_hydra_error
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import OptionChecks, did_you_mean, expected_directories, unknown_option
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.expand import DO, FROM, INIT, Expanded, References, expand, resolvers

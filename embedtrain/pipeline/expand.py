@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.commands import COMMANDS, DIR, MODEL, WRITING
-from embedtrain.config.limits import read_variable
+from embedtrain.config.hydra_files import folder, read_variable
 from embedtrain.config.parsing import explain_hydra_error
-from embedtrain.config.recipe_files import folder
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 from embedtrain.pipeline.types import Stage

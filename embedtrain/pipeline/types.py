@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.code import UserOptions, composing_stage
+from embedtrain.config.command_line import flatten, to_overrides
 from embedtrain.config.commands import DIR, Command
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import expected_directories
 from embedtrain.errors import EmbedtrainError

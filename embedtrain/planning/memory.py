@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import matryoshka_layers_of
-from embedtrain.config.loss_choices import Implementation
 from embedtrain.config.losses import (
     DistillSimilaritiesConfig,
+    Implementation,
     InfoNCEConfig,
     LossConfig,
     M3LossConfig,

@@ -15,7 +15,7 @@ import yaml
 from numpy.typing import NDArray
 
 from embedtrain.config.compose import YAML_ERRORS
-from embedtrain.config.limits import load_yaml
+from embedtrain.config.hydra_files import load_yaml
 from embedtrain.errors import DataError
 from embedtrain.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_vectors
 from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, parse_row, split_lines

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, TeacherConfig, TeacherMap
+from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, Similarity, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.rows import Row, TextFormat

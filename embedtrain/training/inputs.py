@@ -9,12 +9,20 @@ import torch
 
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.accelerate import describe_accelerate_config
+from embedtrain.config.checks import prompt_warnings, untrained_prompt_warnings
 from embedtrain.config.code import code_options
-from embedtrain.config.compressed import dims_of
+from embedtrain.config.evaluation import dims_of
 from embedtrain.config.loss_checks import check_loss, guide_paths, matryoshka_dims_of
-from embedtrain.config.loss_choices import Distance, Similarity, VectorSimilarity
-from embedtrain.config.losses import AnglEConfig, CombinedConfig, CoSENTConfig, CosineMSEConfig, LossConfig
-from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
+from embedtrain.config.losses import (
+    AnglEConfig,
+    CombinedConfig,
+    CoSENTConfig,
+    CosineMSEConfig,
+    Distance,
+    LossConfig,
+    Similarity,
+    VectorSimilarity,
+)
 from embedtrain.config.recipe import ONNX, Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
 from embedtrain.config.validation import TEXT_ALONE, written

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder
 
-from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
+from embedtrain.config.kind_settings import QueryExpansion, TokenSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.source import open_model_source

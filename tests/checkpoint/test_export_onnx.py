@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 import embedtrain.formats.onnx as onnx_graph
-from embedtrain.config.heads import HeadConfig
+from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.onnx import GRAPH, check_graph, write_graph

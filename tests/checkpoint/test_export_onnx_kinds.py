@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from embedtrain.config.pair_template import ScoreHead
+from embedtrain.config.kind_settings import ScoreHead, SparseActivation, SparsePooling
 from embedtrain.config.recipe import Pooling
-from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.errors import CheckpointError
 from embedtrain.formats.onnx import GRAPH
 from embedtrain.formats.verify import PROBES

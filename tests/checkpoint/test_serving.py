@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embedtrain.commands.verify import ENGINES as VERIFIED
-from embedtrain.config.heads import HeadActivation, HeadConfig
+from embedtrain.config.kind_settings import HeadActivation, HeadConfig
 from embedtrain.config.kinds import kind_of_files, kinds
 from embedtrain.config.recipe import Pooling
 from embedtrain.formats.serving import ENGINES, Effect, ServedModel, serving_section

@@ -7,18 +7,17 @@ from dataclasses import replace
 import pytest
 
 import embedtrain.kinds.dense as dense_options
+import embedtrain.kinds.sparse.options as sparse_options
 from embedtrain.commands.evaluate import EvaluateOptions, check_evaluate
-from embedtrain.config import checks, model_checks, sparse_checks
+from embedtrain.config import checks
 from embedtrain.config import optim as optim_checks
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, ScanDtype, SetKind, VectorDtype, VectorPlacement
-from embedtrain.config.heads import HeadConfig
-from embedtrain.config.late_interaction import QueryExpansion
+from embedtrain.config.kind_settings import HeadConfig, QueryExpansion, ScoreHead, SparseQueries, SparseRegularizer
 from embedtrain.config.losses import BCEConfig, M3LossConfig, MSEConfig, SoftmaxConfig
 from embedtrain.config.optim import DecayShape, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
 from embedtrain.config.options import check_values
-from embedtrain.config.pair_template import ScoreHead
 from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
@@ -27,7 +26,6 @@ from embedtrain.config.recipe import (
     Strategy,
     TrainSource,
 )
-from embedtrain.config.sparse import SparseQueries, SparseRegularizer
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
@@ -369,14 +367,14 @@ def test_a_rejected_option_of_a_set_is_named_with_its_index(options):
 
 
 def test_every_check_has_a_case(monkeypatch):
-    modules = (checks, dense_options, model_checks, optim_checks, sparse_checks)
+    modules = (checks, dense_options, optim_checks, sparse_options)
     recipes = [*map(recipe_with_source, SOURCES), *map(recipe_with_set, SETS)]
     for parameters in CASES:
         recipe = valid_recipe()
         parameters.values[0](recipe)
         recipes.append(recipe)
     reached = {failed_check(rejected(recipe).value, *modules) for recipe in recipes}
-    monkeypatch.setattr(model_checks.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: None)
     recipe = valid_recipe()
     recipe.model.lora = LoraConfig(rank=4, load_in_4bit=True)
     caught = rejected(recipe)

@@ -19,7 +19,7 @@ from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.search import compose as compose_search
 from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.limits import limited_files, limited_interpolations
+from embedtrain.config.hydra_files import choices, limited_files, limited_interpolations
 from embedtrain.config.losses import (
     LOSSES,
     CombinedConfig,
@@ -31,7 +31,6 @@ from embedtrain.config.losses import (
 )
 from embedtrain.config.optim import ScheduleKind
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, Strategy, TrainSource
-from embedtrain.config.recipe_files import choices
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 from tests.marks import slow_but

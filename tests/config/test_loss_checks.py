@@ -7,16 +7,6 @@ import pytest
 from embedtrain.config import loss_checks
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.loss_checks import check_loss, guide_paths
-from embedtrain.config.loss_choices import (
-    Hardness,
-    Implementation,
-    LayerWeighting,
-    LossDirection,
-    MatryoshkaWeighting,
-    PartitionMode,
-    PrecisionSides,
-    Similarity,
-)
 from embedtrain.config.losses import (
     LOSSES,
     BatchTripletConfig,
@@ -30,17 +20,25 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     DistillSimilaritiesConfig,
     Divergence,
+    Hardness,
+    Implementation,
     InfoNCEConfig,
     LambdaLossConfig,
+    LayerWeighting,
     ListNetConfig,
     LossConfig,
+    LossDirection,
     M3LossConfig,
     MarginMSEConfig,
     MatryoshkaConfig,
+    MatryoshkaWeighting,
     OnMissing,
     OrthogonalConfig,
+    PartitionMode,
+    PrecisionSides,
     SentenceTransformersConfig,
     SigLIPConfig,
+    Similarity,
     SimilarityMSEConfig,
     SoftmaxConfig,
     TeacherMap,

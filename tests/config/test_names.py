@@ -14,10 +14,9 @@ from embedtrain.commands.search import compose as compose_search
 from embedtrain.config import migration
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.conversions import Row
 from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES
-from embedtrain.config.migration.commands import SUBCOMMANDS
+from embedtrain.config.migration import SUBCOMMANDS, Row
 from embedtrain.config.names import evaluator_sets, option_names, suggest, unknown_loss
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from embedtrain.config.command_line import flatten, to_overrides
 from embedtrain.config.compose import compose_recipe, compose_recipes
-from embedtrain.config.overrides import flatten, to_overrides
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.errors import ConfigError
 

@@ -2,8 +2,8 @@
 
 from embedtrain.commands.evaluate import compose as compose_evaluate
 from embedtrain.commands.mine import compose as compose_mine
+from embedtrain.config.checks import prompt_warnings, untrained_prompt_warnings
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.prompts import prompt_warnings, untrained_prompt_warnings
 
 GOOD = ["name=a", "model.path=m", "train.steps=5"]
 

@@ -60,7 +60,7 @@ def test_doctor(builder, tmp_path):
 def _recipes(builder: Builder, mount: Path, user: str | None) -> str:
     done: subprocess.CompletedProcess[str] = builder.run(
         TAG,
-        ["python", "-c", "from embedtrain.config.recipe_files import folder; print(folder('recipes'))"],
+        ["python", "-c", "from embedtrain.config.hydra_files import folder; print(folder('recipes'))"],
         user=user,
         mount=mount,
     )

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.heads import HeadConfig
+from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.kinds.dual_encoder.options import TowerOptions
 from tests.small import WORDS, model_options, save_small, small_model

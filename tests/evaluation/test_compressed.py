@@ -7,7 +7,7 @@ import pytest
 import torch
 from sentence_transformers.util import quantize_embeddings
 
-from embedtrain.config.compressed import parse_vectors
+from embedtrain.config.parsing import parse_vectors
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.metrics import parse_best_metric, set_of_metric

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
-from embedtrain.config.late_interaction import Expansion, QueryExpansion, TokenVectors
+from embedtrain.config.kind_settings import Expansion, QueryExpansion, TokenVectors
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.world import World

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.inference import index as index_module
 from embedtrain.inference import store
 from embedtrain.inference.encode import EncodedShard

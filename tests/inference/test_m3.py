@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize, pad
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype
-from embedtrain.config.m3 import HybridWeights, M3Settings
+from embedtrain.config.kind_settings import HybridWeights, M3Settings
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, trec_order

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorPlacement
-from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig
+from embedtrain.config.losses import DistillScoresConfig, Implementation, InfoNCEConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import EncodedShard

@@ -8,9 +8,9 @@ import torch
 
 from embedtrain import evaluate
 from embedtrain.commands.export.convert import GraphMetrics
+from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.evaluation import Backend, EvaluationSet
 from embedtrain.config.recipe import Precision
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import CheckpointError, ConfigError, ModelError

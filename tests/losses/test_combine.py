@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.loss_checks import dim_weights
-from embedtrain.config.loss_choices import LayerWeighting, MatryoshkaWeighting
-from embedtrain.config.losses import CombinedConfig, CosineMSEConfig, LossConfig, MatryoshkaConfig
+from embedtrain.config.losses import (
+    CombinedConfig,
+    CosineMSEConfig,
+    LayerWeighting,
+    LossConfig,
+    MatryoshkaConfig,
+    MatryoshkaWeighting,
+)
 from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_losses
 from embedtrain.losses.combine import Drawn, draw

@@ -9,13 +9,13 @@ from sentence_transformers import losses
 from sentence_transformers.util import pairwise_cos_sim, pairwise_dot_score
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import (
     DistillEmbeddingsConfig,
     DistillScoresConfig,
     EmbeddingDistance,
     MarginMSEConfig,
     MatryoshkaConfig,
+    Similarity,
     TeacherMap,
 )
 from embedtrain.distributed.world import World

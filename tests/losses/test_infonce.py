@@ -10,15 +10,15 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
 from torch import Tensor
 
-from embedtrain.config.loss_choices import (
+from embedtrain.config.losses import (
     Hardness,
     Implementation,
+    InfoNCEConfig,
     LossDirection,
     MarginKind,
     PartitionMode,
     Similarity,
 )
-from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.distributed.world import World
 from embedtrain.losses import excluded, softmax
 from embedtrain.losses.build import build_loss

@@ -17,7 +17,6 @@ from sentence_transformers.cross_encoder import CrossEncoder
 from sentence_transformers.cross_encoder import losses as reference
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Similarity
 from embedtrain.config.losses import (
     ADRMSEConfig,
     BCEConfig,
@@ -31,6 +30,7 @@ from embedtrain.config.losses import (
     MSEConfig,
     PListMLEConfig,
     RankNetConfig,
+    Similarity,
     SoftmaxConfig,
 )
 from embedtrain.losses.listwise import constant_scores_warning

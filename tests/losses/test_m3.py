@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, KDLossType
-from embedtrain.config.losses import M3LossConfig
-from embedtrain.config.m3 import HybridWeights, M3Settings
+from embedtrain.config.kind_settings import HybridWeights, M3Settings
+from embedtrain.config.losses import Implementation, KDLossType, M3LossConfig
 from embedtrain.distributed.world import World
 from embedtrain.kinds.late_interaction import score as maxsim
 from embedtrain.kinds.m3 import loss as m3

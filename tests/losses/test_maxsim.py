@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.config.loss_choices import Hardness, Implementation
 from embedtrain.config.losses import (
     CombinedConfig,
     CustomConfig,
     DistillScoresConfig,
+    Hardness,
+    Implementation,
     InfoNCEConfig,
     MarginMSEConfig,
     MatryoshkaConfig,

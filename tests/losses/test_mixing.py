@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Hardness, Implementation, LossDirection
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, LossDirection
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.mixing import Draws
 from embedtrain.losses.types import BatchInfo, GlobalRows, Origin

@@ -16,8 +16,7 @@ from sentence_transformers.multi_vector_encoder.scoring import XTRScores, colber
 from sentence_transformers.multi_vector_encoder.scoring import mean_colbert_kd_scores as mean_kd_scores
 from torch import nn
 
-from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, XTRConfig
+from embedtrain.config.losses import DistillScoresConfig, Implementation, InfoNCEConfig, MarginMSEConfig, XTRConfig
 from tests.losses.token_vectors import TokenCase, run, token_batch
 
 WAYS = 3

@@ -7,8 +7,7 @@ import torch
 from sentence_transformers.losses import GlobalOrthogonalRegularizationLoss
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Reduction
-from embedtrain.config.losses import OrthogonalConfig
+from embedtrain.config.losses import OrthogonalConfig, Reduction
 from tests.losses.global_batch import GlobalVectors, check, run, run_under_autocast, vectors
 from tests.losses.reference_loss import assert_equals_reference
 

@@ -8,14 +8,15 @@ from sentence_transformers import losses
 from sentence_transformers.sentence_transformer.losses.contrastive import SiameseDistanceMetric
 from torch import Tensor, nn
 
-from embedtrain.config.loss_choices import Distance, Reduction
 from embedtrain.config.losses import (
     AnglEConfig,
     ContrastiveConfig,
     CoSENTConfig,
     CosineMSEConfig,
+    Distance,
     LossConfig,
     OnlineContrastiveConfig,
+    Reduction,
 )
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 from tests.losses.reference_loss import assert_equals_reference

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from embedtrain.checkpoint.snapshot import checkpointed_weights
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.loss_choices import PrecisionSides
-from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, MatryoshkaConfig, OrthogonalConfig
+from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, MatryoshkaConfig, OrthogonalConfig, PrecisionSides
 from embedtrain.distributed.world import World
 from embedtrain.inference.quantised import QUANTISATION_FILE, read_ranges, write_trained_ranges
 from embedtrain.losses.build import build_loss, build_losses

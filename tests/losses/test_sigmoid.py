@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, Similarity
-from embedtrain.config.losses import SigLIPConfig
+from embedtrain.config.losses import Implementation, SigLIPConfig, Similarity
 from embedtrain.distributed.world import World
 from embedtrain.losses import similarity
 from embedtrain.losses.build import build_loss

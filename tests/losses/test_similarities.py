@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, LossDirection, Similarity
 from embedtrain.config.losses import (
     CandidateSet,
     DistillSimilaritiesConfig,
     Divergence,
+    Implementation,
+    LossDirection,
     MatryoshkaConfig,
+    Similarity,
     SimilarityMSEConfig,
 )
 from embedtrain.distributed.world import World

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from embedtrain.config.kind_settings import SparseRegularizer, SparsityConfig
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.distributed.world import World
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.infonce import InfoNCE

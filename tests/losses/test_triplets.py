@@ -11,8 +11,7 @@ from sentence_transformers.sentence_transformer.losses.triplet import TripletDis
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from embedtrain.config.loss_choices import Distance, TripletMining
-from embedtrain.config.losses import BatchTripletConfig, LossConfig, TripletConfig
+from embedtrain.config.losses import BatchTripletConfig, Distance, LossConfig, TripletConfig, TripletMining
 from tests.losses.global_batch import GlobalVectors, check, run, run_in_chunks, run_under_autocast, vectors
 from tests.losses.reference_loss import assert_equals_reference
 from tests.marks import slow_but

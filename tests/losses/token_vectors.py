@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Hardness
 from embedtrain.config.losses import (
     CombinedConfig,
     DistillScoresConfig,
+    Hardness,
     InfoNCEConfig,
     LossConfig,
     MarginMSEConfig,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
+from embedtrain.config.kind_settings import HeadActivation, HeadConfig, HeadInit
 from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Recipe
 from embedtrain.data.types import Chunk

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embedtrain.config.late_interaction import QueryExpansion
+from embedtrain.config.kind_settings import QueryExpansion
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, Chunk, TextRole, Tokens

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 
-from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
+from embedtrain.config.kind_settings import QueryExpansion, TokenSimilarity
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.source import open_model_source

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as export_main
-from embedtrain.config.model_checks import check_model, check_rope_scaling
+from embedtrain.config.checks import check_model, check_rope_scaling
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from embedtrain.config.pair_template import PAIR_TEMPLATES, ScoreHead
+from embedtrain.config.kind_settings import PAIR_TEMPLATES, ScoreHead
 from embedtrain.config.recipe import ModelConfig, Strategy
 from embedtrain.data.rows import TextFormat
 from embedtrain.data.tokens import TextTokenizer

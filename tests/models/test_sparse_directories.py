@@ -12,8 +12,8 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
+from embedtrain.config.kind_settings import SparseQueries
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision
-from embedtrain.config.sparse import SparseQueries
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from embedtrain.config.kind_settings import SparseActivation, SparsePooling
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.sparse import SparseActivation, SparsePooling
 from embedtrain.data.types import Packing
 from embedtrain.formats.source import open_model_source
 from embedtrain.kinds.sparse.model import WordHead

@@ -9,14 +9,13 @@ import pytest
 
 from embedtrain.commands.merge.options import PartWeights
 from embedtrain.config.code import UserOptions
+from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.commands import COMMANDS, WRITING
-from embedtrain.config.compressed import VectorFormat
-from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.evaluation import EvaluationSet, VectorFormat
 from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.options import info
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.pipeline.state import (
     input_paths,
     options_of,

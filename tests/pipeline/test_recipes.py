@@ -11,7 +11,7 @@ import yaml
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.commands.plan import compose_pipeline_plan, plan_pipeline
-from embedtrain.config.overrides import to_overrides
+from embedtrain.config.command_line import to_overrides
 from embedtrain.distributed.world import World
 from embedtrain.pipeline.compose import compose_pipeline
 from embedtrain.pipeline.run import run_pipeline

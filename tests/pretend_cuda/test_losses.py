@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from embedtrain.config.loss_choices import Implementation, Similarity
-from embedtrain.config.losses import DistillScoresConfig, InfoNCEConfig, MarginMSEConfig, MatryoshkaConfig, XTRConfig
+from embedtrain.config.losses import (
+    DistillScoresConfig,
+    Implementation,
+    InfoNCEConfig,
+    MarginMSEConfig,
+    MatryoshkaConfig,
+    Similarity,
+    XTRConfig,
+)
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.data.rows import TextFormat
 from embedtrain.distributed.world import World

@@ -12,7 +12,7 @@ from embedtrain.commands.evaluate import compose as compose_evaluate
 from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.commands.submit.options import compose_submit
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.limits import load_yaml
+from embedtrain.config.hydra_files import load_yaml
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
@@ -161,7 +161,7 @@ EXPANDING = {
 
 @pytest.mark.parametrize("name", EXPANDING)
 def test_a_recipe_that_expands_without_end_or_leaves_its_folder(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("embedtrain.config.limits.MAX_INSERTED_VALUES", 500)
+    monkeypatch.setattr("embedtrain.config.hydra_files.MAX_INSERTED_VALUES", 500)
     lines, words = EXPANDING[name]
     words = words.replace("30,000", "500")
     folder = tmp_path / "conf"

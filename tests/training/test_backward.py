@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.heads import HeadActivation, HeadConfig, HeadInit
+from embedtrain.config.kind_settings import HeadActivation, HeadConfig, HeadInit
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import InfoNCEConfig, Similarity
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.rows import Documents, Row, TextFormat

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.late_interaction import QueryExpansion
-from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.kind_settings import QueryExpansion
+from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Pooling, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.heads import HeadConfig
-from embedtrain.config.loss_choices import LayerWeighting
-from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
+from embedtrain.config.kind_settings import HeadConfig
+from embedtrain.config.losses import InfoNCEConfig, LayerWeighting, MatryoshkaConfig
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig
 from embedtrain.data.types import Chunk, GlobalBatch
 from embedtrain.distributed.world import World

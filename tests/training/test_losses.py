@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.loss_choices import Hardness, Implementation, LossDirection, Similarity, TripletMining
 from embedtrain.config.losses import (
     ADRMSEConfig,
     AnglEConfig,
@@ -29,9 +28,12 @@ from embedtrain.config.losses import (
     DistillScoresConfig,
     DistillSimilaritiesConfig,
     Divergence,
+    Hardness,
+    Implementation,
     InfoNCEConfig,
     LambdaLossConfig,
     LossConfig,
+    LossDirection,
     MarginMSEConfig,
     MatryoshkaConfig,
     OnlineContrastiveConfig,
@@ -39,9 +41,11 @@ from embedtrain.config.losses import (
     PListMLEConfig,
     SentenceTransformersConfig,
     SigLIPConfig,
+    Similarity,
     SimilarityMSEConfig,
     SoftmaxConfig,
     TripletConfig,
+    TripletMining,
 )
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy

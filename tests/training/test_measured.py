@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.loss_choices import Implementation
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model

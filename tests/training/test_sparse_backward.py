@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from embedtrain.config.kind_settings import SparseRegularizer, SparsityConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
-from embedtrain.config.sparse import SparseRegularizer, SparsityConfig
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.formats.source import open_model_source

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embedtrain.config.loss_choices import Hardness, TripletMining
-from embedtrain.config.losses import BatchTripletConfig, InfoNCEConfig, LossConfig
+from embedtrain.config.losses import BatchTripletConfig, Hardness, InfoNCEConfig, LossConfig, TripletMining
 from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World, joined_world

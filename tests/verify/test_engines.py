@@ -9,7 +9,7 @@ import pytest
 
 from embedtrain.commands.verify import compose as compose_verify
 from embedtrain.commands.verify import run as main
-from embedtrain.config.heads import HeadConfig
+from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.recipe import Pooling
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.checkpoint.test_export_tokenizers import llama3, qwen

@@ -9,7 +9,7 @@ import pytest
 from embedtrain.commands.verify import compose as compose_verify
 from embedtrain.commands.verify import run as main
 from embedtrain.commands.verify.engines import Probe, compare
-from embedtrain.config.pair_template import ScoreHead
+from embedtrain.config.kind_settings import ScoreHead
 from embedtrain.config.recipe import ModelConfig, Pooling
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.late_interaction_models import save_pylate

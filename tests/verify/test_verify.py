@@ -9,7 +9,7 @@ import pytest
 from embedtrain.commands.verify import compose as compose_verify
 from embedtrain.commands.verify import interpreters
 from embedtrain.commands.verify import run as main
-from embedtrain.config.heads import HeadConfig
+from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from tests.checkpoint.exporting import architecture_of, export_model

@@ -20,7 +20,7 @@ from embedtrain.config.command_options import (
 )
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import option
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks
@@ -172,7 +172,7 @@ def run(options: CalibrateOptions) -> Path:
 def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[str]) -> int:
     """The dimensions of the new vectors; a ConfigError if the model has no such vectors, or the sample is too small."""
     from embedtrain.commands.calibrate.head import require_calibratable
-    from embedtrain.config.compressed import check_kind_of_vectors
+    from embedtrain.config.evaluation import check_kind_of_vectors
     from embedtrain.config.validation import OptionChecks
 
     check_kind_of_vectors(model.source.kind, "model")

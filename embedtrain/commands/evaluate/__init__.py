@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embedtrain.config.checks import check_sets
+from embedtrain.config.checks import check_sets, prompt_warnings
 from embedtrain.config.code import code_option, is_code_path
 from embedtrain.config.command_options import (
     EncodeOptions,
@@ -17,17 +17,15 @@ from embedtrain.config.command_options import (
     RerankOptions,
     SetOptions,
     ShardOptions,
+    parse_reranker,
 )
 from embedtrain.config.compose import compose_command
-from embedtrain.config.compressed import check_truncate_dims, parse_vectors
-from embedtrain.config.evaluation import BM25, MODEL, Backend, EvaluationSet, SetKind, check_index
+from embedtrain.config.evaluation import BM25, MODEL, Backend, EvaluationSet, SetKind, check_index, check_truncate_dims
+from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.launch import HELP as LAUNCH_HELP
-from embedtrain.config.m3 import check_hybrid_weights
 from embedtrain.config.options import option
-from embedtrain.config.parsing import parse_items
+from embedtrain.config.parsing import parse_items, parse_vectors
 from embedtrain.config.paths import require_models, require_sets
-from embedtrain.config.prompts import prompt_warnings
-from embedtrain.config.reranker import parse_reranker
 from embedtrain.config.validation import OptionChecks
 from embedtrain.utils.files import expand_user
 
@@ -287,7 +285,7 @@ def _open_metrics(output_dir: Path) -> "MetricsFile":
 
 
 def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
-    from embedtrain.config.compressed import check_kind_of_vectors, dims_of
+    from embedtrain.config.evaluation import check_kind_of_vectors, dims_of
     from embedtrain.inference.loading.command_model import command_model_config, load_encoder_model
 
     with console.phase("loading the model"):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
+from embedtrain.config.command_line import option_of, quote
 from embedtrain.config.command_options import InstructionOptions, ModelOptions, RowsOptions, TextOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.kinds import load_kind

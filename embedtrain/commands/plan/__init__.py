@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.accelerate import apply_accelerate_config, describe_accelerate_config
-from embedtrain.config.arguments import option_of
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.command_line import asks_for_help, parse_command_line
+from embedtrain.config.command_line import asks_for_help, option_of, parse_command_line
 from embedtrain.config.command_options import IndexOptions, JsonOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.evaluation import IndexConfig, check_index

@@ -63,7 +63,7 @@ def require_paths(options: StaticOptions) -> None:
 def run(options: StaticOptions) -> Path:
     """Encode the vocabulary on all ranks, and write the directory on rank 0; returns it."""
     from embedtrain.commands.static.table import make_table, require_distillable, write_table
-    from embedtrain.config.compressed import check_kind_of_vectors
+    from embedtrain.config.evaluation import check_kind_of_vectors
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.export_record import require_replaceable
     from embedtrain.formats.source import CommandModel

@@ -12,13 +12,12 @@ import yaml
 
 from embedtrain.commands.submit.kubernetes import KubernetesConfig, check_kubernetes
 from embedtrain.config.accelerate import apply_accelerate_config
-from embedtrain.config.arguments import option_of, quote
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.command_line import asks_for_help
+from embedtrain.config.command_line import asks_for_help, option_of, quote
 from embedtrain.config.command_options import NodeOptions
 from embedtrain.config.commands import COMMANDS, WRITING, Command, find_command
 from embedtrain.config.compose import compose_command, compose_recipe
-from embedtrain.config.limits import load_yaml
+from embedtrain.config.hydra_files import load_yaml
 from embedtrain.config.options import option
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, did_you_mean, require_single_process, unknown_option, written

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from embedtrain import __version__
 from embedtrain.commands.submit.options import Launcher, SlurmConfig, StartModel, Submission, ranks_per_node
-from embedtrain.config.arguments import option_of
+from embedtrain.config.command_line import option_of
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import ModelConfig, Precision
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError

@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from embedtrain.config.command_options import EncodeOptions
+from embedtrain.config.command_options import EncodeOptions, RerankerConfig
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Precision
-from embedtrain.config.reranker import RerankerConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.hub import resolve_directory

@@ -166,7 +166,7 @@ class CrossEncoder(Kind):
 
     def trained_instruction_format(self, source: "ModelSource") -> str | None:
         """That of the template, which a reranker with one was trained with."""
-        from embedtrain.config.pair_template import PLAIN_INSTRUCTION
+        from embedtrain.config.kind_settings import PLAIN_INSTRUCTION
 
         template = source.settings.template
         known = template is not None and template.instruction_format != PLAIN_INSTRUCTION

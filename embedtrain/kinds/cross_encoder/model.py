@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from embedtrain.config.pair_template import PairTemplate
+from embedtrain.config.kind_settings import PairTemplate
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
 from embedtrain.data.rows import NO_PROMPT, Prompt

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from embedtrain.config.pair_template import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS, ScoreHead, check_score_labels
+from embedtrain.config.kind_settings import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS, ScoreHead, check_score_labels
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import OptionChecks
 

@@ -13,8 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from embedtrain.config.kinds import Kind
-from embedtrain.config.pair_template import (
+from embedtrain.config.kind_settings import (
     PAIR_TEMPLATES,
     SCORE_TOKENS,
     PairTemplate,
@@ -22,6 +21,7 @@ from embedtrain.config.pair_template import (
     pair_template,
     published_template,
 )
+from embedtrain.config.kinds import Kind
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError, ModelError

@@ -38,7 +38,7 @@ class Dense(BackboneKind):
 
     def outputs(self, source: "ModelSource") -> str:
         """Pooling, heads and normalisation."""
-        from embedtrain.config.loss_choices import VectorSimilarity
+        from embedtrain.config.losses import VectorSimilarity
         from embedtrain.formats.static_embedding import is_static
 
         vectors = source.vectors

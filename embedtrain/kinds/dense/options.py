@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from embedtrain.config.code import code_option, is_code_path
-from embedtrain.config.conversions import POOLING
-from embedtrain.config.heads import HeadConfig
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.kind_settings import HeadConfig
+from embedtrain.config.losses import VectorSimilarity
+from embedtrain.config.migration import POOLING
 from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embedtrain.config.kinds import Kind
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.config.validation import written
 from embedtrain.errors import ConfigError

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
-from embedtrain.config.heads import HeadConfig
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.kind_settings import HeadConfig
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import option
 from embedtrain.config.recipe import ADAPTER, POOLINGS, ModelConfig, Recipe
 from embedtrain.config.validation import OptionChecks, written

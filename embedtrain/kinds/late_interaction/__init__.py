@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embedtrain.config.late_interaction import NO_PROJECTION
+from embedtrain.config.kind_settings import NO_PROJECTION
 from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.config.recipe import ADAPTER
 from embedtrain.config.validation import OptionChecks
@@ -96,7 +96,7 @@ class LateInteraction(BackboneKind):
 
     def score(self, source: "ModelSource") -> "Score":
         """MaxSim, or its mean over the tokens of the query."""
-        from embedtrain.config.late_interaction import TokenSimilarity
+        from embedtrain.config.kind_settings import TokenSimilarity
         from embedtrain.kinds.late_interaction.score import MaxSim
 
         return MaxSim(mean=source.settings.similarity is TokenSimilarity.meanmaxsim)

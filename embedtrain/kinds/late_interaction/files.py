@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embedtrain.config.late_interaction import NO_PROJECTION, Expansion, TokenVectors
+from embedtrain.config.kind_settings import NO_PROJECTION, Expansion, TokenVectors
 from embedtrain.config.recipe import ADAPTER, ExportConfig
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.late_interaction import Expansion, QueryExpansion, TokenSimilarity, TokenVectors
+from embedtrain.config.kind_settings import Expansion, QueryExpansion, TokenSimilarity, TokenVectors
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.tokens import Layout, max_token_id
 from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, Chunk, TextRole, Tokens

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from embedtrain.config.late_interaction import QueryExpansion, TokenSimilarity
+from embedtrain.config.kind_settings import QueryExpansion, TokenSimilarity
 from embedtrain.config.options import LENGTH, option
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import OptionChecks

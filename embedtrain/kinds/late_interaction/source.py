@@ -5,14 +5,14 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from embedtrain.config.kinds import Kind
-from embedtrain.config.late_interaction import (
+from embedtrain.config.kind_settings import (
     DEFAULT_DIMENSION,
     DEFAULT_EXPANSION_LENGTH,
     Expansion,
     QueryExpansion,
     TokenVectors,
 )
+from embedtrain.config.kinds import Kind
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.pylate import late_interaction_format, read_late_interaction
 from embedtrain.formats.source import adapted_config, read_files, require_own_transformer, source_of

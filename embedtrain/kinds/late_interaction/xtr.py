@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, LossDirection
-from embedtrain.config.losses import XTRConfig
+from embedtrain.config.losses import Implementation, LossDirection, XTRConfig
 from embedtrain.kinds.late_interaction.score import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion

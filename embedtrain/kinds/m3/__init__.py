@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.evaluation import VectorDtype
+from embedtrain.config.kind_settings import HybridWeights
 from embedtrain.config.losses import SCORE_LOSSES
-from embedtrain.config.m3 import HybridWeights
 from embedtrain.config.recipe import ADAPTER
 from embedtrain.config.validation import OptionChecks
 from embedtrain.kinds import BackboneKind

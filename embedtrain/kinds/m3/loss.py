@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedtrain.config.loss_choices import Implementation, KDLossType, LossDirection
-from embedtrain.config.losses import M3LossConfig
+from embedtrain.config.losses import Implementation, KDLossType, LossDirection, M3LossConfig
 from embedtrain.kinds.late_interaction.score import SortedDocuments
 from embedtrain.kinds.m3.score import (
     DENSE,

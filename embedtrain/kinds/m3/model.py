@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.config.m3 import M3Settings
+from embedtrain.config.kind_settings import M3Settings
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.tokens import Layout
 from embedtrain.data.types import NOT_POOLED, Chunk, Tokens

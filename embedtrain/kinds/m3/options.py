@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from embedtrain.config.m3 import check_hybrid_weights
+from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.options import option
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import OptionChecks

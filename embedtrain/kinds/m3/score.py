@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.m3 import HybridWeights, M3Settings
+from embedtrain.config.kind_settings import HybridWeights, M3Settings
+from embedtrain.config.losses import Similarity
 from embedtrain.errors import ConfigError
 from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum_of_halves
 from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from embedtrain.config.kind_settings import HybridWeights, M3Settings
 from embedtrain.config.kinds import Kind
-from embedtrain.config.m3 import HybridWeights, M3Settings
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.flag_embedding import COLBERT, SPARSE, has_m3_layers, read_m3_layer, read_m3_settings

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
-from embedtrain.kinds.sparse.options import SparseOptions, check_sparse
+from embedtrain.kinds.sparse.options import SparseOptions, check_query_regularizer, check_sparse, check_sparsity
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
@@ -74,6 +74,10 @@ class Sparse(Kind):
     def check_options(self, model: SparseOptions) -> None:
         """Values and combinations."""
         check_sparse(model)
+
+    def check_other_options(self, recipe: "Recipe") -> None:
+        """Regularizers, and formats of exports."""
+        check_sparsity(recipe)
 
     def recognise(self, directory: Path) -> str | None:
         """A sparse encoder of sentence-transformers, or a language model with the idf.json of OpenSearch."""
@@ -163,8 +167,6 @@ class Sparse(Kind):
 
     def check_recipe(self, recipe: "Recipe", source: "ModelSource") -> None:
         """Queries may be static because of the model's files, which the recipe's own checks do not see."""
-        from embedtrain.config.sparse_checks import check_query_regularizer
-
         check_query_regularizer(recipe.sparsity, source.settings.query_mode)
 
     def training_loss(self, loss: "Loss", recipe: "Recipe", source: "ModelSource", num_batches: int) -> "Loss":

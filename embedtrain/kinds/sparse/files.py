@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from embedtrain.config.sparse import SparseActivation, SparsePooling, WordWeights
+from embedtrain.config.kind_settings import SparseActivation, SparsePooling, WordWeights
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import CheckpointError

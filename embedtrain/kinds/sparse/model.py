@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embedtrain.config.sparse import IDF, SparsePooling, StaticQueries, WordWeights
+from embedtrain.config.kind_settings import IDF, SparsePooling, StaticQueries, WordWeights
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.tokens import UNLIMITED, FastTokenizer, Layout
 from embedtrain.data.types import IS_QUERY, Chunk, QueryWords, TextRole, Tokens

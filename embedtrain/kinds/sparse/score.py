@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.config.loss_choices import Similarity
-from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
+from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS, Similarity
 from embedtrain.inference.exact import norms, pairwise_dot
 from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
 from embedtrain.losses.encoded import Part

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+from embedtrain.config.kind_settings import IDF, SparseQueries, StaticQueries, WordWeights
 from embedtrain.config.kinds import Kind
-from embedtrain.config.loss_choices import VectorSimilarity
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.sparse import IDF, SparseQueries, StaticQueries, WordWeights
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.sentence_transformers import SETTINGS, SPARSE, SPLADE_POOLING, read_similarity, routed_modules
 from embedtrain.formats.source import read_files, source_of

@@ -24,7 +24,7 @@ from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import Precision
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.validation import OptionChecks, model_options_named
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 
@@ -109,7 +109,6 @@ def run(options: VectorsOptions) -> Path:
     from embedtrain.inference.loading.command_model import (
         MODEL_OPTION_NAMES,
         command_model_config,
-        command_option_names,
         open_encoder_source,
     )
     from embedtrain.inference.loading.load import quiet_libraries
@@ -123,7 +122,7 @@ def run(options: VectorsOptions) -> Path:
         default = Precision.auto if world.device.type == "cuda" else Precision.fp32
         precision = resolve_precision(options.precision or default, world)
         model = command_model_config(options)
-        with world.fail_together("opening the model"), command_option_names(MODEL_OPTION_NAMES):
+        with world.fail_together("opening the model"), model_options_named(MODEL_OPTION_NAMES):
             source = open_encoder_source(model)[1]
             _require_vectors(options, source)
         stores = _read_rows(options, output_dir, world, console)

@@ -11,7 +11,7 @@ from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import LENGTH, SEED, check_values, declare, option
 from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import POOLINGS, DataConfig, ExportDtype, LoraConfig, ModelConfig, OnError, Precision
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.validation import OptionChecks, model_options_named
 from embedtrain.errors import ConfigError
 
 
@@ -332,8 +332,6 @@ def parse_reranker(value: Any, option: str) -> RerankerConfig | None:
     check.require(
         reranker.backend is Backend.torch or reranker.adapter is None, "adapter", "is not part of a graph; leave it out"
     )
-    try:
+    with model_options_named({}, f"{option}."):
         check_model(reranker.model_config(trust_remote_code=False))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.", f"{option}.")) from None
     return reranker

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,26 @@ MAX_SEED = 2**63 - 1
 TEXT_ALONE = "{text}"  # the instruction_format of rows whose instructions are not used
 # That earlier stages of a pipeline will write; None outside of the composition of a stage.
 _DIRECTORIES: ContextVar[tuple[Path, ...] | None] = ContextVar("expected_directories", default=None)
+
+
+# How the command that runs names options of the model: by their names in `model`, and what precedes the others.
+_MODEL_OPTIONS: ContextVar[tuple[Mapping[str, str], str]] = ContextVar("model_options", default=({}, "model."))
+
+
+def model_option(name: str) -> str:
+    """An option of the model as the user writes it: `model.pooling` in a recipe, `pooling` of a command."""
+    names, prefix = _MODEL_OPTIONS.get()
+    return names.get(name, f"{prefix}{name}")
+
+
+@contextlib.contextmanager
+def model_options_named(names: Mapping[str, str], prefix: str = "model.") -> Iterator[None]:
+    """Within the block `model_option` gives these names, and the others with `prefix`."""
+    token = _MODEL_OPTIONS.set((names, prefix))
+    try:
+        yield
+    finally:
+        _MODEL_OPTIONS.reset(token)
 
 
 class OptionChecks:
@@ -33,7 +53,9 @@ class OptionChecks:
     def require(self, condition: bool, name: str, message: str) -> None:
         """Raise a ConfigError `name=value: message` unless the condition holds."""
         if not condition:
-            raise ConfigError(f"{self._prefix}{name}={written(getattr(self.options, name))}: {message}")
+            full = f"{self._prefix}{name}"
+            full = model_option(full.removeprefix("model.")) if full.startswith("model.") else full
+            raise ConfigError(f"{full}={written(getattr(self.options, name))}: {message}")
 
     def at_least(self, minimum: float, name: str, hint: str = "") -> None:
         """Require a number that is `minimum` or larger."""

@@ -11,6 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ONNX, OPENVINO, ExportConfig, ModelConfig
+from embedtrain.config.validation import model_option
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.export_record import RECORD
 from embedtrain.utils.files import expand_user
@@ -101,7 +102,7 @@ def download_configuration(model: ModelConfig) -> ModelConfig:
     patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
     if load_kind(model.kind).scores_pairs:
         patterns += _TOKENIZER
-    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", patterns)
+    directory = resolve_directory(model.path, model.revision, model_option("path"), model_option("revision"), patterns)
     return replace(model, path=str(directory), revision=None)
 
 

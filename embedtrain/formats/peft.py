@@ -30,6 +30,7 @@ from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write,
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.checkpoint.tensor_files import TensorReader, TensorSpec, require_fit
 from embedtrain.config.recipe import LoraConfig, ModelConfig
+from embedtrain.config.validation import model_option
 from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.formats.export_record import verify_settings, verify_weights
 from embedtrain.formats.hub import resolve_directory
@@ -167,8 +168,8 @@ class AdapterFiles:
         """The message about an adapter that does not fit."""
         base_model = f"it was trained on {self.base_model}" if self.base_model else "it does not name its base model"
         return (
-            f"model.lora.path={self.directory} is an adapter of another model: {why}; {base_model}: "
-            "set model.path to it"
+            f"{model_option('lora.path')}={self.directory} is an adapter of another model: {why}; {base_model}: "
+            f"set {model_option('path')} to it"
         )
 
 
@@ -180,7 +181,9 @@ def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
     """
     if lora.path is None:
         return None
-    directory = resolve_directory(lora.path, lora.revision, "model.lora.path", "model.lora.revision", _FILES)
+    directory = resolve_directory(
+        lora.path, lora.revision, model_option("lora.path"), model_option("lora.revision"), _FILES
+    )
     require_own_files(directory)
     verify_settings(directory)
     verify_weights(directory)

@@ -17,7 +17,7 @@ from embedtrain.config.code import code_option
 from embedtrain.config.kinds import Kind, kind_of_files, load_kind
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
-from embedtrain.config.validation import written
+from embedtrain.config.validation import model_option, written
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.export_record import verify_settings
 from embedtrain.formats.hub import resolve_directory
@@ -104,7 +104,7 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
     A model whose files are of another kind is opened as a dense one if an option asks for it, such as `pooling`. Raises
     a ConfigError for an option that the kind does not have, or that commands do not have unless `model` is of the kind.
     """
-    directory = resolve_directory(str(model.path), model.revision, "model.path", "model.revision")
+    directory = resolve_directory(str(model.path), model.revision, model_option("path"), model_option("revision"))
     kind, what = kind_of_files(directory)
     common = {field.name: getattr(model, field.name) for field in fields(ModelConfig) if field.name != "kind"}
     defaults = type(model)()
@@ -122,7 +122,8 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
     for name, value in chosen.items():
         if name not in kind.command_options and not isinstance(model, kind.options):
             raise ConfigError(
-                f"model.{name}={written(value)}: {model.path} is {what}, which is opened as a model of the kind "
+                f"{model_option(name)}={written(value)}: {model.path} is {what}, which is opened as a model of the "
+                "kind "
                 f"{kind.name}, and has no such option; leave it out"
             )
     return kind.options(**common, **chosen), what
@@ -130,8 +131,8 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
 
 def _from_path(kind: Kind, model: ModelConfig) -> ModelSource:
     if not model.path:
-        raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
-    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
+        raise ConfigError(f"no model: set {model_option('path')} to a Hub id or a directory, or model.config")
+    directory = resolve_directory(model.path, model.revision, model_option("path"), model_option("revision"))
     require_safe_files(directory, trust_remote_code=model.trust_remote_code)
     verify_settings(directory)
     stored, what = kind_of_files(directory)
@@ -144,7 +145,8 @@ def _from_path(kind: Kind, model: ModelConfig) -> ModelSource:
 def _from_config(kind: Kind, model: ModelConfig) -> ModelSource:
     if model.path is not None:
         raise ConfigError(
-            "model.path and model.config are both set: the first loads weights, the second has none; keep one"
+            f"{model_option('path')} and model.config are both set: the first loads weights, the second has none; "
+            "keep one"
         )
     options: Any = model.config
     try:
@@ -244,7 +246,8 @@ def adapted_config(directory: Path, model: ModelConfig) -> PretrainedConfig:
 def _adapted(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
     if is_static(config) and not load_kind(model.kind).has_tables:
         raise ConfigError(
-            f"model.kind={model.kind}: the model is a table of static embeddings, which has one vector of a text; "
+            f"{model_option('kind')}={model.kind}: the model is a table of static embeddings, which has one vector "
+            "of a text; "
             "write dense"
         )
     config = set_attention_direction(config, model.bidirectional)

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import model_option
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.export_record import verify_settings
@@ -205,9 +206,10 @@ def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) 
     max_length = source.tokenization.max_length
     if max_length is not None and switch is not None and max_length > switch:
         raise ConfigError(
-            f"model.max_length={max_length}: the positions of this {config.model_type} model follow the longest text "
+            f"{model_option('max_length')}={max_length}: the positions of this {config.model_type} model follow the "
+            "longest text "
             f"of a batch beyond {switch} tokens, so the embedding of a text would depend on the other texts: write "
-            f"model.max_length={switch}, or model.rope_scaling={{rope_type: yarn, factor: "
+            f"{model_option('max_length')}={switch}, or model.rope_scaling={{rope_type: yarn, factor: "
             f"{math.ceil(max_length / switch)}}}"
         )
     limit = limit if switch is None else min(limit, switch)
@@ -216,8 +218,9 @@ def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) 
             factor = math.ceil(max_length / limit)
             alternative = f", or model.rope_scaling={{rope_type: yarn, factor: {factor}}} for more"
             raise ConfigError(
-                f"model.max_length={max_length}: this {config.model_type} model has only {limit} positions: write "
-                f"model.max_length={limit}"
+                f"{model_option('max_length')}={max_length}: this {config.model_type} model has only {limit} "
+                "positions: write "
+                f"{model_option('max_length')}={limit}"
                 f"{alternative if has_rotary_positions(config) else ''}"
             )
         return max_length

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from embedtrain.config.checks import prompt_warnings
 from embedtrain.config.recipe import Precision
+from embedtrain.config.validation import model_options_named
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.sharding import resolve_precision
@@ -17,7 +18,6 @@ from embedtrain.inference.loading.command_model import (
     MODEL_OPTION_NAMES,
     TEACHER_OPTION_NAMES,
     command_model_config,
-    command_option_names,
     load_encoder_model,
     open_encoder_source,
 )
@@ -131,7 +131,7 @@ def _open(options: RowSearchOptions, world: World, console: Console) -> tuple[_O
     default = Precision.auto if world.device.type == "cuda" else Precision.fp32
     precision = resolve_precision(options.precision or default, world)
     with world.fail_together("opening the models"):
-        with command_option_names(MODEL_OPTION_NAMES):
+        with model_options_named(MODEL_OPTION_NAMES):
             model = open_encoder_source(command_model_config(options))[1]
         teacher = None if options.teacher is None else open_teacher(options)
     cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
@@ -159,7 +159,7 @@ def _load_models(
     teacher: Teacher | None = None
     teacher_notes: tuple[str, ...] = ()
     if opened.teacher is not None:
-        with command_option_names(TEACHER_OPTION_NAMES):
+        with model_options_named(TEACHER_OPTION_NAMES):
             teacher, teacher_notes = load_teacher(
                 opened.teacher, options, opened.precision, opened.identity_of_teacher or {}, world
             )

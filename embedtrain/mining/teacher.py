@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 from embedtrain.config.kinds import kinds
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
+from embedtrain.config.validation import model_options_named
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.source import open_model_source
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, first_added_order
-from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, command_option_names, open_encoder_source
+from embedtrain.inference.loading.command_model import TEACHER_OPTION_NAMES, open_encoder_source
 from embedtrain.inference.loading.load import load_model
 from embedtrain.inference.pair_scorer import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
@@ -66,7 +67,7 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
     (of_pairs,) = (kind for kind in kinds() if kind.scores_pairs)
     reranker = of_pairs.options(**common, pair_template=template, score_labels=labels)
     try:
-        with command_option_names(TEACHER_OPTION_NAMES):
+        with model_options_named(TEACHER_OPTION_NAMES):
             if template is None and labels is None:
                 try:
                     encoder, source = open_encoder_source(ModelConfig(**common))

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import model_option
 from embedtrain.data.types import Chunk
 from embedtrain.errors import ConfigError
 from embedtrain.models.encoder import Encoder
@@ -66,8 +67,9 @@ def require_pooling(config: PretrainedConfig, pooling: str) -> None:
     """Reject `cls` with causal attention, whose first token attends only to itself: a ConfigError."""
     if pooling == Pooling.cls and attends_causally(config):
         raise ConfigError(
-            f"model.pooling=cls: the first token of {config.model_type} attends only to itself, so all texts would "
-            "have the same vector: write model.pooling=last or mean, or model.bidirectional=true"
+            f"{model_option('pooling')}=cls: the first token of {config.model_type} attends only to itself, so all "
+            "texts would "
+            f"have the same vector: write {model_option('pooling')}=last or mean, or model.bidirectional=true"
         )
 
 

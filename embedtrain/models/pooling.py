@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from embedtrain.config.code import is_code_path, load_named_code
 from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import model_option
 from embedtrain.data.types import Chunk, Packing
 from embedtrain.errors import ConfigError
 
 _LOWEST = -1e9  # of tokens that are not pooled, in a maximum; as in sentence-transformers
-_OPTION = "model.pooling"
 
 
 class PooledTokens:
@@ -164,13 +164,14 @@ def build_pooling(pooling: Pooling | str, size: int) -> nn.Module | None:
     """
     if isinstance(pooling, Pooling):
         return None
-    kind: Any = load_named_code(pooling, _OPTION)
+    option = model_option("pooling")
+    kind: Any = load_named_code(pooling, option)
     if not inspect.isclass(kind) or not issubclass(kind, nn.Module):
-        raise ConfigError(f"{_OPTION}={pooling}: expected a subclass of torch.nn.Module, which takes the hidden size")
+        raise ConfigError(f"{option}={pooling}: expected a subclass of torch.nn.Module, which takes the hidden size")
     try:
         module: nn.Module = kind(size)
     except Exception as error:  # the code of the user
-        raise ConfigError(f"{_OPTION}={pooling}: {kind.__name__}({size}): {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{option}={pooling}: {kind.__name__}({size}): {type(error).__name__}: {error}") from error
     return module
 
 
@@ -181,7 +182,8 @@ def pooling_of(value: str) -> Pooling | str:
     if is_code_path(value):
         return value
     raise ConfigError(
-        f"{_OPTION}={value}: expected one of {', '.join(Pooling.__members__)}, or module:Class for your own"
+        f"{model_option('pooling')}={value}: expected one of {', '.join(Pooling.__members__)}, or module:Class for "
+        "your own"
     )
 
 

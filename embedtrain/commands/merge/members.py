@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_
 from embedtrain.config.compose import load_recipe
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe, WeightsOf
-from embedtrain.config.validation import written
+from embedtrain.config.validation import model_options_named, written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.export_record import verify_weights
@@ -187,9 +185,6 @@ def _read_into(path: Path, offset: int, target: memoryview) -> None:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-_OPTION_NAMES = ("kind", "pooling", "trust_remote_code")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """A model that is merged.
@@ -255,7 +250,8 @@ def open_member(path: str, option: str, options: MergeOptions) -> Member:
         if not exported.is_dir() or not reads_export:
             return _open_checkpoint(local, find_checkpoint(RunDirectory(local).checkpoints, "latest").path, options)
         local, path = exported, str(exported)
-    with _option_names(option, path):
+    own = {name: name for name in ("kind", "pooling", "trust_remote_code")}
+    with model_options_named({"path": option, "lora.path": option, **own}):
         if (local / ADAPTER_CONFIG).is_file() and not (local / "config.json").exists():
             return _open_adapter(path, options)
         return _open_directory(path, options)
@@ -397,17 +393,6 @@ def _paths_of_steps(options: MergeOptions) -> list[Path]:
         )
     best = sorted(measured, key=lambda step: (-measured[step], step))[:number]
     return [step_path(run_dir.checkpoints, step) for step in sorted(best)]
-
-
-@contextmanager
-def _option_names(option: str, path: str) -> Iterator[None]:
-    """Replace names of options of `model` in errors by those of this command."""
-    try:
-        yield
-    except (ConfigError, ModelError) as error:
-        message = str(error).replace(f"model.path={path}", f"{option}={path}").replace("model.lora.path", option)
-        message = re.sub(rf"\bmodel\.({'|'.join(_OPTION_NAMES)})", r"\1", message).replace("model.path", option)
-        raise type(error)(message) from error.__cause__
 
 
 def verify_member(member: Member, world: World) -> None:

@@ -1,16 +1,15 @@
-"""The model of a command: from its options to those of a recipe, whose kind its files decide, and back in errors."""
+"""The model of a command: from its options to those of a recipe, whose kind its files decide."""
 
-import contextlib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from embedtrain.config.command_options import EncodeOptions, RerankerConfig
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Precision
+from embedtrain.config.validation import model_option, model_options_named
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, ModelError
+from embedtrain.errors import ConfigError
 from embedtrain.formats.hub import resolve_directory
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import CommandModel, open_model_source, with_kind_of_files
@@ -49,7 +48,8 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
         model, what = with_kind_of_files(model, model.kind if model.kind != ModelConfig.kind else None)
         if load_kind(model.kind).scores_pairs:
             raise ConfigError(
-                f"model.path={model.path}: it is {what}, which scores pairs: write it as reranker (evaluate, search) "
+                f"{model_option('path')}={model.path}: it is {what}, which scores pairs: write it as reranker "
+                "(evaluate, search) "
                 "or teacher (mine)"
             )
     source = open_model_source(model)
@@ -67,9 +67,9 @@ def load_encoder_model(
 ) -> LoadedModel:
     """Open and load the model of a command that encodes texts. A collective.
 
-    `names` are those of `command_option_names`, for errors.
+    `names` are those of `model_options_named`, for errors.
     """
-    with command_option_names(MODEL_OPTION_NAMES if names is None else names):
+    with model_options_named(MODEL_OPTION_NAMES if names is None else names):
         with world.fail_together("opening the model"):
             model, source = open_encoder_source(model)
         if backend is not Backend.torch:
@@ -84,7 +84,7 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
     """
     if reranker is None:
         return None
-    with world.fail_together("opening the reranker"), command_option_names(RERANKER_OPTION_NAMES):
+    with world.fail_together("opening the reranker"), model_options_named(RERANKER_OPTION_NAMES):
         source, adapter = (
             open_model_source(_reranker_model(reranker, trust_remote_code)),
             open_adapter(LoraConfig(path=reranker.adapter)),
@@ -97,7 +97,10 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
                 "or set reranker.pair_template to qwen3, gemma or mxbai for a language model that answers yes or no"
             )
         if reranker.document_windows and not source.kind.scores_pairs:
-            what = kind_of_files(resolve_directory(reranker.path, reranker.revision, "model.path", "model.revision"))[1]
+            directory = resolve_directory(
+                reranker.path, reranker.revision, model_option("path"), model_option("revision")
+            )
+            what = kind_of_files(directory)[1]
             raise ConfigError(
                 f"reranker.document_windows=true: is for models that score pairs, and {reranker.path} is {what}; leave "
                 "it out"
@@ -109,7 +112,7 @@ def load_reranker(source: ModelSource, reranker: RerankerConfig, precision: Prec
     """Load the weights of an open reranker; errors name the option `reranker`. A collective."""
     if reranker.backend is not Backend.torch:
         return load_graph(source, reranker.backend, world)
-    with command_option_names(RERANKER_OPTION_NAMES):
+    with model_options_named(RERANKER_OPTION_NAMES):
         model = _reranker_model(reranker, source.trust_remote_code)
         return load_model(model, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)
 
@@ -117,7 +120,7 @@ def load_reranker(source: ModelSource, reranker: RerankerConfig, precision: Prec
 def _reranker_model(reranker: RerankerConfig, trust_remote_code: bool) -> ModelConfig:
     """The options of the model; one whose files are of no kind that ranks is a cross-encoder's backbone."""
     config = reranker.model_config(trust_remote_code=trust_remote_code)
-    directory = resolve_directory(str(config.path), config.revision, "model.path", "model.revision")
+    directory = resolve_directory(str(config.path), config.revision, model_option("path"), model_option("revision"))
     return with_kind_of_files(config)[0] if kind_of_files(directory)[0].reranks else config
 
 
@@ -153,13 +156,3 @@ TEACHER_OPTION_NAMES = {
     "score_labels": "teacher_score_labels",
     "trust_remote_code": "trust_remote_code",
 }
-
-
-@contextlib.contextmanager
-def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace names of options of `model` in errors by those of a command, given by names without `model.`."""
-    try:
-        yield
-    except (ConfigError, ModelError) as error:
-        message = re.sub(r"\bmodel\.((?:lora\.)?\w+)", lambda match: options.get(match[1], match[0]), str(error))
-        raise type(error)(message) from error.__cause__

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
+from embedtrain.config.validation import model_option
 from embedtrain.data.tokens import TextTokenizer, TowerLayout
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
@@ -308,7 +309,7 @@ def _read_weights(
 
 def _check_weights(encoder: Encoder, model: ModelConfig, source: ModelSource, world: World) -> None:
     """Reject weights that are not finite; measure the direction of attention, which some configurations do not set."""
-    require_finite_weights(encoder, f"model.path={model.path}", world)
+    require_finite_weights(encoder, f"{model_option('path')}={model.path}", world)
     verify_outputs(encoder, source, world)
     bidirectional = model.bidirectional
     if bidirectional is None:

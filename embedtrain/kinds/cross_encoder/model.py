@@ -31,7 +31,7 @@ from transformers import (
 
 from embedtrain.config.kind_settings import PairTemplate
 from embedtrain.config.recipe import Pooling
-from embedtrain.config.validation import written
+from embedtrain.config.validation import model_option, written
 from embedtrain.data.rows import NO_PROMPT, Prompt
 from embedtrain.data.tokens import TOKENIZER_LOCK, UNLIMITED, FastTokenizer, Layout
 from embedtrain.data.types import (
@@ -243,7 +243,8 @@ class PairLayout(Layout):
         """Raise a ModelError if a pair has no room for texts."""
         if max_length <= self.pair_format.num_special:
             raise ModelError(
-                f"model.max_length={max_length} leaves no room for texts: a pair has {self.pair_format.num_special} "
+                f"{model_option('max_length')}={max_length} leaves no room for texts: a pair has "
+                f"{self.pair_format.num_special} "
                 "tokens besides those of its texts"
             )
 
@@ -351,7 +352,8 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
     if head.template is not None:
         if not is_decoder(source.config):
             raise ConfigError(
-                f"model.pair_template={head.template}: is for decoders; {source.config.model_type} is an encoder, "
+                f"{model_option('pair_template')}={head.template}: is for decoders; {source.config.model_type} is an "
+                "encoder, "
                 "whose pairs have special tokens between their texts; leave it out"
             )
         return template_format(head.template, tokenizer)
@@ -359,7 +361,7 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
     needs_template = (head.is_new or bool(head.tokens)) and is_decoder(source.config)
     if needs_template and not pair_format.between:
         raise ConfigError(
-            "model.pair_template=null: the tokenizer puts nothing between the two texts of a pair; set "
+            f"{model_option('pair_template')}=null: the tokenizer puts nothing between the two texts of a pair; set "
             'model.pair_template, such as {query: "Query: {query}\\n", document: "Document: {document}\\n"}'
         )
     return pair_format
@@ -505,11 +507,11 @@ def _weights_of_labels(encoder: Encoder, source: ModelSource, head: HeadSource) 
             scores = single.output(vectors, chunk)[0]
             logits = encoder.eval().output(vectors, chunk)[0]
     except RuntimeError as error:
-        raise ModelError(f"{source.directory}: model.score_labels: {one_line(error)}") from None
+        raise ModelError(f"{source.directory}: {model_option('score_labels')}: {one_line(error)}") from None
     expected = _score_of([logits[:, label] for label in head.labels]).T
     if not torch.allclose(scores, expected, rtol=1e-3, atol=1e-3):
         raise ModelError(
-            f"{source.directory}: model.score_labels={written(list(head.labels))}: the scores of "
+            f"{source.directory}: {model_option('score_labels')}={written(list(head.labels))}: the scores of "
             f"{source.config.model_type} for a single label are computed in another way than its logits of several"
         )
     return weights

@@ -6,7 +6,7 @@ from typing import Any
 
 from embedtrain.config.kind_settings import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS, ScoreHead, check_score_labels
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.validation import OptionChecks, model_option
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ def check_cross_encoder(model: CrossEncoderOptions) -> None:
         check.require(
             model.score_tokens is None and model.score_head is not ScoreHead.tokens and model.config is None,
             "score_labels",
-            "is for a model.path that is a classifier, whose score is not that of tokens; leave it out",
+            f"is for a {model_option('path')} that is a classifier, whose score is not that of tokens; leave it out",
         )
 
 
@@ -45,7 +45,7 @@ def _check_score_tokens(model: CrossEncoderOptions, check: OptionChecks) -> None
     check.require(
         model.score_head is not ScoreHead.tokens or model.config is None,
         "score_head",
-        "reads rows of the vocabulary head of a model, and model.config has no weights; set model.path",
+        f"reads rows of the vocabulary head of a model, and model.config has no weights; set {model_option('path')}",
     )
     check.require(
         model.score_head is not ScoreHead.tokens
@@ -53,7 +53,7 @@ def _check_score_tokens(model: CrossEncoderOptions, check: OptionChecks) -> None
         or isinstance(model.pair_template, str)
         or tokens is not None,
         "score_head",
-        "needs model.score_tokens, such as [yes, no], with a pair_template of your own",
+        f"needs {model_option('score_tokens')}, such as [yes, no], with a pair_template of your own",
     )
     if tokens is None:
         return
@@ -70,7 +70,8 @@ def _check_score_tokens(model: CrossEncoderOptions, check: OptionChecks) -> None
     check.require(
         model.score_head is not ScoreHead.classification and model.config is None,
         "score_tokens",
-        "has no effect on a classification head; leave it out, or set model.score_head=tokens and model.path",
+        "has no effect on a classification head; leave it out, or set model.score_head=tokens and "
+        f"{model_option('path')}",
     )
 
 

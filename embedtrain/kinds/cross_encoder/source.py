@@ -23,7 +23,7 @@ from embedtrain.config.kind_settings import (
 )
 from embedtrain.config.kinds import Kind
 from embedtrain.config.recipe import Pooling
-from embedtrain.config.validation import written
+from embedtrain.config.validation import model_option, written
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.chat_template import read_chat_template
 from embedtrain.formats.hub import resolve_directory
@@ -199,7 +199,7 @@ def _read_head(files: StoredModel, config: PretrainedConfig, model: CrossEncoder
     tokens: tuple[int, ...] = ()
     option = "score_tokens" if model.score_tokens is not None else "score_head"
     if is_linear and (model.score_tokens is not None or model.score_head is ScoreHead.tokens):
-        raise ConfigError(f"model.{option}: {directory} has a head of its own, a Dense module; leave it out")
+        raise ConfigError(f"{model_option(option)}: {directory} has a head of its own, a Dense module; leave it out")
     if not is_linear and _has_score_tokens(files, config, model, name):
         tokens = _score_tokens(files, config, model, name)
         if template is not None and template.special_tokens:
@@ -230,9 +230,9 @@ def _score_labels(
         raise ModelError(
             f"{where}: {_architecture(config)} has {num_labels} labels, and the score of a cross-encoder is a single "
             f"one; to train, evaluate, search or mine with the logit of label 1 minus that of label 0, set "
-            "model.score_labels=[1,0]"
+            f"{model_option('score_labels')}=[1,0]"
         )
-    option = f"model.score_labels={written(labels)}"
+    option = f"{model_option('score_labels')}={written(labels)}"
     if num_labels == 1:
         raise ConfigError(f"{option}: {where} is of {_architecture(config)} without several labels; leave it out")
     if max(labels) >= num_labels:
@@ -274,7 +274,11 @@ def _has_score_tokens(
     """Whether the head starts from rows of the vocabulary head."""
     is_causal = any(architecture.endswith(_CAUSAL) for architecture in config.architectures or ())
     is_requested = model.score_head is ScoreHead.tokens or model.score_tokens is not None
-    option = "model.score_head=tokens" if model.score_tokens is None else f"model.score_tokens={model.score_tokens}"
+    option = (
+        "model.score_head=tokens"
+        if model.score_tokens is None
+        else f"{model_option('score_tokens')}={model.score_tokens}"
+    )
     if is_requested and is_reranker(config):
         raise ConfigError(
             f"{option}: {files.directory} is a {_architecture(config)}, which has a head of its own and no vocabulary "
@@ -301,15 +305,17 @@ def _score_tokens(
     if files.modules.logit_score:
         if model.score_tokens is not None:
             raise ConfigError(
-                f"model.score_tokens={model.score_tokens}: {files.directory} is a {LOGIT_SCORE} directory, which has "
+                f"{model_option('score_tokens')}={model.score_tokens}: {files.directory} is a {LOGIT_SCORE} "
+                "directory, which has "
                 "its own; leave it out"
             )
         return _stored_ids(files, int(config.get_text_config().vocab_size))
     tokens = model.score_tokens or SCORE_TOKENS.get(name or "")
     if tokens is None:
         raise ConfigError(
-            f"model.score_head=tokens: {files.directory} does not name its tokens; set model.score_tokens, such as "
-            "[yes, no], or a named model.pair_template"
+            f"model.score_head=tokens: {files.directory} does not name its tokens; set "
+            f"{model_option('score_tokens')}, such as "
+            f"[yes, no], or a named {model_option('pair_template')}"
         )
     tokenizer = _tokenizer(files, model)
     return tuple(_single_id(tokenizer, token, tokens) for token in tokens)
@@ -330,7 +336,8 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str, tokens: Sequence[
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         parts = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids)))
         raise ConfigError(
-            f"model.score_tokens={list(tokens)}: {token!r} is {len(ids)} tokens of the tokenizer ({parts}), and must "
+            f"{model_option('score_tokens')}={list(tokens)}: {token!r} is {len(ids)} tokens of the tokenizer "
+            f"({parts}), and must "
             "be exactly one it knows; capitals and spaces count"
         )
     return ids[0]

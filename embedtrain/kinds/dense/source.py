@@ -7,7 +7,7 @@ from pathlib import Path
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Pooling
-from embedtrain.config.validation import written
+from embedtrain.config.validation import model_option, written
 from embedtrain.errors import ConfigError
 from embedtrain.formats.sentence_transformers import SETTINGS, Module, read_similarity, read_truncate_dim
 from embedtrain.formats.source import read_files, source_of
@@ -55,7 +55,8 @@ def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:
         raise ConfigError(include_prompt_error(pooling))
     if pooling is Pooling.weighted_mean and not stored.include_prompt and not model.include_prompt:
         raise ConfigError(
-            "model.pooling=weighted_mean: counts the tokens of the prompt, and the model has include_prompt=false: "
+            f"{model_option('pooling')}=weighted_mean: counts the tokens of the prompt, and the model has "
+            "include_prompt=false: "
             "write model.include_prompt=true"
         )
     vectors = replace(
@@ -74,7 +75,8 @@ def _require_static_options(model: DenseOptions) -> None:
     """A ConfigError for an option of `model` that a table does not have."""
     if model.pooling not in (None, Pooling.mean):
         raise ConfigError(
-            f"model.pooling={written(model.pooling)}: a static embedding model is the mean of its tokens' rows; leave "
+            f"{model_option('pooling')}={written(model.pooling)}: a static embedding model is the mean of its "
+            "tokens' rows; leave "
             "it out"
         )
     if model.lora.on:
@@ -82,5 +84,5 @@ def _require_static_options(model: DenseOptions) -> None:
     for name in ("bidirectional", "append_eos", "include_prompt", "rope_scaling"):
         if (value := getattr(model, name)) is not None and not (name == "include_prompt" and value):
             raise ConfigError(
-                f"model.{name}={written(value)}: has no effect on a table of static embeddings; leave it out"
+                f"{model_option(name)}={written(value)}: has no effect on a table of static embeddings; leave it out"
             )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embedtrain.config.validation import model_option
 from embedtrain.kinds.dense import Dense
 from embedtrain.kinds.dual_encoder.options import DualEncoderOptions, check_dual_encoder, check_other_options
 
@@ -58,8 +59,9 @@ class DualEncoder(Dense):
         from embedtrain.errors import ConfigError
 
         raise ConfigError(
-            f"model.kind={model.kind}: {directory} is {what}; write model.kind=dual_encoder, or the directory of one "
-            "tower as model.path"
+            f"{model_option('kind')}={model.kind}: {directory} is {what}; write {model_option('kind')}=dual_encoder, "
+            "or the directory of one "
+            f"tower as {model_option('path')}"
         )
 
     def read(self, directory: Path, model: Any) -> "ModelSource":
@@ -69,7 +71,8 @@ class DualEncoder(Dense):
 
         if self.recognise(directory) is None:
             raise ConfigError(
-                f"model.path={model.path}: has no Router with a model for queries and one for documents; write "
+                f"{model_option('path')}={model.path}: has no Router with a model for queries and one for documents; "
+                "write "
                 "model.query.path and model.document.path for two models"
             )
         return read(self, directory, model)

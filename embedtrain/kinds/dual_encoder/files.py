@@ -4,7 +4,7 @@ Each route of a Router that is written here is a directory of its own, which oth
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.kinds import Kind, load_kind
+from embedtrain.config.validation import model_options_named
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError, ConfigError
@@ -30,7 +31,6 @@ from embedtrain.formats.sentence_transformers import (
 )
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import PROBES
-from embedtrain.inference.loading.command_model import command_option_names
 from embedtrain.kinds.dense.files import DenseFiles, write_settings
 from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.kinds.dense.source import read as read_dense
@@ -59,7 +59,7 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
     towers = dict[str, ModelSource]()
     for role in ROLES:
         options = tower_options(model, role)
-        with command_option_names({field.name: f"model.{role}.{field.name}" for field in fields(options)}):
+        with model_options_named({}, f"model.{role}."):
             towers[role] = tower(role, options)
     query, document = (towers[role] for role in ROLES)
     if query.dimension != document.dimension:

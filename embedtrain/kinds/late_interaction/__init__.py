@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from embedtrain.config.kind_settings import NO_PROJECTION
 from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.config.recipe import ADAPTER
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.validation import OptionChecks, model_option
 from embedtrain.errors import ConfigError
 from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_late_interaction
@@ -79,7 +79,8 @@ class LateInteraction(BackboneKind):
     def require_other(self, directory: Path, what: str, model: "ModelConfig") -> None:
         """No other kind starts from its projection."""
         raise ConfigError(
-            f"model.kind={model.kind}: {directory} is {what}, a late-interaction model; set model.kind=late_interaction"
+            f"{model_option('kind')}={model.kind}: {directory} is {what}, a late-interaction model; set "
+            f"{model_option('kind')}=late_interaction"
         )
 
     def read(self, directory: Path, model: LateInteractionOptions) -> "ModelSource":

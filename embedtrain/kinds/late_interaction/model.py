@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.kind_settings import Expansion, QueryExpansion, TokenSimilarity, TokenVectors
 from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import model_option
 from embedtrain.data.tokens import Layout, max_token_id
 from embedtrain.data.types import NO_VECTOR, NOT_ATTENDED, Chunk, TextRole, Tokens
 from embedtrain.errors import ConfigError
@@ -56,7 +57,7 @@ class TokenVectorLayout(Layout):
         if expansion is not None and expansion.length > max_length:
             raise ConfigError(
                 f"model.expansion_length={expansion.length}: is more than the model's {max_length} "
-                "tokens; lower it, or raise model.max_length"
+                f"tokens; lower it, or raise {model_option('max_length')}"
             )
 
     def limit(self, role: TextRole, max_length: int) -> int:

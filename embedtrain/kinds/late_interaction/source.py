@@ -13,6 +13,7 @@ from embedtrain.config.kind_settings import (
     TokenVectors,
 )
 from embedtrain.config.kinds import Kind
+from embedtrain.config.validation import model_option
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.pylate import late_interaction_format, read_late_interaction
 from embedtrain.formats.source import adapted_config, read_files, require_own_transformer, source_of
@@ -101,7 +102,8 @@ def _settings(stored: TokenVectors, options: LateInteractionOptions) -> TokenVec
         for name in ("expansion_length", "expansion_token", "attend_to_expansion_tokens"):
             if getattr(options, name) is not None:
                 raise ConfigError(
-                    f"model.{name}={getattr(options, name)} has no effect, because queries are not expanded: leave it "
+                    f"{model_option(name)}={getattr(options, name)} has no effect, because queries are not expanded: "
+                    "leave it "
                     "out, or set query_expansion to min or fixed"
                 )
         return settings

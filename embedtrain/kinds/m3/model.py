@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.kind_settings import M3Settings
 from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import model_option
 from embedtrain.data.tokens import Layout
 from embedtrain.data.types import NOT_POOLED, Chunk, Tokens
 from embedtrain.errors import ConfigError
@@ -38,7 +39,7 @@ class M3Layout(Layout):
         if max_length < 2 or len(self.fast.ids([""], max_length)[0]) < 2:
             raise ConfigError(
                 "model.kind=m3: needs at least two tokens of each text, the first for its vector and another; use a "
-                "tokenizer that adds a token before and after texts, and model.max_length of at least 2"
+                f"tokenizer that adds a token before and after texts, and {model_option('max_length')} of at least 2"
             )
 
     def lay_out(self, tokens: Tokens, are_queries: NDArray[np.bool_]) -> Tokens:

@@ -6,6 +6,7 @@ from pathlib import Path
 from embedtrain.config.kind_settings import HybridWeights, M3Settings
 from embedtrain.config.kinds import Kind
 from embedtrain.config.recipe import Pooling
+from embedtrain.config.validation import model_option
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.flag_embedding import COLBERT, SPARSE, has_m3_layers, read_m3_layer, read_m3_settings
 from embedtrain.formats.source import read_files, source_of
@@ -21,7 +22,8 @@ def read(kind: Kind, directory: Path, model: M3Options) -> ModelSource:
         pooling = files.modules.pooling
         if pooling not in (None, Pooling.cls) or files.modules.dense:
             raise ModelError(
-                f"{directory / 'modules.json'}: model.kind=m3 has the vector of the first token (pooling cls, without "
+                f"{directory / 'modules.json'}: {model_option('kind')}=m3 has the vector of the first token (pooling "
+                "cls, without "
                 f"Dense modules) as the dense vector of a text, and {COLBERT}.pt and {SPARSE}.pt are of such a model; "
                 "remove both to train new layers on its backbone"
             )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import SCORE_LOSSES, TOKEN_TEMPERATURE_BOUNDS
+from embedtrain.config.validation import model_option
 from embedtrain.kinds.sparse.options import SparseOptions, check_query_regularizer, check_sparse, check_sparsity
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class Sparse(Kind):
         if any(name.startswith("backbone.") for name in names):
             return ""
         return (
-            "; model.kind=sparse weighs words with the vocabulary head of a masked language model, which embedding "
+            f"; {model_option('kind')}=sparse weighs words with the vocabulary head of a masked language model, "
+            "which embedding "
             "models do not keep: start from one that has it, such as the model that this one was made from"
         )
 

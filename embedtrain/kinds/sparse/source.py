@@ -10,6 +10,7 @@ from embedtrain.config.kind_settings import IDF, SparseQueries, StaticQueries, W
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import ModelConfig
+from embedtrain.config.validation import model_option
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.sentence_transformers import SETTINGS, SPARSE, SPLADE_POOLING, read_similarity, routed_modules
 from embedtrain.formats.source import read_files, source_of
@@ -46,7 +47,8 @@ def require_pooling(directory: Path, model: ModelConfig) -> None:
     is_chosen = isinstance(model, DenseOptions) and model.pooling is not None
     if _has_splade_pooling(directory) and not is_chosen:
         raise ConfigError(
-            f"{directory} is a learned sparse model ({SPLADE_POOLING}): set model.kind=sparse, or model.pooling to "
+            f"{directory} is a learned sparse model ({SPLADE_POOLING}): set {model_option('kind')}=sparse, or "
+            f"{model_option('pooling')} to "
             "train another model from its backbone"
         )
 
@@ -69,13 +71,16 @@ def with_options(source: ModelSource, model: SparseOptions) -> ModelSource:
     config, stored = source.config, source.settings or WordWeights()
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"model.kind=sparse: {config.model_type} has no class for masked or causal language models, whose head "
+            f"{model_option('kind')}=sparse: {config.model_type} has no class for masked or causal language models, "
+            "whose head "
             "weighs words"
         )
     for setting, neutral in LOGIT_SETTINGS.items():
         value = getattr(config.get_text_config(), setting, neutral)
         if value is not None and value != neutral:
-            raise ModelError(f"model.kind=sparse: {config.model_type} has {setting}={value}, which is not supported")
+            raise ModelError(
+                f"{model_option('kind')}=sparse: {config.model_type} has {setting}={value}, which is not supported"
+            )
     settings = WordWeights(
         pooling=model.pooling or stored.pooling,
         activation=model.activation or stored.activation,
@@ -93,7 +98,7 @@ def _static_queries(stored: StaticQueries | None, directory: Path | None, model:
         for name in ("query_weights", "train_query_weights"):
             if getattr(model, name) is not None:
                 raise ConfigError(
-                    f"model.{name}={getattr(model, name)}: the model encodes queries; set "
+                    f"{model_option(name)}={getattr(model, name)}: the model encodes queries; set "
                     "model.queries=static, or leave it out"
                 )
         return None

@@ -1,27 +1,19 @@
 """Evaluates a live model on its sets, on all ranks."""
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.code import load_code
-from embedtrain.distributed.world import World, explain_lost_contact
-from embedtrain.errors import ConfigError
-from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.tracking.metrics import DATASET
-
-if TYPE_CHECKING:
-    from embedtrain.evaluation.sentence_transformers import TextEncoder
-import contextlib
-import functools
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-
 from embedtrain.config.evaluation import IndexConfig, VectorFormat
-from embedtrain.errors import EvaluationInterrupted
+from embedtrain.distributed.world import World, explain_lost_contact
+from embedtrain.errors import ConfigError, EvaluationInterrupted
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.tasks import (
     EncodedSet,
@@ -52,11 +44,14 @@ from embedtrain.evaluation.types import (
     shared_metrics,
     vector_size,
 )
-from embedtrain.inference.encode import ProgressCallback
+from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.tracking.metrics import DatasetInfo, QueryMetrics, VectorSize
+from embedtrain.tracking.metrics import DATASET, DatasetInfo, QueryMetrics, VectorSize
 from embedtrain.utils.formatting import format_duration
+
+if TYPE_CHECKING:
+    from embedtrain.evaluation.sentence_transformers import TextEncoder
 
 # Called with the encoder on every rank, which encodes the same texts; returns metrics by name.
 EvaluationFunction = Callable[["TextEncoder"], Mapping[str, float]]
@@ -123,8 +118,6 @@ class Evaluator:
         truncate_dims: the sets are also measured with the first so many dimensions of the vectors, which are encoded
             once; the name of a set is then followed by `@` and the number.
         compressed: forms of the vectors with which retrieval sets are also measured, without encoding again.
-        run_depth: documents per query in run files; does not affect metrics. None: as many as the metrics need, at
-            least 1000.
         vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.
         function: measures the model in a way of its own after all sets; every rank calls it.
         suffix: follows the names of all sets, and `mean`, in the results.
@@ -139,7 +132,6 @@ class Evaluator:
         *,
         truncate_dims: Sequence[int] = (),
         compressed: CompressedVectors | None = None,
-        run_depth: int | None = None,
         index: IndexConfig | None = None,
         vector_cache: VectorCache | None = None,
         function: EvaluationFunction | None = None,
@@ -162,7 +154,6 @@ class Evaluator:
                 "function", {}, subset=False, precision=None if encoder is None else encoder.precision
             )
         self.world = world
-        self.run_depth = run_depth
         self.index = index or IndexConfig()
         self.vector_cache = vector_cache
         self.function = function
@@ -172,6 +163,7 @@ class Evaluator:
         self,
         *,
         save_runs: Path | None = None,
+        run_depth: int | None = None,
         progress: ProgressCallback | None = None,
         stop: Callable[[], bool] | None = None,
         on_result: ResultCallback | None = None,
@@ -187,6 +179,7 @@ class Evaluator:
 
         Args:
             save_runs: directory for TREC files of each retrieval and reranking set, which rank 0 writes.
+            run_depth: documents per query in these files; None: as many as the metrics need, at least 1000.
             progress: called with the name of the set before the description.
             stop: called before each set; True, on every rank, raises EvaluationInterrupted.
             on_result: called on every rank after each set, `mean` last; an error on one rank is raised on all. It is no
@@ -203,7 +196,18 @@ class Evaluator:
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
                 for variant in (each for each in (None, *self.variants) if has_variant(loaded, each)):
                     named = _named_at(loaded, variant)
-                    measured[named.data.name] = self.measure(named, variant, encoded, save_runs, on_queries)
+                    measured[named.data.name] = self._measure(
+                        EvaluationContext(
+                            world=self.world,
+                            loaded=named,
+                            metrics=metric_names_of_set(named),
+                            save_runs=save_runs,
+                            run_depth=run_depth,
+                            on_queries=None if on_queries is None else functools.partial(on_queries, named.data.name),
+                        ),
+                        variant,
+                        encoded,
+                    )
             self.seconds[name] = time.monotonic() - started
             if encoded.ranking is not None:
                 self.rankings[name] = encoded.ranking
@@ -277,25 +281,11 @@ class Evaluator:
             return contextlib.nullcontext()
         return self.encoder.report_progress(lambda text, done, total: progress(f"{name}: {text}", done, total))
 
-    def measure(
-        self,
-        loaded: LoadedSet,
-        variant: Variant,
-        encoded: EncodedSet,
-        save_runs: Path | None,
-        on_queries: QueryCallback | None,
-    ) -> dict[str, float]:
+    def _measure(self, common: EvaluationContext, variant: Variant, encoded: EncodedSet) -> dict[str, float]:
         """The metrics of one variant of a set. A collective; `encoded` keeps vectors for further ones."""
-        common: dict[str, Any] = {
-            "world": self.world,
-            "loaded": loaded,
-            "metrics": metric_names_of_set(loaded),
-            "save_runs": save_runs,
-            "run_depth": self.run_depth,
-            "on_queries": None if on_queries is None else functools.partial(on_queries, loaded.data.name),
-        }
         if isinstance(self.encoder, SentenceEncoder):
             context = EncoderContext(
+                **vars(common),
                 encoder=self.encoder,
                 index=self.index,
                 vector_cache=self.vector_cache,
@@ -303,15 +293,14 @@ class Evaluator:
                 compressed=self.compressed,
                 encoded=encoded,
                 keep_ranking=self.keep_rankings if variant is None else 0,
-                **common,
             )
             metrics = _measure_vectors(context)
         elif self.encoder is not None:
-            metrics = _measure_scores(ScorerContext(scorer=self.encoder, **common))
+            metrics = _measure_scores(ScorerContext(**vars(common), scorer=self.encoder))
         else:
-            assert isinstance(loaded.data, RetrievalSet), "only rankings can be measured without a model"
-            metrics = measure_first_stage(loaded.data, EvaluationContext(**common))
-        return {metric: metrics[metric] for metric in common["metrics"]}
+            assert isinstance(common.loaded.data, RetrievalSet), "only rankings can be measured without a model"
+            metrics = measure_first_stage(common.loaded.data, common)
+        return {metric: metrics[metric] for metric in common.metrics}
 
 
 def _measure_vectors(context: EncoderContext) -> dict[str, float]:

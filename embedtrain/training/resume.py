@@ -30,6 +30,8 @@ from embedtrain.errors import CheckpointError
 from embedtrain.formats.hub import split_revision
 from embedtrain.formats.peft import BASE_WEIGHTS
 from embedtrain.tracking.console import Console
+from embedtrain.training.inputs import Run, RunInputs, run_length
+from embedtrain.training.schedule import schedule_change
 from embedtrain.training.state import TrainState
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import format_count
@@ -84,51 +86,6 @@ class RunStart:
                 f"{option} {self.checkpoint.path} without optimizer state (checkpoint.contents=model), from which only "
                 "a new run can start: write resume=auto for one"
             )
-
-    def restore(
-        self,
-        checkpointer: Checkpointer,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        recipe: Recipe,
-        total_steps: int,
-        console: Console,
-    ) -> TrainState:
-        """Read weights, optimizer and progress from the checkpoint, if there is one. A collective.
-
-        The step of the returned progress is 0 for a new run, also from the weights of a checkpoint.
-        """
-        state, best_metric = TrainState(), recipe.checkpoint.best_metric
-        if self.checkpoint is not None:
-            state = self._read(self.checkpoint, checkpointer, module, optimizer, recipe, total_steps, console)
-        if state.best_by != best_metric:  # the best value of another metric cannot be compared
-            state.best_by, state.best, state.best_step, state.not_better = best_metric, None, None, 0
-        return state
-
-    @staticmethod
-    def _read(
-        checkpoint: Checkpoint,
-        checkpointer: Checkpointer,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        recipe: Recipe,
-        total_steps: int,
-        console: Console,
-    ) -> TrainState:
-        saved = checkpointer.resume(checkpoint, module, optimizer)
-        if checkpoint.step >= total_steps:
-            length = _STEPS if recipe.train.epochs is None else _EPOCHS
-            console.note(
-                f"{checkpoint.path} is the end of this run: increase {length} to continue, or set another "
-                "output_dir to start from scratch"
-            )
-            return read_state(checkpoint)
-        if saved is None:
-            console.note(f"{checkpoint.path} contains only weights: starting a new run from them at step 0")
-            return TrainState()
-        ranks = format_count(checkpoint.manifest.world_size, "rank")
-        console.note(f"resuming from {checkpoint.path}, written by {ranks}")
-        return read_state(checkpoint)
 
 
 def _has_finished(checkpoint: Checkpoint, recipe: Recipe, total_steps: int) -> bool:
@@ -384,19 +341,67 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return of_source if option.startswith(f"{_SOURCES}.") else {}
 
 
-def start_from(
-    path: str,
+def restore(
+    run: Run,
+    inputs: RunInputs,
+    start: RunStart,
     checkpointer: Checkpointer,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    console: Console,
+) -> TrainState:
+    """Read what training starts from: a checkpoint of the run, or the one that `train.init_from` names. A collective.
+
+    The step of the returned progress is 0 for a new run, also from the weights of a checkpoint. Prints how the learning
+    rate of a resumed run continues, if the recipe's schedule has changed.
+    """
+    state, recipe, saved = TrainState(), run.recipe, start.checkpoint
+    if saved is not None:
+        state = _read(run, inputs.length.steps, saved, checkpointer, module, optimizer)
+    elif recipe.train.init_from is not None:
+        _start_from(run, recipe.train.init_from, checkpointer, module, optimizer)
+    if state.best_by != recipe.checkpoint.best_metric:  # the best value of another metric cannot be compared
+        state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best_metric, None, None, 0
+    if saved is not None and state.step:
+        before = saved.manifest.recipe
+        change = schedule_change(before, recipe, state.step, lambda other: run_length(other, inputs.data).steps)
+        if change is not None:
+            run.console.warn(change)
+    return state
+
+
+def _read(
+    run: Run,
+    total_steps: int,
+    checkpoint: Checkpoint,
+    checkpointer: Checkpointer,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> TrainState:
+    """Read weights, optimizer and progress from a checkpoint of the run. A collective."""
+    saved = checkpointer.resume(checkpoint, module, optimizer)
+    if checkpoint.step >= total_steps:
+        length = _STEPS if run.recipe.train.epochs is None else _EPOCHS
+        run.console.note(
+            f"{checkpoint.path} is the end of this run: increase {length} to continue, or set another output_dir to "
+            "start from scratch"
+        )
+        return read_state(checkpoint)
+    if saved is None:
+        run.console.note(f"{checkpoint.path} contains only weights: starting a new run from them at step 0")
+        return TrainState()
+    ranks = format_count(checkpoint.manifest.world_size, "rank")
+    run.console.note(f"resuming from {checkpoint.path}, written by {ranks}")
+    return read_state(checkpoint)
+
+
+def _start_from(
+    run: Run, path: str, checkpointer: Checkpointer, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Read weights and optimizer from a checkpoint of another run, by names of parameters. A collective.
 
     Raises CheckpointError if it has no optimizer state, another optimizer, other frozen weights, or other parameters.
     """
-    world, option = checkpointer.world, f"train.init_from={path}"
+    world, option = run.world, f"train.init_from={path}"
     location = ""
     with world.fail_together("opening train.init_from"):
         if world.is_main:
@@ -408,19 +413,19 @@ def start_from(
         manifest = checkpoint.manifest
         if manifest.contents is not CheckpointContents.all:
             raise CheckpointError(f"{option}: {checkpoint.path} has no optimizer state (checkpoint.contents=model)")
-        before, name = str(manifest.identity.get(OPTIMIZER_NAME, "adamw")), recipe.optim.name.value
+        before, name = str(manifest.identity.get(OPTIMIZER_NAME, "adamw")), run.recipe.optim.name.value
         if before != name:
             raise CheckpointError(f"{option} was trained with optim.name={before}, this run has optim.name={name}")
         if manifest.identity.get(BASE_WEIGHTS) != checkpointer.identity.get(BASE_WEIGHTS):
             raise CheckpointError(
                 f"{option} trained adapters (model.lora) on other weights than those of model.path="
-                f"{recipe.model.path}: start from the same base model"
+                f"{run.recipe.model.path}: start from the same base model"
             )
     try:
         checkpointer.resume(checkpoint, module, optimizer)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: the model or its loss is another one: {error}") from None
-    console.note(f"starting from the weights and the optimizer state of {checkpoint.path}")
+    run.console.note(f"starting from the weights and the optimizer state of {checkpoint.path}")
 
 
 def _initial_checkpoint(path: str) -> Checkpoint:

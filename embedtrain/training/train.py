@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
@@ -30,12 +28,12 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import datasets_at, metrics_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.final_export import export_run, exported_step, read_best, upload_run
-from embedtrain.training.inputs import Run, RunInputs, read_inputs, run_length, truncate_dims
+from embedtrain.training.inputs import Run, RunInputs, read_inputs, truncate_dims
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule, build_optimizer, describe_groups, trained_parameters
-from embedtrain.training.resume import RunStart, measures_otherwise, start_from
+from embedtrain.training.resume import measures_otherwise, restore
 from embedtrain.training.run_reporter import RunReporter, choose_sample
-from embedtrain.training.schedule import require_rates, schedule_change, schedule_warnings
+from embedtrain.training.schedule import require_rates, schedule_warnings
 from embedtrain.training.setup import (
     build_backward,
     build_loss,
@@ -112,7 +110,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
     run.console.note(checkpointer.require_disk_space(module, inputs.length.steps, max(recipe.optim.state_bytes)))
     average = _average(run, module, checkpointer)
-    state = _restore(run, inputs, start, module, schedule.optimizer, checkpointer)
+    state = restore(run, inputs, start, checkpointer, module, schedule.optimizer)
     served = _served_theta(run, module)
     if average is not None:
         schedule.optimizer.register_step_post_hook(lambda *_: average.update(state.step))
@@ -222,32 +220,6 @@ def _served_theta(run: Run, module: EncoderWithLoss) -> RopeTheta | None:
     """The base of the rotary embeddings that the export has instead of the trained one, if the recipe asks for it."""
     theta = run.recipe.export.rope_theta
     return None if theta is None else RopeTheta(module.encoder, theta, "export.rope_theta")
-
-
-def _restore(
-    run: Run,
-    inputs: RunInputs,
-    start: RunStart,
-    module: EncoderWithLoss,
-    optimizer: torch.optim.Optimizer,
-    checkpointer: Checkpointer,
-) -> TrainState:
-    """Read what training starts from: a checkpoint of the run, or the one that `train.init_from` names."""
-    recipe = run.recipe
-    state = start.restore(checkpointer, module, optimizer, recipe, inputs.length.steps, run.console)
-    if start.from_scratch and recipe.train.init_from is not None:
-        start_from(recipe.train.init_from, checkpointer, module, optimizer, recipe, run.console)
-    _warn_of_schedule(run, inputs, start, state)
-    return state
-
-
-def _warn_of_schedule(run: Run, inputs: RunInputs, start: RunStart, state: TrainState) -> None:
-    """Print how the learning rate of a resumed run continues, if the recipe's schedule has changed."""
-    if start.checkpoint is not None and state.step:
-        saved = start.checkpoint.manifest.recipe
-        change = schedule_change(saved, run.recipe, state.step, lambda other: run_length(other, inputs.data).steps)
-        if change is not None:
-            run.console.warn(change)
 
 
 def _evaluation(

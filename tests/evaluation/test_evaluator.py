@@ -34,9 +34,9 @@ def pairs():
 def evaluate(world, sets, save_runs=None, depth=100, **prompts):
     encoder = sentence_encoder(world, **prompts)
     encoder.encoder.train()  # dropout must not show
-    evaluator = Evaluator(sets, encoder, world, run_depth=depth)
+    evaluator = Evaluator(sets, encoder, world)
     assert {name: tuple(metrics) for name, metrics in evaluator.evaluate().items()} == metric_names(sets)
-    return evaluator.evaluate(save_runs=save_runs)
+    return evaluator.evaluate(save_runs=save_runs, run_depth=depth)
 
 
 def test_the_same_metrics_on_any_number_of_ranks_and_those_of_trec_eval(ranks, tmp_path):

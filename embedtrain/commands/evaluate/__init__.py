@@ -218,6 +218,7 @@ def run(options: EvaluateOptions) -> Metrics:
                         record = functools.partial(rows.record, origin=stage.origin)
                         metrics |= stage.evaluator.evaluate(
                             save_runs=output_dir / "runs" if options.save_runs else None,
+                            run_depth=options.run_depth,
                             progress=progress,
                             on_result=_noting_speed(stage.evaluator, record, console),
                             on_queries=None if scorer is None else of_queries.__setitem__,

@@ -125,7 +125,7 @@ def stages(options: "EvaluateOptions", sets: Sequence[LoadedSet], models: Models
     rankings: Mapping[str, Mapping[str, Sequence[int]]] = {}
     stage_names, depth = options.first_stages, options.rerank_depth
     reranked_by = {} if options.reranker is None else {"reranker": str(options.reranker.path)}
-    common: dict[str, Any] = {"world": world, "run_depth": options.run_depth, "index": options.index}
+    common: dict[str, Any] = {"world": world, "index": options.index}
     if models.encoder is not None:
         evaluator = Evaluator(
             sets,

@@ -102,7 +102,7 @@ def test_metrics_of_whole_rankings_do_not_depend_on_the_depth_of_run_files(ranks
 
 def whole(world, data, folder, depth):
     loaded = LoadedSet(data, metrics=("map", "ndcg", "mrr", "map@3"))
-    return Evaluator([loaded], sentence_encoder(world), world, run_depth=depth).evaluate(save_runs=folder)["deep"]
+    return Evaluator([loaded], sentence_encoder(world), world).evaluate(save_runs=folder, run_depth=depth)["deep"]
 
 
 def test_more_queries_than_are_measured_at_a_time(ranks):

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
-from embedtrain.losses.similarity import at_least_float32
+from embedtrain.losses.excluded import codes
+from embedtrain.losses.similarity import at_least_float32, row_slices
 from embedtrain.losses.types import BatchInfo
 
 # Only the first rows of larger batches are measured, and the first documents of longer rows: every rank holds them all.
@@ -179,7 +180,7 @@ def _similarity_sums(local: _PaddedRows, rows: _PaddedRows, first: int, in_batch
     """Of this rank's rows, in the order of the returned list."""
     width = rows.has_document.shape[1]
     documents, has_document = rows.documents.flatten(0, 1), rows.has_document.flatten()
-    codes = [_codes(keys.flatten()) for keys in rows.document_keys.split(width, dim=1)]
+    all_codes = [codes(keys.flatten()) for keys in rows.document_keys.split(width, dim=1)]
     row_of = torch.arange(len(documents), device=documents.device) // width
     positive = (local.queries * local.documents[:, 0]).sum(dim=1)
     limit = positive - (1.0 - FALSE_NEGATIVE_RATIO) * positive.abs()
@@ -189,7 +190,7 @@ def _similarity_sums(local: _PaddedRows, rows: _PaddedRows, first: int, in_batch
     ).unbind()
     for start, end in _tiles(len(positive), len(documents)):
         is_negative = has_positive[start:end].unsqueeze(1) & has_document
-        for document_codes in codes:
+        for document_codes in all_codes:
             is_negative &= ~_answers(local.query_keys[start:end], rows, document_codes, width)
         if not in_batch_negatives:
             own = torch.arange(first + start, first + end, device=row_of.device)
@@ -205,27 +206,20 @@ def _similarity_sums(local: _PaddedRows, rows: _PaddedRows, first: int, in_batch
     return [has_positive.sum().double(), positive_sum, num_with_negative, hardest, num_suspects, num_negatives]
 
 
-def _codes(keys: Tensor) -> Tensor:
-    """Numbers from 0 that are equal where keys are. Not `unique`, whose size the host would have to wait for."""
-    ordered, order = keys.sort()
-    is_new = torch.zeros_like(ordered)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).long()
-    return torch.empty_like(keys).scatter_(0, order, is_new.cumsum(0))
-
-
-def _answers(keys: Tensor, rows: _PaddedRows, codes: Tensor, width: int) -> Tensor:
+def _answers(keys: Tensor, rows: _PaddedRows, document_codes: Tensor, width: int) -> Tensor:
     """Bool [c, N H]: documents that have the code of a positive of the row's query, or of an equal one."""
     ordered = keys.sort()[0]
     index = torch.searchsorted(ordered, rows.query_keys).clamp(max=len(keys) - 1)
     is_equal = (ordered[index] == rows.query_keys) & rows.has_document[:, 0]
-    table = torch.zeros(len(keys) + 1, len(codes), dtype=torch.bool, device=keys.device)  # the last row is unused
-    table[torch.where(is_equal, index, len(keys)), codes[::width]] = torch.ones(
+    # The last row is unused.
+    table = torch.zeros(len(keys) + 1, len(document_codes), dtype=torch.bool, device=keys.device)
+    table[torch.where(is_equal, index, len(keys)), document_codes[::width]] = torch.ones(
         (), dtype=torch.bool, device=keys.device
     )
-    return table.index_select(0, torch.searchsorted(ordered, keys)).index_select(1, codes)
+    return table.index_select(0, torch.searchsorted(ordered, keys)).index_select(1, document_codes)
 
 
 def _tiles(rows: int, width: int) -> list[tuple[int, int]]:
     """Ranges of rows whose similarities fit into one tile."""
     height = max(1, TILE_CELLS // max(1, width))
-    return [(start, min(start + height, rows)) for start in range(0, rows, height)]
+    return row_slices(rows, height)

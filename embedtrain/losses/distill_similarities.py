@@ -16,7 +16,7 @@ the student and of the teacher.
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,11 +37,26 @@ from embedtrain.config.losses import (
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.distillation import teacher_dimension, teacher_vectors
 from embedtrain.losses.encoded import Part
-from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
+from embedtrain.losses.excluded import (
+    QUERY_ANCHORS,
+    QUERY_CANDIDATES,
+    ExcludedCandidates,
+    ExcludingLoss,
+    Exclusion,
+)
 from embedtrain.losses.infonce import choose_implementation
 from embedtrain.losses.ring import passing_texts
-from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, sum_by_row
-from embedtrain.losses.types import BatchInfo, GlobalRows, Loss, LossOutput, Prepared
+from embedtrain.losses.similarity import (
+    add_exp,
+    at_least_float32,
+    finite,
+    group_logsumexp,
+    group_max,
+    row_slices,
+    sum_by_row,
+)
+from embedtrain.losses.softmax import GradientInForward
+from embedtrain.losses.types import BatchInfo, GlobalRows, Loss, LossOutput
 
 # Scores of one tile; about eight matrices of this size live at a time: 128 MiB of fp32.
 TILE_CELLS = 1 << 22
@@ -143,19 +158,12 @@ class _RowStatistics:
         for model, values in enumerate((tile.student, tile.teacher)):
             scores = values.masked_fill(tile.mask, -torch.inf)
             highest, index = scores.max(dim=1)
-            maximum = torch.maximum(self.maximum[model], highest)
-            offset = maximum.masked_fill(maximum == -torch.inf, 0.0)
-            rescale = (self.maximum[model] - offset).exp()
-            self.sum_exp[model] = self.sum_exp[model] * rescale + (scores - offset.unsqueeze(1)).exp_().sum(dim=1)
             self.best[model] = torch.where(highest > self.maximum[model], index + first, self.best[model])
-            self.maximum[model] = maximum
+            add_exp(self.maximum[model], self.sum_exp[model], scores, highest)
 
     def logsumexp(self) -> list[Tensor]:
         """The student's and the teacher's, [c]; 0 for a row without candidates."""
-        return [
-            (maximum + sum_exp.log()).masked_fill(maximum == -torch.inf, 0.0)
-            for maximum, sum_exp in zip(self.maximum, self.sum_exp, strict=True)
-        ]
+        return [finite(maximum + sum_exp.log()) for maximum, sum_exp in zip(self.maximum, self.sum_exp, strict=True)]
 
     def num_agreeing(self) -> Tensor:
         """The number of rows with candidates whose best one is also the teacher's."""
@@ -175,7 +183,7 @@ def tiled_divergence(
     rows: PairedVectors, candidates: PairedVectors, rules: DivergenceRules, tile_cells: int
 ) -> DivergenceSums:
     """This rank's rows against the candidates of all ranks, with at most `tile_cells` scores at a time, or one row."""
-    return DivergenceSums(*_Tiled.apply(rows.student, candidates.student, rows, candidates, rules, tile_cells))  # type: ignore[no-untyped-call]
+    return DivergenceSums(*_Tiled.apply(rows.student, candidates.student, (rows, candidates, rules, tile_cells)))  # type: ignore[no-untyped-call]
 
 
 def ring_divergence(
@@ -185,29 +193,15 @@ def ring_divergence(
 
     `counts` are the rows and the candidates of each rank.
     """
-    return DivergenceSums(*_Ring.apply(rows.student, candidates.student, rows, candidates, rules, counts))  # type: ignore[no-untyped-call]
+    return DivergenceSums(*_Ring.apply(rows.student, candidates.student, (rows, candidates, rules, counts)))  # type: ignore[no-untyped-call]
 
 
-class _GradientInForward(torch.autograd.Function):
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what the forward pass computed."""
-        computed, ctx.computed = ctx.computed, None
-        assert computed is not None, "this loss has no second backward pass: its gradient is scaled in place"
-        return *(grad.mul_(grads[0]) for grad in computed), None, None, None, None
-
-
-class _Tiled(_GradientInForward):
+class _Tiled(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any,
-        _: Tensor,
-        __: Tensor,
-        rows: PairedVectors,
-        candidates: PairedVectors,
-        rules: DivergenceRules,
-        tile_cells: int,
+        ctx: Any, _: Tensor, __: Tensor, rest: tuple[PairedVectors, PairedVectors, DivergenceRules, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, candidates, rules, tile_cells = rest
         row_grads, candidate_grads = torch.zeros_like(rows.student), torch.zeros_like(candidates.student)
         row_losses = rows.student.new_zeros(len(rows))
         num_agreeing = torch.zeros((), dtype=torch.int64, device=row_losses.device)
@@ -227,7 +221,7 @@ class _Tiled(_GradientInForward):
         return row_losses.sum(), row_losses, num_agreeing
 
 
-class _Ring(_GradientInForward):
+class _Ring(GradientInForward):
     """Candidates pass twice, for the logsumexp and for the rows' gradient; then rows pass, for the candidates'."""
 
     @staticmethod
@@ -235,12 +229,9 @@ class _Ring(_GradientInForward):
         ctx: Any,
         _: Tensor,
         __: Tensor,
-        rows: PairedVectors,
-        candidates: PairedVectors,
-        rules: DivergenceRules,
-        counts: tuple[Sequence[int], Sequence[int]],
+        rest: tuple[PairedVectors, PairedVectors, DivergenceRules, tuple[Sequence[int], Sequence[int]]],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        row_counts, candidate_counts = counts
+        rows, candidates, rules, (row_counts, candidate_counts) = rest
         slices = _slices(len(rows), max(candidate_counts), TILE_CELLS)
         statistics = [_RowStatistics(rows.slice(start, end)) for start, end in slices]
         for passing, _more in _passing(candidates, [], candidate_counts):
@@ -279,8 +270,7 @@ class _Ring(_GradientInForward):
 
 
 def _slices(num_rows: int, num_candidates: int, tile_cells: int) -> list[tuple[int, int]]:
-    height = max(1, tile_cells // max(1, num_candidates))
-    return [(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+    return row_slices(num_rows, max(1, tile_cells // max(1, num_candidates)))
 
 
 def _passing(
@@ -300,7 +290,7 @@ class _Vectors(NamedTuple):
     documents: Tensor  # [M, D]
 
 
-class DistillSimilarities(Loss):
+class DistillSimilarities(ExcludingLoss):
     """The teacher's softmax over the documents of the global batch is the target of the student's.
 
     For query i, p_i is the softmax over the documents of all ranks of the teacher's cosines divided by
@@ -315,21 +305,15 @@ class DistillSimilarities(Loss):
         self.config = config
         self.teacher_dimension = teacher_dimension(config, guide_dimensions)
 
-    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
-        """The excluded candidates."""
-        exclusion = self._exclusion(batch_info.rows, dimension, torch.float32)
-        if exclusion in batch_info.prepared:
-            return {}
-        return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
-
-    def _exclusion(self, rows: GlobalRows, dimension: int, dtype: torch.dtype) -> Exclusion:
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """See `ExcludingLoss`."""
         if self.config.candidates is CandidateSet.row:
             return Exclusion(directions=(), duplicates=self.config.mask_duplicates)
         return Exclusion(
             directions=tuple(self.config.directions),
             duplicates=self.config.mask_duplicates,
             score_positive_twice=True,  # a row's own pair is a candidate
-            ring=self._implementation(rows, dimension, dtype) is Implementation.ring,
+            ring=self._implementation(rows, width, dtype) is Implementation.ring,
         )
 
     def _implementation(self, rows: GlobalRows, dimension: int, dtype: torch.dtype) -> Implementation:
@@ -353,7 +337,7 @@ class DistillSimilarities(Loss):
         rows, (temperature, teacher_temperature) = batch_info.rows, self.config.temperatures
         dimension, dtype = student.documents.shape[1], student.documents.dtype
         implementation = self._implementation(rows, dimension, dtype)
-        excluded = ExcludedCandidates.of(self._exclusion(rows, dimension, dtype), batch_info)
+        excluded = ExcludedCandidates.of(self.exclusion(rows, dimension, dtype), batch_info)
         sums = []
         for direction in self.config.directions:
             of_queries = direction in QUERY_CANDIDATES
@@ -381,7 +365,7 @@ class DistillSimilarities(Loss):
         """Each query against its own documents, in groups of any size; other ranks send only ids of texts."""
         owners, num_rows = batch_info.owners, batch_info.num_queries
         mask = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
-        exclusion = self._exclusion(batch_info.rows, student.documents.shape[1], student.documents.dtype)
+        exclusion = self.exclusion(batch_info.rows, student.documents.shape[1], student.documents.dtype)
         excluded = ExcludedCandidates.of(exclusion, batch_info)
         excluded.exclude_answers(mask, owners)
         mask.index_fill_(0, batch_info.positives, value=False)

@@ -17,11 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.losses import Implementation, LossDirection
+from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.encoded import Encoded
-from embedtrain.losses.ring import uses_ring
-from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput, Prepared
+from embedtrain.losses.types import BatchInfo, GlobalRows, Loss, Prepared
 from embedtrain.utils.formatting import format_count
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
@@ -174,12 +172,12 @@ class ExcludedCandidates:
         return table.index_select(0, torch.searchsorted(ordered, row_keys))
 
 
-class ExcludingLoss(EncodedLoss):
-    """A loss over the documents of a batch, gathered or around a ring of ranks; `exclusion` leaves out some."""
+class ExcludingLoss(Loss):
+    """A loss over the candidates of a batch, some of which it excludes."""
 
-    def __init__(self, exclusion: Exclusion, implementation: Implementation) -> None:
-        super().__init__()
-        self._excludes, self.implementation = exclusion, implementation
+    @abstractmethod
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """What is excluded of candidates that have rows of this width."""
 
     def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
         """The excluded candidates."""
@@ -187,22 +185,6 @@ class ExcludingLoss(EncodedLoss):
         if exclusion in batch_info.prepared:
             return {}
         return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
-
-    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
-        """What is excluded, and whether documents with rows of this width travel."""
-        if not self._excludes.directions:
-            return self._excludes
-        ring = uses_ring(self.implementation, rows, rows.part_sizes.documents, width, dtype)
-        return replace(self._excludes, ring=ring)
-
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """`compute` without autocast, which would round products to bf16."""
-        with torch.autocast(queries.parts[0].values.device.type, enabled=False):
-            return self.compute(queries, documents, batch_info)
-
-    @abstractmethod
-    def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """The encoded queries and documents to this rank's loss."""
 
 
 class _Lists:

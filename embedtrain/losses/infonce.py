@@ -3,8 +3,6 @@
 B, M: queries and documents of this rank; N, K: of all ranks; D: dimensions.
 """
 
-from collections.abc import Hashable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,13 @@ from embedtrain.config.validation import written
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded, Part
-from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates, Exclusion
+from embedtrain.losses.excluded import (
+    QUERY_ANCHORS,
+    QUERY_CANDIDATES,
+    ExcludedCandidates,
+    ExcludingLoss,
+    Exclusion,
+)
 from embedtrain.losses.mixing import Draws, OwnDocuments, mixed_losses
 from embedtrain.losses.ring import MAX_GATHERED_BYTES, gather_part, gathered_bytes
 from embedtrain.losses.score import TiledScore, VectorScore
@@ -44,7 +48,6 @@ from embedtrain.losses.types import (
     GlobalRows,
     Guide,
     LossOutput,
-    Prepared,
     Sizes,
     rows_per_rank,
 )
@@ -55,7 +58,7 @@ MAX_PLAIN_BYTES = 1 << 26
 _ONE_ROW_EACH = Sizes()
 
 
-class InfoNCE(EncodedLoss):
+class InfoNCE(ExcludingLoss, EncodedLoss):
     """van den Oord et al., "Representation Learning with Contrastive Predictive Coding" (2018).
 
     The loss of query i is -log softmax, at its positive, of the scores s(q_i, d_j) / temperature over the documents of
@@ -81,14 +84,8 @@ class InfoNCE(EncodedLoss):
         # A function of the seed that the caller has set, as the initial values of a loss's parameters are.
         self.mixing_seed = int(torch.randint(2**62, ())) if config.mixes_negatives else 0
 
-    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
-        """The excluded candidates."""
-        exclusion = self._exclusion(batch_info.rows, dimension, torch.float32)
-        if exclusion in batch_info.prepared:
-            return {}
-        return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
-
-    def _exclusion(self, rows: GlobalRows, dimension: int, dtype: torch.dtype) -> Exclusion:
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """See `ExcludingLoss`."""
         config = self.config
         if not config.in_batch_negatives:
             return Exclusion(directions=(), duplicates=config.mask_duplicates)
@@ -98,7 +95,7 @@ class InfoNCE(EncodedLoss):
             score_positive_twice=config.partition_mode is PartitionMode.joint,
             hardness=config.hardness is not Hardness.none,
             own_answers=config.mixes_negatives,
-            ring=choose_implementation(config, rows.counts, dimension, dtype, rows.part_sizes) is Implementation.ring,
+            ring=choose_implementation(config, rows.counts, width, dtype, rows.part_sizes) is Implementation.ring,
         )
 
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
@@ -134,7 +131,7 @@ class InfoNCE(EncodedLoss):
         dimension, dtype = queries.values.shape[1], queries.values.dtype
         rules = ScoringRules(
             score=self.score,
-            excluded=ExcludedCandidates.of(self._exclusion(global_rows, dimension, dtype), batch_info),
+            excluded=ExcludedCandidates.of(self.exclusion(global_rows, dimension, dtype), batch_info),
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
             focal=config.focal,
@@ -218,7 +215,7 @@ class InfoNCE(EncodedLoss):
         with torch.no_grad():
             tolerance = self.score.rounding(queries, documents.take(positives, batch_info.rows.local_positives))
             thresholds, limits = score_limits(positive.detach(), tolerance, scale.detach(), config)
-        exclusion = self._exclusion(batch_info.rows, queries.values.shape[1], queries.values.dtype)
+        exclusion = self.exclusion(batch_info.rows, queries.values.shape[1], queries.values.dtype)
         excluded = ExcludedCandidates.of(exclusion, batch_info)
         mask = self._excluded_documents(scores, batch_info, excluded, limits, guide)
         target = (positive - config.margin) * scale

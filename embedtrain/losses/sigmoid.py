@@ -3,7 +3,7 @@
 B, M: queries and documents of this rank; N, K: of all ranks; b: queries of one chunk; D: dimensions.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +13,24 @@ from torch.utils.checkpoint import checkpoint
 from embedtrain.config.losses import Implementation, LossDirection, SigLIPConfig, Similarity
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Part
-from embedtrain.losses.excluded import ExcludedCandidates, Exclusion
+from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
 from embedtrain.losses.ring import Block, Reducer, Texts, ring_statistics, uses_ring
 from embedtrain.losses.score import Columns, ScoreTile, VectorScore
-from embedtrain.losses.similarity import Temperature, at_least_float32, inner_products, rows_per_chunk
-from embedtrain.losses.softmax import row_max
-from embedtrain.losses.types import BatchInfo, GlobalRows, Loss, LossOutput, Prepared
+from embedtrain.losses.similarity import (
+    Temperature,
+    at_least_float32,
+    inner_products,
+    row_max,
+    row_slices,
+    rows_per_chunk,
+)
+from embedtrain.losses.types import BatchInfo, GlobalRows, LossOutput
 
 # Matrices [b, K] that live at a time in the backward pass of a chunk.
 _LIVE_MATRICES = 4
 
 
-class SigLIP(Loss):
+class SigLIP(ExcludingLoss):
     """Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (ICCV 2023).
 
     For each query the sum over all K documents of -log sigmoid(y (similarity / temperature + bias)), y = 1 at
@@ -44,18 +50,12 @@ class SigLIP(Loss):
         self.fixed_bias = config.bias
         self.bias = nn.Parameter(torch.tensor([config.bias])) if config.learn_bias else None
 
-    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
-        """The excluded candidates."""
-        exclusion = self._exclusion(batch_info.rows, dimension, torch.float32)
-        if exclusion in batch_info.prepared:
-            return {}
-        return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
-
-    def _exclusion(self, rows: GlobalRows, dimension: int, dtype: torch.dtype) -> Exclusion:
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """See `ExcludingLoss`."""
         return Exclusion(
             directions=(LossDirection.query_document,),
             duplicates=self.mask_duplicates,
-            ring=uses_ring(self.implementation, rows, None, dimension, dtype),
+            ring=uses_ring(self.implementation, rows, width, dtype),
         )
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
@@ -64,7 +64,7 @@ class SigLIP(Loss):
         if self.similarity is Similarity.cosine:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
         counts = batch_info.rows.counts
-        exclusion = self._exclusion(batch_info.rows, documents.shape[1], documents.dtype)
+        exclusion = self.exclusion(batch_info.rows, documents.shape[1], documents.dtype)
         excluded = ExcludedCandidates.of(exclusion, batch_info)
         scale = self.temperature.scale(queries)
         bias = queries.new_full((1,), self.fixed_bias) if self.bias is None else self.bias.to(queries.dtype)
@@ -154,7 +154,7 @@ class _NegativeLosses(Reducer):
     def slices(self, rows: Texts, num_candidates: int) -> list[tuple[int, int]]:
         """See `_chunk`."""
         size = rows_per_chunk(num_candidates * _LIVE_MATRICES, rows.parts[0].values.dtype)
-        return [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        return row_slices(len(rows), size)
 
     def start(self, rows: Texts) -> tuple[Part, ...]:
         """The sum, the largest logit of a negative, and the positive's."""

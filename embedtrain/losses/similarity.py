@@ -1,6 +1,7 @@
 """Similarities, distances and reductions that several losses share, and the temperature.
 
-P: pairs; A, N: rows of two sets; D: dimensions; B, M: queries and documents of this rank.
+P: pairs; A, N: rows of two sets; D: dimensions; B, M: queries and documents of this rank; c, t: rows and candidates of
+one tile.
 """
 
 import math
@@ -93,6 +94,37 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 def rows_per_chunk(values_per_row: int, dtype: torch.dtype) -> int:
     """The number of rows, at least 1, that fit into one chunk if each needs `values_per_row` numbers."""
     return max(1, MAX_CHUNK_BYTES // max(1, values_per_row * dtype.itemsize))
+
+
+def row_slices(num_rows: int, height: int) -> list[tuple[int, int]]:
+    """Consecutive rows, at most `height` of them at a time: the first of each slice, and the one after its last."""
+    return [(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+
+
+def row_max(scores: Tensor) -> Tensor:
+    """The largest score of each row; -inf without candidates."""
+    if scores.shape[1] == 0:  # torch has no maximum of an empty dimension
+        return scores.new_full((len(scores),), -torch.inf)
+    return scores.amax(dim=1)
+
+
+def finite(values: Tensor) -> Tensor:
+    """The values, and 0 in place of -inf: of a row without candidates."""
+    return values.masked_fill(values == -torch.inf, 0.0)
+
+
+def add_exp(maximum: Tensor, sum_exp: Tensor, scores: Tensor, highest: Tensor | None = None) -> Tensor:
+    """Add further scores [c, t] to the largest one [c] and the sum of exp(score - largest) [c] of each row, in place.
+
+    The scores become exp(score - largest). Returns the factor [c] of what was added before. `highest` is `row_max` of
+    the scores, if it is known.
+    """
+    largest = torch.maximum(maximum, row_max(scores) if highest is None else highest)
+    offset = finite(largest)
+    rescale = (maximum - offset).exp()
+    sum_exp.mul_(rescale).add_(scores.sub_(offset.unsqueeze(1)).exp_().sum(dim=1))
+    maximum.copy_(largest)
+    return rescale
 
 
 def sum_by_row(terms: Tensor, owners: Tensor, num_rows: int) -> Tensor:

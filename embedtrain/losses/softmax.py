@@ -23,18 +23,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.losses import Hardness, LossDirection
-from embedtrain.distributed.collectives import ring
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES, ExcludedCandidates
+from embedtrain.losses.ring import passing_parts, passing_texts
 from embedtrain.losses.score import Columns, ScoreTile, TiledScore
-from embedtrain.losses.types import GlobalRows, rows_per_rank
+from embedtrain.losses.similarity import add_exp, finite, row_max, row_slices
+from embedtrain.losses.types import GlobalRows
 
 # Scores of one tile: 64 MiB of fp32. Lower tiles would read and write the gradient of the candidates more often.
 TILE_CELLS = 1 << 24
@@ -248,13 +247,6 @@ def focal_weights(gap: Tensor, exponent: float, further: Tensor | None = None) -
     return missing**exponent
 
 
-def row_max(scores: Tensor) -> Tensor:
-    """The largest score of each row; -inf without candidates."""
-    if scores.shape[1] == 0:  # torch has no maximum of an empty dimension
-        return scores.new_full((len(scores),), -torch.inf)
-    return scores.amax(dim=1)
-
-
 def add_correct(
     num_correct: Tensor, directions: Sequence[LossDirection], maxima: Sequence[Tensor], rows: Rows
 ) -> Tensor:
@@ -266,7 +258,7 @@ def add_correct(
 
 
 class GradientInForward(torch.autograd.Function):
-    """Inputs: those of `differentiable`, and a tuple of everything else."""
+    """Inputs: those that have a gradient, and a tuple of everything else. Outputs: the loss, and what has none."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -323,7 +315,7 @@ class TileBuffer:
         # A tile of texts with several rows has to remember which of them match: it is lower by their number.
         size = rows.queries.max_size
         height = max(MIN_TILE_ROWS // size, TILE_CELLS // max(1, width * size), 1)
-        self.row_slices = [(start, min(start + height, len(rows))) for start in range(0, len(rows), height)]
+        self.row_slices = row_slices(len(rows), height)
         highest = max((end - start for start, end in self.row_slices), default=0)
         self._cells = rows.queries.values.new_empty(highest * width)
 
@@ -363,7 +355,7 @@ class _Tiled(GradientInForward):
                 maxima = [row_max(scores) for scores in cells]
                 num_correct = add_correct(num_correct, directions, maxima, tile_rows)
                 maximum = torch.stack(maxima).amax(dim=0)
-                offset = maximum.masked_fill(maximum == -torch.inf, 0.0)
+                offset = finite(maximum)
                 sum_exp = torch.zeros_like(offset)
                 for scores in cells:
                     sum_exp += scores.sub_(offset.unsqueeze(1)).exp_().sum(dim=1)
@@ -472,21 +464,16 @@ class _OnlineSoftmax:
                 scores = rules.scores(tile, direction, tile_rows, candidates, scale, out=cells)
                 highest = row_max(scores)
                 self.maxima[number][start:end] = torch.maximum(self.maxima[number][start:end], highest)
-                maximum = torch.maximum(self.maximum[start:end], highest)
-                offset = maximum.masked_fill(maximum == -torch.inf, 0.0)
-                rescale = (self.maximum[start:end] - offset).exp()
-                scores.sub_(offset.unsqueeze(1)).exp_()
-                self.maximum[start:end] = maximum
-                self.sum_exp[start:end] = self.sum_exp[start:end] * rescale + scores.sum(dim=1)
+                rescale = add_exp(self.maximum[start:end], self.sum_exp[start:end], scores, highest)
                 for exp_grads, of in zip(self.exp_grads, self.directions, strict=True):
                     part = rows.anchors(of).with_values(exp_grads).slice(start, end)
                     part.values.mul_(part.per_row(rescale).unsqueeze(1))
                 grads = anchors.with_values(self.exp_grads[number]).slice(start, end).values
-                tile.add_anchor_grads(grads, scores, torch.ones_like(offset).unsqueeze(1))
+                tile.add_anchor_grads(grads, scores, torch.ones_like(rescale).unsqueeze(1))
 
     def offset(self) -> Tensor:
         """Subtracted from scores before their exp."""
-        return self.maximum.masked_fill(self.maximum == -torch.inf, 0.0)
+        return finite(self.maximum)
 
     def logsumexp(self) -> Tensor:
         """-inf for a row without negatives."""
@@ -499,44 +486,40 @@ def _passing_candidates(
     """Every rank's candidates, beginning with this rank's."""
     documents, queries = texts
     counts, sizes = global_rows.counts, global_rows.part_sizes
-    tensors, lengths = [documents.values], [rows_per_rank(sizes.documents, counts.documents)]
+    travelling = [(documents, sizes.documents, counts.documents)]
     if queries is not None:
-        tensors.append(queries.values)
-        lengths.append(rows_per_rank(sizes.queries, counts.queries))
-    guides = {"guide_documents": counts.documents, "guide_queries": counts.queries}
-    names = [name for name in guides if getattr(local, name) is not None]
-    tensors += [getattr(local, name) for name in names]
-    lengths += [guides[name] for name in names]
-    for rank, received in ring(tensors, lengths):
-        values = list(received)
-        first = sum(counts.queries[:rank]), sum(counts.documents[:rank])
-        passing = Part(values.pop(0), _of_rank(sizes.documents, counts.documents, rank))
-        passing_queries = None
-        if queries is not None:
-            passing_queries = rules.score.columns(Part(values.pop(0), _of_rank(sizes.queries, counts.queries, rank)))
+        travelling.append((queries, sizes.queries, counts.queries))
+    of_guide = {
+        "guide_documents": (local.guide_documents, counts.documents),
+        "guide_queries": (local.guide_queries, counts.queries),
+    }
+    guides = {name: (Part(values), None, of) for name, (values, of) in of_guide.items() if values is not None}
+    for rank, (passing, *others) in passing_parts(*zip(*travelling, *guides.values(), strict=True)):
         yield Candidates(
-            first_query=first[0],
-            first_document=first[1],
+            first_query=sum(counts.queries[:rank]),
+            first_document=sum(counts.documents[:rank]),
             documents=rules.score.columns(passing),
-            queries=passing_queries,
-            **dict(zip(names, values, strict=True)),
+            queries=None if queries is None else rules.score.columns(others.pop(0)),
+            **{name: part.values for name, part in zip(guides, others, strict=True)},
         )
 
 
 def _passing_rows(local: Rows, weights: Tensor, global_rows: GlobalRows) -> Iterator[tuple[Rows, Tensor]]:
     """Every rank's rows with their weights, beginning with this rank's."""
-    counts, sizes = global_rows.counts.queries, global_rows.part_sizes
-    tensors, lengths = [weights, local.queries.values], [counts, rows_per_rank(sizes.queries, counts)]
-    if local.positives is not None:
-        tensors.append(local.positives.values)  # one row each: only vectors are compared with queries
-        lengths.append(counts)
-    others = {name: value for name, value in local.tensors().items() if value is not None}
-    for rank, received in ring([*tensors, *others.values()], [*lengths, *[counts] * len(others)]):
-        values = list(received)
-        passing_weights, queries = values.pop(0), Part(values.pop(0), _of_rank(sizes.queries, counts, rank))
-        positives = None if local.positives is None else Part(values.pop(0))
-        named = dict(zip(others, values, strict=True))
-        yield Rows(first=sum(counts[:rank]), queries=queries, positives=positives, **named), passing_weights
+    # One row each: only vectors are compared with queries.
+    positives = [] if local.positives is None else [local.positives]
+    named = {name: Part(value) for name, value in local.tensors().items() if value is not None}
+    parts = [local.queries, Part(weights), *positives, *named.values()]
+    sizes = [global_rows.part_sizes.queries, *[None] * (len(parts) - 1)]
+    for passing in passing_texts(parts, sizes, global_rows.counts.queries):
+        queries, passing_weights, *others = passing.parts
+        rows = Rows(
+            first=passing.first,
+            queries=queries,
+            positives=others.pop(0) if positives else None,
+            **{name: part.values for name, part in zip(named, others, strict=True)},
+        )
+        yield rows, passing_weights.values
 
 
 def _add_candidate_grads(
@@ -562,8 +545,3 @@ def _add_candidate_grads(
                 scores = rules.scores(tile, direction, tile_rows, local, scale, out=cells)
                 offset, weights = row_weights[start:end, 2 * number : 2 * number + 2].unsqueeze(1).unbind(2)
                 tile.add_candidate_grads(grads.candidates(direction), scores.sub_(offset).exp_(), weights)
-
-
-def _of_rank(sizes: NDArray[np.int64] | None, counts: Sequence[int], rank: int) -> NDArray[np.int64] | None:
-    first = sum(counts[:rank])
-    return None if sizes is None else sizes[first : first + counts[rank]]

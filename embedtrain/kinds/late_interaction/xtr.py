@@ -22,11 +22,11 @@ from embedtrain.config.losses import Implementation, LossDirection, XTRConfig
 from embedtrain.kinds.late_interaction.score import MaxSim, MaxSimTile, SortedDocuments, sorted_by_length, sum_by_text
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.ring import Block, Reducer, Texts, gather_part, ring_statistics
+from embedtrain.losses.ring import Block, Reducer, Texts, gather_part, ring_statistics, uses_ring
 from embedtrain.losses.score import Columns, Score, ScoreTile
-from embedtrain.losses.similarity import Temperature, rounding_tolerance
-from embedtrain.losses.softmax import GradientInForward, SoftmaxSums, row_max
-from embedtrain.losses.types import BatchInfo, LossOutput
+from embedtrain.losses.similarity import Temperature, add_exp, finite, rounding_tolerance, row_max, row_slices
+from embedtrain.losses.softmax import GradientInForward, SoftmaxSums
+from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput
 
 # Rows of queries in one tile: then a block of products is much wider than the k of them that are kept.
 TILE_ROWS = 1024
@@ -34,7 +34,7 @@ TILE_ROWS = 1024
 _TILE_CELLS = 1 << 24
 
 
-class XTR(ExcludingLoss):
+class XTR(ExcludingLoss, EncodedLoss):
     """Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval" (2023).
 
     The loss of query i is -log softmax, at its positive, of the scores above, divided by a temperature, over the
@@ -46,15 +46,27 @@ class XTR(ExcludingLoss):
     """
 
     def __init__(self, config: XTRConfig, score: Score | None = None) -> None:
-        exclusion = Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates)
-        super().__init__(exclusion, config.implementation)
-        self.top_k = config.top_k
+        super().__init__()
+        self.top_k, self.mask_duplicates = config.top_k, config.mask_duplicates
+        self.implementation = config.implementation
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
         )
 
-    def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+    def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
+        """See `ExcludingLoss`."""
+        return Exclusion(
+            directions=(LossDirection.query_document,),
+            duplicates=self.mask_duplicates,
+            ring=uses_ring(self.implementation, rows, width, dtype),
+        )
+
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
+        with torch.autocast(queries.parts[0].values.device.type, enabled=False):  # it would round products to bf16
+            return self._forward(queries, documents, batch_info)
+
+    def _forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         score = MaxSim(mean=False)
         anchors, local, rows = score.prepare(queries), score.prepare(documents), batch_info.rows
         exclusion = self.exclusion(rows, local.values.shape[1], local.values.dtype)
@@ -168,7 +180,7 @@ class _Softmax(GradientInForward):
             scores = excluded.mask_scores(scores, LossDirection.query_document, first + start, 0)
             highest = row_max(scores)
             num_correct += (highest < positive - tolerance).sum()
-            scores.sub_(highest.masked_fill(highest == -torch.inf, 0.0).unsqueeze(1)).exp_()
+            scores.sub_(finite(highest).unsqueeze(1)).exp_()
             sum_exp = scores.sum(dim=1)
             gap = highest + sum_exp.log() - positive  # -inf without negatives
             row_losses[start:end] = F.softplus(gap)
@@ -223,15 +235,12 @@ class _Statistics(Reducer):
         _tile, scores, positive = self._scores(rows, _thresholds(products), block)
         maximum, sum_exp, own = known[1].values.unbind(dim=1)
         own.copy_(torch.maximum(own, positive))
-        highest = torch.maximum(maximum, row_max(scores))
-        offset = _finite(highest)
-        sum_exp.mul_((maximum - offset).exp()).add_(scores.sub_(offset.unsqueeze(1)).exp_().sum(dim=1))
-        maximum.copy_(highest)
+        add_exp(maximum, sum_exp, scores)
 
     def finish(self, known: Sequence[Part]) -> tuple[Tensor, tuple[Part, ...]]:
         """The logsumexp is 0 without negatives."""
         maximum, sum_exp, positive = known[1].values.unbind(dim=1)
-        lse = _finite(maximum + sum_exp.log())
+        lse = finite(maximum + sum_exp.log())
         kept = known[0].with_values(_thresholds(known[0].values)), Part(lse.unsqueeze(1))
         return torch.stack([lse, positive, maximum], dim=1), kept
 
@@ -266,11 +275,7 @@ def _thresholds(products: Tensor) -> Tensor:
     return smallest - rounding_tolerance(products) * largest.masked_fill(largest == torch.inf, 0.0)
 
 
-def _finite(values: Tensor) -> Tensor:
-    return values.masked_fill(values == -torch.inf, 0.0)
-
-
 def _row_slices(anchors: Part, num_columns: int, *, whole: bool = False) -> list[tuple[int, int]]:
     rows = min(TILE_ROWS, _TILE_CELLS // max(1, num_columns))
     height = max(1, len(anchors) if whole else rows // anchors.max_size)
-    return [(start, min(start + height, len(anchors))) for start in range(0, len(anchors), height)]
+    return row_slices(len(anchors), height)

@@ -44,11 +44,11 @@ from embedtrain.kinds.m3.score import (
 )
 from embedtrain.losses.encoded import Encoded, Part, to_device
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
-from embedtrain.losses.ring import Block, Reducer, Texts, gather_part, ring_statistics
+from embedtrain.losses.ring import Block, Reducer, Texts, gather_part, ring_statistics, uses_ring
 from embedtrain.losses.score import Columns, Score, ScoreTile
-from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
-from embedtrain.losses.softmax import GradientInForward, row_max
-from embedtrain.losses.types import BatchInfo, GlobalRows, LossOutput
+from embedtrain.losses.similarity import add_exp, at_least_float32, finite, rounding_tolerance, row_slices
+from embedtrain.losses.softmax import GradientInForward
+from embedtrain.losses.types import BatchInfo, EncodedLoss, GlobalRows, LossOutput
 
 NAMES = ("dense", "lexical", "multi_vector")
 # Scores of one tile of each kind: 16 MiB of float32; their softmaxes and gradients take about ten times as much.
@@ -59,7 +59,7 @@ TABLE_CELLS = 1 << 24
 _LOG_ZERO = -1e30
 
 
-class M3Loss(ExcludingLoss):
+class M3Loss(ExcludingLoss, EncodedLoss):
     """See above. Every rank compares its queries with the documents of all ranks, or with their own ones.
 
     Logs the cross entropies (`ce/dense`, `ce/lexical`, `ce/multi_vector`, `ce/hybrid`), `accuracy`, the fraction of
@@ -69,18 +69,27 @@ class M3Loss(ExcludingLoss):
 
     def __init__(self, config: M3LossConfig, score: Score | None) -> None:
         assert isinstance(score, M3Score), "rejected for other models"
-        directions = (LossDirection.query_document,) if config.in_batch_negatives else ()
-        exclusion = Exclusion(directions=directions, duplicates=config.mask_duplicates)
-        super().__init__(exclusion, config.implementation)
+        super().__init__()
         self.config, self.settings = config, score.settings
 
     def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
         """Around a ring, queries are compared with their own documents apart from the others."""
-        exclusion = super().exclusion(rows, width, dtype)
-        return replace(exclusion, own_answers=exclusion.ring)
+        if not self.config.in_batch_negatives:
+            return Exclusion(directions=(), duplicates=self.config.mask_duplicates)
+        ring = uses_ring(self.config.implementation, rows, width, dtype)
+        return Exclusion(
+            directions=(LossDirection.query_document,),
+            duplicates=self.config.mask_duplicates,
+            ring=ring,
+            own_answers=ring,
+        )
 
-    def compute(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """The encoded queries and documents to this rank's loss."""
+        with torch.autocast(queries.parts[0].values.device.type, enabled=False):  # it would round products to bf16
+            return self._forward(queries, documents, batch_info)
+
+    def _forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         score, counts = M3Score(self.settings), batch_info.rows.counts
         anchors, local = (split_rows(score.prepare(texts), self.settings) for texts in (queries, documents))
         terms = _Terms(
@@ -119,7 +128,7 @@ class M3Loss(ExcludingLoss):
             own=own.shifted(rows.local_documents.start),
             first=rows.local_rows.start,
             terms=terms,
-            is_plain=self.implementation is Implementation.plain,
+            is_plain=self.config.implementation is Implementation.plain,
         )
         values = [part.values for part in (*anchors, *columns)]
         return _Unified.apply(*values, problem)  # type: ignore[no-untyped-call,no-any-return]
@@ -362,13 +371,8 @@ class _OtherDocuments(Reducer):
         _tiles_of, scores, mask = self._scores(rows, block)
         maxima, sums, weighted = known[0].values.split([4, 4, 3], dim=1)
         for index, score in enumerate((*scores, weighted_sum(self.terms.weights, scores))):
-            masked = score.masked_fill(mask, -torch.inf)
-            highest = torch.maximum(maxima[:, index], row_max(masked))
-            offset = _finite(highest)
-            rescale = (maxima[:, index] - offset).exp()
-            exp = masked.sub_(offset.unsqueeze(1)).exp_()
-            sums[:, index] = sums[:, index] * rescale + exp.sum(dim=1)
-            maxima[:, index] = highest
+            exp = score.masked_fill(mask, -torch.inf)
+            rescale = add_exp(maxima[:, index], sums[:, index], exp)
             if index == 3:
                 products = torch.stack([(exp * each).sum(dim=1) for each in scores], dim=1)
                 weighted.copy_(weighted * rescale.unsqueeze(1) + products)
@@ -376,7 +380,7 @@ class _OtherDocuments(Reducer):
     def finish(self, known: Sequence[Part]) -> tuple[Tensor, tuple[Part, ...]]:
         """See the class."""
         maxima, sums, weighted = known[0].values.split([4, 4, 3], dim=1)
-        lse = _finite(maxima + sums.log())
+        lse = finite(maxima + sums.log())
         mean = weighted / sums[:, 3:].masked_fill(sums[:, 3:] == 0, 1.0)
         return torch.cat([lse, mean, maxima[:, 3:]], dim=1), (Part(lse),)
 
@@ -410,10 +414,6 @@ class _OtherDocuments(Reducer):
         first = self.excluded.positives[rows.first : rows.first + len(rows)].unsqueeze(1)
         end = first + self.num_documents[rows.first : rows.first + len(rows)].unsqueeze(1)
         return tiles, scores, (mask == -torch.inf) | ((numbers >= first) & (numbers < end))
-
-
-def _finite(values: Tensor) -> Tensor:
-    return values.masked_fill(values == -torch.inf, 0.0)
 
 
 def _tiles(rows: Parts, columns: tuple[Columns, Columns, Columns]) -> list[ScoreTile]:
@@ -453,4 +453,4 @@ def _row_slices(anchors: Parts, num_columns: int, *, whole: bool = False) -> lis
     height = max(1, min(TILE_CELLS // max(1, num_columns * longest), int((TABLE_CELLS // longest) ** 0.5)))
     num_rows = len(anchors.dense)
     height = max(height, num_rows) if whole else height
-    return [(start, min(start + height, num_rows)) for start in range(0, num_rows, height)]
+    return row_slices(num_rows, height)

@@ -20,7 +20,7 @@ from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import LoraConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.rows import Documents, Row
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, GlobalBatch, Tokens
 from embedtrain.distributed.sharding import shard_encoder, warm_up
@@ -185,7 +185,7 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
         state=TrainState(),
     )
     texts = _Texts(rows, case.length)
-    batch = GlobalBatch(0, [Row("", Documents(("",)))] * rows, tokens=texts, has_loss_columns=False)
+    batch = GlobalBatch(0, [Example("", Documents(("",)))] * rows, tokens=texts, has_loss_columns=False)
     without_texts: Any = SimpleNamespace(pad_token_id=0, eos_token_id=0)
     tokenizer = TextTokenizer(without_texts, case.length, packed=True)
     for _ in range(STEPS):

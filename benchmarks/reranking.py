@@ -33,7 +33,7 @@ from benchmarks.workloads import Workload, load_rows, question_passage, web
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.losses import BCEConfig, ListNetConfig
 from embedtrain.config.recipe import ParallelConfig, Precision, TrainConfig
-from embedtrain.data.rows import Row
+from embedtrain.data.rows import Example
 from embedtrain.data.types import GlobalBatch, Pair
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -128,7 +128,7 @@ class TheirSteps:
         return float(loss)
 
 
-def _columns(rows: Sequence[Row], *, lists: bool) -> tuple[list[Any], Any]:
+def _columns(rows: Sequence[Example], *, lists: bool) -> tuple[list[Any], Any]:
     """The columns of their trainer: queries and lists of documents, or pairs; a positive has the label 1."""
     labels = [torch.tensor([1.0, *[0.0] * (len(row.documents.texts) - 1)]) for row in rows]
     if lists:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.rows import Documents, Row, text_keys
+from embedtrain.data.rows import Documents, Example, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole, Tokens
 from embedtrain.models.own_class import language_model_class
@@ -129,10 +129,10 @@ def batch(num_rows: int, step: int = 0, first: int = 0) -> GlobalBatch:
     rows = []
     for i in range(first, first + num_rows):
         documents = [text(100 + i, 3 + i % 9), *(text(200 + 3 * i + n, 2 + (i + n) % 11) for n in range(i % 3))]
-        rows.append(Row(text(i, 1 + i % 4), Documents(tuple(documents))))
+        rows.append(Example(text(i, 1 + i % 4), Documents(tuple(documents))))
     if num_rows > 3:
         texts = rows[0].documents.texts[0], *rows[3].documents.texts[1:]
-        rows[3] = Row(rows[3].query, Documents(texts))
+        rows[3] = Example(rows[3].query, Documents(texts))
     return tokenised(GlobalBatch(step, tuple(rows)), text_tokenizer())
 
 

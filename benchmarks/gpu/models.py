@@ -22,7 +22,7 @@ from transformers import (
 from benchmarks.inputs import MINILM
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import Attention, ParallelConfig, Pooling, Precision
-from embedtrain.data.rows import Documents, Row
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.types import GlobalBatch, Tokens
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -235,5 +235,5 @@ class RandomTexts:
     def batch(self) -> GlobalBatch:
         """All texts as one batch."""
         return GlobalBatch(
-            0, [Row("", Documents(("",)))] * len(self.num_documents), tokens=self, has_loss_columns=False
+            0, [Example("", Documents(("",)))] * len(self.num_documents), tokens=self, has_loss_columns=False
         )

@@ -59,7 +59,9 @@ class RowRequirements:
     label: bool = False  # the class of the row, a whole number
     vectors: bool = False  # a teacher's embedding of every text
     same_num_documents: bool = False  # in every row
-    lists: bool = False  # a step uses a row's other positives as well, which are documents with scores like any other
+    other_positives: bool = (
+        False  # a step uses a row's other positives as well, which are documents with scores like any other
+    )
     ranked: bool = False  # documents of at least two different scores
     positive_above: float | None = None  # documents with a higher score are the positives, at least one
     batch_negatives: int = 0  # documents of other rows that each row gets as negatives, with the score 0
@@ -77,7 +79,7 @@ class RowRequirements:
             label=self.label or other.label,
             vectors=self.vectors or other.vectors,
             same_num_documents=self.same_num_documents or other.same_num_documents,
-            lists=self.lists or other.lists,
+            other_positives=self.other_positives or other.other_positives,
             ranked=self.ranked or other.ranked,
             positive_above=other.positive_above if self.positive_above is None else self.positive_above,
             batch_negatives=max(self.batch_negatives, other.batch_negatives),
@@ -90,7 +92,7 @@ _COSINE = ScoreRange(low=-1, high=1)
 _WEIGHT = ScoreRange(low=0, high=1)  # of the attracting term; the repelling term has the rest
 _GRADE = ScoreRange(low=0, high=32)  # of relevance; the gain of nDCG is 2^grade - 1
 _BINARY = ScoreRange(low=0, high=1, integers=True)
-_RANKED = RowRequirements(scores=ScoreRequirement.pairs, lists=True, ranked=True)
+_RANKED = RowRequirements(scores=ScoreRequirement.pairs, other_positives=True, ranked=True)
 _COLUMNS = RowRequirements(same_num_documents=True)
 _PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
 _TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
@@ -108,14 +110,14 @@ _LOSSES = {
     "batch_triplet": RowRequirements(documents=False, label=True),
     "distill_scores": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
     "margin_mse": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
-    "bce": RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT, lists=True),
+    "bce": RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT, other_positives=True),
     "softmax": RowRequirements(negatives=True),
     "listnet": _RANKED,
     "ranknet": _RANKED,
     "lambdaloss": replace(_RANKED, range=_GRADE),
     "plistmle": _RANKED,
     "adr_mse": _RANKED,
-    "mse": RowRequirements(scores=ScoreRequirement.teacher, lists=True),
+    "mse": RowRequirements(scores=ScoreRequirement.teacher, other_positives=True),
     "orthogonal": RowRequirements(documents=False),
 }
 # The loss classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
@@ -181,7 +183,11 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             )
         case SoftmaxConfig(positive_above=float(threshold)):
             return RowRequirements(
-                negatives=True, scores=ScoreRequirement.pairs, lists=True, positive_above=threshold, loss=loss.name
+                negatives=True,
+                scores=ScoreRequirement.pairs,
+                other_positives=True,
+                positive_above=threshold,
+                loss=loss.name,
             )
         case M3LossConfig(kd_loss_type=KDLossType.kl_div | KDLossType.m3_kd_loss):
             return replace(_LOSSES["distill_scores"], loss=loss.name)

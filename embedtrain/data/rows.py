@@ -84,6 +84,37 @@ class Example:
         """The query, the positives and the negatives."""
         return (self.query, *self.positives.texts, *self.negatives.texts)
 
+    @property
+    def documents(self) -> Documents:
+        """The positives, then the negatives."""
+        return self.positives.joined(self.negatives)
+
+    @property
+    def source(self) -> int:
+        """The index in `data.train`."""
+        return 0 if self.location is None else self.location.source
+
+    def selected(self, positive: int, negatives: Sequence[int]) -> "Example":
+        """What one step uses of the row: one positive and some hard negatives, by their indices as in `Selection`.
+
+        Other positives that are used like negatives are negatives of the result. A row with fewer negatives has fewer
+        documents: a repeated negative would count twice in the loss.
+        """
+        if not len(self.positives):
+            return replace(self, negatives=Documents(), vectors=self.vectors[:1])
+        chosen = [len(self.positives) + index for index in negatives]
+        vectors = self.vectors
+        if len(vectors) > 1:
+            vectors = (vectors[0], *take(vectors[1:], [positive, *chosen]))
+        elif vectors:  # one stands for all texts
+            vectors = vectors * (2 + len(chosen))
+        return replace(
+            self,
+            positives=self.positives.take([positive]),
+            negatives=self.documents.take(chosen),
+            vectors=vectors,
+        )
+
     def with_positives(self, keep: Sequence[bool]) -> "Example":
         """The same row with some of its positives."""
         kept = [index for index, is_kept in enumerate(keep) if is_kept]
@@ -101,17 +132,6 @@ class Example:
             for documents in (self.positives, self.negatives)
         )
         return replace(self, positives=positives, negatives=negatives)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one step uses of an Example: the query, one positive, and some hard negatives, without prompts."""
-
-    query: str
-    documents: Documents = Documents()  # the positive, then the hard negatives; none in a row of one text
-    label: int | None = None
-    vectors: tuple[Sequence[float], ...] = ()  # of a teacher: of the query, then of each document; or empty
-    source: int = 0  # index in `data.train`
 
 
 def take(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:

@@ -23,7 +23,7 @@ from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.rows import Example, Row, TextFormat, take, text_keys
+from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sampling.plan import (
     NO_LIMIT,
     BatchDocuments,
@@ -54,45 +54,30 @@ class SourceSettings:
 
     text_format: TextFormat
     negatives: int | None = None  # hard negatives of a row that one step uses; None: all
-    lists: bool = False  # whether a step uses other positives of a row like its negatives
+    other_positives: bool = False  # whether a step uses other positives of a row like its negatives
     batch_negatives: int = 0  # documents of other rows that each row gets as further negatives
 
-    def row(self, example: Example, positive: int, negatives: Sequence[int]) -> Row:
-        """The query of `example` with one positive and some hard negatives, by their indices as in `Selection`.
 
-        A row with fewer negatives has fewer documents: a repeated negative would count twice in the loss.
-        """
-        assert example.location is not None
-        num_positives = len(example.positives)
-        chosen = [positive, *(num_positives + index for index in negatives)] if num_positives else []
-        documents = example.positives.joined(example.negatives).take(chosen)
-        vectors = example.vectors * (1 + len(documents))  # if one stands for all texts
-        if len(example.vectors) > 1:
-            vectors = example.vectors[:1] + take(example.vectors[1:], chosen)
-        return Row(example.query, documents, example.label, vectors, example.location.source)
-
-
-class SelectedRows(Sequence[Row]):
+class SelectedRows(Sequence[Example]):
     """The rows of a global batch, each read when it is accessed."""
 
     def __init__(
         self,
         stores: Sequence[RowStore],
-        settings: Sequence[SourceSettings],
         planned: PlannedBatch,
         selection: Selection,
     ) -> None:
-        self._stores, self._settings, self._planned, self._selection = stores, settings, planned, selection
+        self._stores, self._planned, self._selection = stores, planned, selection
         self._negative_starts = np.cumsum(selection.counts) - selection.counts
 
     def __len__(self) -> int:
         return len(self._planned.rows)
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> Example: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
+    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
         if isinstance(index, slice):
             return tuple(self._row(i) for i in range(len(self))[index])
         return self._row(range(len(self))[index])
@@ -112,14 +97,10 @@ class SelectedRows(Sequence[Row]):
     def _example(self, index: int) -> Example:
         return self._stores[int(self._planned.sources[index])][int(self._planned.rows[index])]
 
-    def _row(self, index: int) -> Row:
-        source = int(self._planned.sources[index])
+    def _row(self, index: int) -> Example:
         start, count = self._negative_starts[index], self._selection.counts[index]
-        return self._settings[source].row(
-            self._example(index),
-            int(self._selection.positive[index]),
-            self._selection.negatives[start : start + count].tolist(),
-        )
+        negatives = self._selection.negatives[start : start + count].tolist()
+        return self._example(index).selected(int(self._selection.positive[index]), negatives)
 
 
 class SelectedTokens:
@@ -280,11 +261,11 @@ class TrainData:
             positives[of_source], negatives[of_source] = store.num_positives[rows], store.num_negatives[rows]
             limits[of_source] = self._max_negatives(int(source), rows)
         positions = planned.first_position + np.arange(len(planned.rows))
-        of_lists = np.array([settings.lists for settings in self.settings])
-        lists = of_lists[planned.sources] if of_lists.any() else None
-        selection = draw(positives, negatives, limits, positions, self.plan.seed, lists)
+        uses_others = np.array([settings.other_positives for settings in self.settings])
+        other_positives = uses_others[planned.sources] if uses_others.any() else None
+        selection = draw(positives, negatives, limits, positions, self.plan.seed, other_positives)
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
-        rows = SelectedRows(self.stores, self.settings, planned, selection)
+        rows = SelectedRows(self.stores, planned, selection)
         has_ids = any(self.stores[source].extra_columns & ID_COLUMNS for source in sources)
         tokens: BatchTokens | None = None
         drawn: BatchNegatives | None = None
@@ -365,7 +346,9 @@ def load_train_data(
     text_format = text_format or TextFormat()
     source_needs = [needs] * len(sources) if isinstance(needs, RowRequirements) else needs
     settings = [
-        SourceSettings(TextFormat.of(source, text_format), source.negatives, row_needs.lists, row_needs.batch_negatives)
+        SourceSettings(
+            TextFormat.of(source, text_format), source.negatives, row_needs.other_positives, row_needs.batch_negatives
+        )
         for source, row_needs in zip(sources, source_needs, strict=True)
     ]
     notes = [str(store.report) for store in stores]

@@ -1,4 +1,4 @@
-"""The types from rows to the encoder: Example, Row, GlobalBatch, Chunk."""
+"""The types from rows to the encoder: GlobalBatch, Tokens, Chunk."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.rows import Row
+from embedtrain.data.rows import Example
 
 
 class TextRole(str, Enum):
@@ -152,7 +152,7 @@ class GlobalBatch:
     """The rows of one batch over all ranks, in an order that does not depend on the number of ranks."""
 
     step: int
-    rows: Sequence[Row]  # may read its elements lazily, so that a rank reads only its own
+    rows: Sequence[Example]  # may read its elements lazily, so that a rank reads only its own
     source: int | None = None  # of all rows, if every batch has rows of one source
     row_sources: NDArray[np.int64] | None = None  # [B], of each row, if a batch has rows of several sources
     tokens: BatchTokens | None = None  # None until the data is tokenised
@@ -161,7 +161,7 @@ class GlobalBatch:
     # int64 [B], documents of other rows that `tokens` has of each row, after those of `rows`; None: none.
     num_batch_negatives: NDArray[np.int64] | None = None
 
-    def rows_of_rank(self, rank: int, size: int) -> tuple[Row, ...]:
+    def rows_of_rank(self, rank: int, size: int) -> tuple[Example, ...]:
         """The rows of rank `rank` of `size`: every `size`-th row, so that ranks differ by at most one."""
         return tuple(self.rows[rank::size])
 
@@ -290,7 +290,7 @@ class Chunk:
         ids: int64 [N, L], or [1, T].
         mask: the same shape, 1 where a token is real and attended to. Padding may be on either side.
         rows: index of each text in the list it is from; -1 for a dummy, whose embedding is dropped.
-        pooled: the same shape, 1 where a token is pooled; None: all real tokens are.
+        pooled: the same shape, 1 where a token is pooled or has a lexical weight; None: all real tokens.
         packing: offsets of packed texts; None: the texts are padded.
         has_padding: whether the mask has a 0, known without reading it from a device.
         types: the same shape, the token types of pairs; None: all are 0.

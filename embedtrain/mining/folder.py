@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from embedtrain.config.compose import to_plain
 from embedtrain.config.options import info, is_in_result
 from embedtrain.data.sources.part_reader import PartReader
-from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.values import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
@@ -49,7 +49,7 @@ _CHECKSUMS = ".checksums.json"  # of the files that a rank writes
 def mining_identity(
     options: RowSearchOptions,
     sources: Sequence[MiningSource],
-    corpus: Sequence[Part],
+    corpus: Sequence[SourcePart],
     model: dict[str, Any],
     teacher: dict[str, Any] | None,
 ) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import map_array, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.rows import Example, instructed_query, text_keys
-from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.parts import SourcePart
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.index import ShardedIndex
-from embedtrain.losses.encoded import Part as EncodedPart
+from embedtrain.losses.encoded import Part
 from embedtrain.mining.pool import (
     DocumentBatch,
     DocumentFormat,
@@ -128,7 +128,11 @@ class MiningInputs:
 
 
 def prepare_inputs(
-    directory: Path, sources: Sequence[MiningSource], corpus: Sequence[Part], world: World, progress: ProgressCallback
+    directory: Path,
+    sources: Sequence[MiningSource],
+    corpus: Sequence[SourcePart],
+    world: World,
+    progress: ProgressCallback,
 ) -> MiningInputs:
     """Collect documents and queries on rank 0, unless an earlier run has done so. A collective.
 
@@ -152,7 +156,7 @@ def prepare_inputs(
 
 
 def _write_inputs(
-    directory: Path, sources: Sequence[MiningSource], corpus: Sequence[Part], progress: ProgressCallback
+    directory: Path, sources: Sequence[MiningSource], corpus: Sequence[SourcePart], progress: ProgressCallback
 ) -> None:
     unfinished = directory.with_suffix(".part")
     remove_tree(unfinished)
@@ -364,7 +368,7 @@ def _existing_negatives(
     return QueryDocumentPairs(owners[keep], documents[keep])
 
 
-def scores_of(index: ShardedIndex, queries: EncodedPart, pairs: QueryDocumentPairs) -> FloatArray:
+def scores_of(index: ShardedIndex, queries: Part, pairs: QueryDocumentPairs) -> FloatArray:
     """The score of each pair, float32 [P], bit-identical to the score in a search. A collective."""
     scores: FloatArray = np.empty(len(pairs.owners), dtype=np.float32)
     counts = pairs.counts(len(queries))

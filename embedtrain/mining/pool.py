@@ -21,8 +21,8 @@ from embedtrain.data.cache.document_store import MappedTexts
 from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sources.layouts import TEXTS_ONLY
-from embedtrain.data.sources.part_reader import Piece
-from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.resolve import (
     NO_IN_BATCH_NEGATIVES,
@@ -62,7 +62,7 @@ class MiningSource:
 
     name: str  # of the source, and of the file that is written for it
     store: RowStore
-    document_parts: Sequence[Part]  # the corpus that its rows refer to by id, if any; all of it is searched
+    document_parts: Sequence[SourcePart]  # the corpus that its rows refer to by id, if any; all of it is searched
     text_format: TextFormat
 
     def format_query(self, row: Example) -> tuple[str, str]:
@@ -146,7 +146,7 @@ class DocumentBatch:
 
 
 def all_documents(
-    sources: Sequence[MiningSource], corpus: Sequence[Part], progress: ProgressCallback
+    sources: Sequence[MiningSource], corpus: Sequence[SourcePart], progress: ProgressCallback
 ) -> Iterator[DocumentBatch]:
     """The documents of all rows (positives before negatives), then of the sources' corpora, then of `corpus`.
 
@@ -164,9 +164,9 @@ def all_documents(
         yield from _corpus_documents(part, number, progress)
 
 
-def corpus_parts(paths: Sequence[str]) -> list[Part]:
+def corpus_parts(paths: Sequence[str]) -> list[SourcePart]:
     """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder."""
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     for path in paths:
         corpus_files = sorted(expand_user(path).glob("corpus.*")) if expand_user(path).is_dir() else []
         name, revision = split_revision(path)
@@ -196,11 +196,11 @@ def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, Document
         yield batch.num_rows, DocumentBatch(texts, ids, source)
 
 
-def _corpus_documents(part: Part, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
+def _corpus_documents(part: SourcePart, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
     reader = DocumentReader([part], part.name, ids_required=False)
-    for line, document in reader.documents(Piece(part)):
+    for line, document in reader.documents(PartPiece(part)):
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")
         # Whitespace around a text without a title is kept, so that it equals the same text in a row.

@@ -9,7 +9,7 @@ from embedtrain.config.checks import prompt_warnings
 from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import model_options_named
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
-from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.parts import SourcePart
 from embedtrain.distributed.sharding import resolve_precision
 from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
@@ -67,7 +67,7 @@ class RowSearch:
 @dataclass(frozen=True)
 class _Opened:
     sources: list[MiningSource]
-    corpus: list[Part]
+    corpus: list[SourcePart]
     teacher: TeacherSpec | None
     precision: Precision
     identity_of_model: dict[str, Any]

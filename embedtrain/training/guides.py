@@ -11,7 +11,7 @@ from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, Similarity, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.data.cache.row_store import RowStore
-from embedtrain.data.rows import Row, TextFormat
+from embedtrain.data.rows import Example, TextFormat
 from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.distributed.collectives import max_over_ranks
@@ -76,7 +76,7 @@ class StoredTeacher:
         """The dimension of its vectors."""
         return self.stored.dimension
 
-    def __call__(self, rows: Sequence[Row]) -> Guide:
+    def __call__(self, rows: Sequence[Example]) -> Guide:
         """The vectors of these rows' texts; a DataError for a text that has none."""
         queries, documents = [row.query for row in rows], [text for row in rows for text in row.documents.texts]
         vectors = self._vectors(TextRole.query, queries), self._vectors(TextRole.document, documents)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.data.chunks import ChunkPlan, plan_towers
-from embedtrain.data.rows import Row, TextFormat, text_keys
+from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch
 from embedtrain.distributed.collectives import exchange_rows
@@ -90,7 +90,7 @@ class GuideTokenizer:
     text_format: TextFormat
     chunk_tokens: int
 
-    def __call__(self, rows: Sequence[Row]) -> tuple[Chunk, ...]:
+    def __call__(self, rows: Sequence[Example]) -> tuple[Chunk, ...]:
         """Chunks of all queries, then all documents, of these rows."""
         query_prompt, document_prompt = self.text_format.query_prompt, self.text_format.document_prompt
         queries = [query_prompt + row.query for row in rows]
@@ -194,7 +194,7 @@ def make_rank_batch(
     chunk_options: ChunkOptions,
     *,
     guides: Mapping[str, GuideTokenizer] | None = None,
-    stored_guides: Mapping[str, Callable[[Sequence[Row]], Guide]] | None = None,
+    stored_guides: Mapping[str, Callable[[Sequence[Example]], Guide]] | None = None,
     teacher_dimension: int | None = None,
 ) -> RankBatch:
     """The part of `batch` that rank `rank` computes. Queries and documents share chunks if one tower encodes both.
@@ -267,7 +267,7 @@ def _global_rows(tokens: BatchTokens, inputs: EncoderInputs, rank: int, size: in
 
 
 def _make_batch_info(
-    rows: Sequence[Row] | None,
+    rows: Sequence[Example] | None,
     global_rows: GlobalRows,
     *,
     has_ids: bool,
@@ -318,7 +318,7 @@ def _id_keys(ids: Sequence[str], keys: Tensor) -> Tensor:
     return torch.where(has_id, torch.from_numpy(text_keys([f"\0id {name}" for name in ids])), keys)
 
 
-def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:
+def _teacher_vectors(rows: Sequence[Example], dimension: int) -> Guide:
     queries = [np.asarray(row.vectors[0], dtype=np.float32) for row in rows]
     documents = [np.asarray(vector, dtype=np.float32) for row in rows for vector in row.vectors[1:]]
     of_queries, of_documents = (

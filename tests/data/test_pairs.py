@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.rows import Documents, Row
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair
 from embedtrain.data.vocabulary import train_tokenizer
@@ -110,7 +110,7 @@ def test_no_room_for_texts():
 def test_every_pair_of_a_batch_is_encoded_once_and_sent_to_its_row(size):
     own = xlm_r()
     tokenizer = TextTokenizer(own, 24, PairLayout(own, PairFormat.of(own)), packed=True)
-    rows = [Row(TEXTS[i], Documents(tuple(TEXTS[(i + j) % 7] for j in range(i % 4)))) for i in range(1, 7)]
+    rows = [Example(TEXTS[i], Documents(tuple(TEXTS[(i + j) % 7] for j in range(i % 4)))) for i in range(1, 7)]
     batch = GlobalBatch(0, rows)
     batch = replace(batch, tokens=TextTokens(batch, tokenizer))
     ranks = [make_rank_batch(batch, rank, size, tokenizer, ChunkOptions(40)) for rank in range(size)]

@@ -16,7 +16,7 @@ from embedtrain.config.losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.rows import Prompt, Row, TextFormat, text_keys
+from embedtrain.data.rows import Example, Prompt, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import Mixing, TrainData, load_recipe_data, load_train_data
 from embedtrain.errors import DataError
@@ -53,7 +53,7 @@ def test_rows_of_all_ranks_make_up_the_batch(data: TrainData, size: int) -> None
     for k in range(2 * data.plan.steps_per_epoch):
         batch = data.batch(k)
         rank_rows = [data.batch(k).rows_of_rank(rank, size) for rank in range(size)]
-        merged: list[Row | None] = [None] * len(batch.rows)
+        merged: list[Example | None] = [None] * len(batch.rows)
         for rank, rows in enumerate(rank_rows):
             merged[rank::size] = rows
         assert merged == list(batch.rows)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.losses import InfoNCEConfig, Similarity
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.rows import Documents, Row, TextFormat
+from embedtrain.data.rows import Documents, Example, TextFormat
 from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -131,7 +131,7 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
         Similarity.cosine,
         world,
     )
-    seen = guide(guide.texts([Row(text, Documents(("nu lambda",))) for text in texts]), len(texts))
+    seen = guide(guide.texts([Example(text, Documents(("nu lambda",))) for text in texts]), len(texts))
     torch.testing.assert_close(seen.queries.float(), actual, atol=1e-5, rtol=0)
     torch.testing.assert_close(seen.documents.float()[:1], encoder.encode_all(["nu lambda"], "mu "), atol=1e-5, rtol=0)
     assert model_identity(model.source, Precision.fp32, world)["include_prompt"] is False

@@ -50,7 +50,7 @@ from embedtrain.config.losses import (
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
-from embedtrain.data.rows import Documents, Row
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
@@ -173,7 +173,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
         random = torch.Generator().manual_seed(i)
         width = WIDTH + 5 * wide
         built.append(
-            Row(
+            Example(
                 row.query,
                 Documents(documents, tuple(float(i % 3) for _ in documents) if classes else scores),
                 label=i % 3 if needs.label else None,

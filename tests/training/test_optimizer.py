@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ModelConfig, Precision, Strategy
-from embedtrain.data.rows import Documents, Row
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -161,7 +161,7 @@ def outputs_of_equal_chunks(world: World, model: ModelConfig, dropout: bool) -> 
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    rows = tuple(Row("alpha beta gamma", Documents(("alpha beta gamma",))) for _ in range(2 * world.size))
+    rows = tuple(Example("alpha beta gamma", Documents(("alpha beta gamma",))) for _ in range(2 * world.size))
     rank_batch = make_rank_batch(
         tokenised(GlobalBatch(0, rows), loaded.tokenizer),
         world.rank,

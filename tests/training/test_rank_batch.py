@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embedtrain.data.prefetch import Prefetcher
-from embedtrain.data.rows import Documents, Row, text_keys
+from embedtrain.data.rows import Documents, Example, RowLocation, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 from embedtrain.losses.types import BatchInfo
@@ -26,7 +26,7 @@ def parts(rows: GlobalBatch, size: int, cutting: ChunkOptions) -> list[RankBatch
     return [make_rank_batch(tokenised(rows, TOKENIZER), rank, size, TOKENIZER, cutting) for rank in range(size)]
 
 
-def texts_of(rows: Sequence[Row]) -> list[str]:
+def texts_of(rows: Sequence[Example]) -> list[str]:
     return [row.query for row in rows] + [text for row in rows for text in row.documents.texts]
 
 
@@ -86,7 +86,7 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_have_as_much_to_compute(size):
     """Rank 0's rows are the long ones: their texts are dealt all the same."""
-    rows = tuple(Row(text(i, 2), Documents((text(i, 40 if i % size == 0 else 3),))) for i in range(60 * size))
+    rows = tuple(Example(text(i, 2), Documents((text(i, 40 if i % size == 0 else 3),))) for i in range(60 * size))
     dealt = parts(GlobalBatch(0, rows), size, PIECES)
     assert max(part.computed_tokens for part in dealt) <= 1.02 * min(part.computed_tokens for part in dealt)
 
@@ -94,7 +94,7 @@ def test_ranks_have_as_much_to_compute(size):
 def test_pieces_save_padding():
     """A share that fits is cut all the same, and less is computed than in one pass."""
     long, short = " ".join(["alpha"] * 14), "beta"
-    rows = GlobalBatch(0, tuple(Row(short, Documents((long,))) for _ in range(8)))
+    rows = GlobalBatch(0, tuple(Example(short, Documents((long,))) for _ in range(8)))
     (one,), (several,) = parts(rows, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)), parts(rows, 1, PIECES)
     assert len(one.chunks) == 1 < len(several.chunks)
     assert several.num_cached_graphs == len(several.chunks)
@@ -126,7 +126,7 @@ def test_a_rank_without_rows():
 
 
 def test_more_ranks_than_texts():
-    rows = GlobalBatch(0, (Row("alpha", Documents(("beta",))),))
+    rows = GlobalBatch(0, (Example("alpha", Documents(("beta",))),))
     dealt = parts(rows, 4, PIECES)
     assert at_home(dealt, 0) == TOKENIZER.ids(["alpha", "beta"])
     assert [at_home(dealt, rank) for rank in (1, 2, 3)] == [[], [], []]
@@ -134,10 +134,10 @@ def test_more_ranks_than_texts():
 
 def test_ids_are_a_sources_own():
     rows = [
-        Row("a", Documents(("b",), ids=("7",)), source=0),
-        Row("a", Documents(("c",), ids=("7",)), source=1),
-        Row("a", Documents(("d", "e"), ids=("8", "7")), source=0),
-        Row("a", Documents(("f",)), source=1),
+        Example("a", Documents(("b",), ids=("7",)), location=RowLocation(0, "rows.jsonl", 1)),
+        Example("a", Documents(("c",), ids=("7",)), location=RowLocation(1, "rows.jsonl", 1)),
+        Example("a", Documents(("d", "e"), ids=("8", "7")), location=RowLocation(0, "rows.jsonl", 1)),
+        Example("a", Documents(("f",)), location=RowLocation(1, "rows.jsonl", 1)),
     ]
     (rank_batch,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
     ids = rank_batch.batch_info.document_ids

@@ -14,11 +14,11 @@ from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache, build
-from embedtrain.data.cache.document_store import DocumentStore, documents_build
+from embedtrain.data.cache.document_store import MappedCorpus, documents_build
 from embedtrain.data.cache.row_checks import RowCheck
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, RowStore
 from embedtrain.data.sampling.permutation import random_bits
-from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.part_reader import PartPiece, PartReader
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import find_parts, source_names
 from embedtrain.data.sources.values import BadRow
@@ -295,7 +295,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, limit
     if reading.documents is not None:
         corpus = documents_build(reading.documents, OnError.skip, cache)
         build([corpus])
-        documents = DocumentStore(corpus.directory)
+        documents = MappedCorpus(corpus.directory)
     problems: list[str] = []
     for piece in reading.pieces(_WHOLE_FILE_BYTES):
         check, is_empty = RowCheck(needs), True
@@ -323,4 +323,4 @@ def num_empty_files(source: TrainSource, store: RowStore) -> int:
     columns = parse_columns(source.columns)
     reader = PartReader(subset=source.subset, split=source.split, columns=None if columns is None else columns.names)
     others = [part for number, part in enumerate(find_parts(source).parts) if number not in with_rows]
-    return sum(all(line.row is None for line in reader.lines(Piece(part))) for part in others)
+    return sum(all(line.row is None for line in reader.lines(PartPiece(part))) for part in others)

@@ -21,7 +21,7 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sources.files import file_changed_error
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, FlagEmbedding, RowLayout
-from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.part_reader import PartPiece
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import expand_sources, source_names
 from embedtrain.data.sources.values import BadRow
@@ -176,7 +176,7 @@ class SplitSource:
         self.problems.clear()
         self.num_rows = 0
         for part in self.reader.parts:
-            piece = Piece(part)
+            piece = PartPiece(part)
             rows = self.reader.rows(piece, self.layout, self.documents)
             for line, row in rows:
                 if isinstance(row, BadRow):
@@ -215,12 +215,12 @@ def _open(source: TrainSource, name: str, on_error: OnError, cache_dir: str | No
 def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | None) -> DocumentLookup:
     """The corpus that rows refer to by id, in the cache."""
     from embedtrain.data.cache.cache import Cache, build, cache_directory  # imports torch
-    from embedtrain.data.cache.document_store import DocumentStore, documents_build
+    from embedtrain.data.cache.document_store import MappedCorpus, documents_build
 
     assert reader.documents is not None
     corpus = documents_build(reader.documents, on_error, Cache(directory=cache_directory(cache_dir)))
     build([corpus])
-    return DocumentStore(corpus.directory)
+    return MappedCorpus(corpus.directory)
 
 
 def file_names(sources: Sequence[SplitSource]) -> list[str]:

@@ -23,7 +23,7 @@ from embedtrain import __version__
 from embedtrain.config.recipe import ExportConfig, OnError
 from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
-from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.part_reader import PartPiece
 from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.tokens import TextTokenizer
@@ -296,7 +296,7 @@ def _texts(options: "TrimOptions") -> Iterator[str]:
             yield from _row_texts(store)
     for part in corpus_parts(options.corpus):
         reader = DocumentReader([part], part.name, ids_required=False)
-        for line, document in reader.documents(Piece(part)):
+        for line, document in reader.documents(PartPiece(part)):
             if isinstance(document, BadRow):
                 raise DataError(f"{part.location(line)}: {document}")
             yield document.full_text

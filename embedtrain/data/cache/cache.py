@@ -96,7 +96,7 @@ class Verification:
 
 
 # A part of every key: raised whenever the format of cached files changes.
-FORMAT = 8
+FORMAT = 9
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
 MIN_MAPPED_BYTES = 1 << 14
 

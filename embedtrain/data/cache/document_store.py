@@ -27,7 +27,7 @@ from embedtrain.data.cache.cache import (
     write_metadata,
 )
 from embedtrain.data.rows import text_key
-from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.part_reader import PartPiece
 from embedtrain.data.sources.reader import DocumentReader, SourceVersion
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
@@ -43,7 +43,7 @@ _SCHEMA = pa.schema([("id", pa.large_string()), ("text", pa.large_string()), ("l
 def documents_build(
     reader: DocumentReader, on_error: OnError, cache: Cache, digests: Sequence[Sequence[str]] | None = None
 ) -> Build:
-    """The build of a corpus in the cache; DocumentStore opens it.
+    """The build of a corpus in the cache; MappedCorpus opens it.
 
     With `on_error=skip`, documents that cannot be read are left out, and rows that refer to them are bad. `digests` are
     those of the parts, where they have been computed. The tasks raise DataError if a document cannot be read, an id has
@@ -52,7 +52,7 @@ def documents_build(
     version = SourceVersion(reader, None if digests is None else {"parts": digests, "documents": []})
     key = [FORMAT, version.content["parts"], on_error.value, PIECE_BYTES]
     directory = cache.directory / f"documents-{json_digest(key)}"
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, PartPiece] = {}
 
     def tasks() -> Mapping[str, Task]:
         with version.during(reader.parts):  # processes must agree on the pieces
@@ -69,13 +69,15 @@ def documents_build(
     return Build(directory, tasks, join, progress=partial(cache.progress, f"reading {reader.name}"))
 
 
-def _write_piece(reader: DocumentReader, piece: Piece, on_error: OnError, version: SourceVersion, path: Path) -> None:
+def _write_piece(
+    reader: DocumentReader, piece: PartPiece, on_error: OnError, version: SourceVersion, path: Path
+) -> None:
     path.mkdir()
     with version.during([piece.part]):
         _write_documents(reader, piece, on_error, path)
 
 
-def _write_documents(reader: DocumentReader, piece: Piece, on_error: OnError, path: Path) -> None:
+def _write_documents(reader: DocumentReader, piece: PartPiece, on_error: OnError, path: Path) -> None:
     keys = array("q")
     pending: list[tuple[str, str, int]] = []
     characters = 0
@@ -104,7 +106,7 @@ def _write_documents(reader: DocumentReader, piece: Piece, on_error: OnError, pa
     write_array(path / "keys.bin", np.frombuffer(keys, dtype=np.int64))
 
 
-def _join(reader: DocumentReader, pieces: Mapping[str, Piece], directory: Path, path: Path) -> None:
+def _join(reader: DocumentReader, pieces: Mapping[str, PartPiece], directory: Path, path: Path) -> None:
     """Sort the keys of all ids, and find repeated ones: with the same text they are ignored, with another rejected."""
     path.mkdir()
     counts = [len(map_array(directory / name / "keys.bin", np.int64)) for name in pieces]
@@ -144,7 +146,7 @@ def _join(reader: DocumentReader, pieces: Mapping[str, Piece], directory: Path, 
     write_array(path / "repeated.bin", np.array(sorted(repeated), dtype=np.int64))
 
 
-class DocumentStore:
+class MappedCorpus:
     """A corpus mapped into memory: texts by id, or all ids and texts in their order."""
 
     def __init__(self, directory: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Example
-from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
@@ -172,7 +172,7 @@ class SkippedRows:
         self.num_rows += num_rows
         self.first = [*self.first, *rows][:MAX_PROBLEMS_SHOWN]
 
-    def describe(self, parts: Sequence[Part]) -> str:
+    def describe(self, parts: Sequence[SourcePart]) -> str:
         """`path:2, 5, 9 and 34 more: problem`."""
         written = []
         for index, row in enumerate(self.first):
@@ -182,7 +182,7 @@ class SkippedRows:
         return f"{', '.join(written)}{f' and {more:,} more' if more else ''}: {self.problem}"
 
 
-def _location(parts: Sequence[Part], part: int, line: int) -> str:
+def _location(parts: Sequence[SourcePart], part: int, line: int) -> str:
     return parts[part].location(line) if line else parts[part].name
 
 
@@ -332,7 +332,7 @@ class RowStatistics:
         return cls(**{**values, "rows": rows, "skipped": skipped, "width": width})
 
     def report(
-        self, name: str, layout: str, parts: Sequence[Part], negatives_used: int | None, *, cached: bool
+        self, name: str, layout: str, parts: Sequence[SourcePart], negatives_used: int | None, *, cached: bool
     ) -> SourceReport:
         """The report for the user, with the current paths of the files."""
         return SourceReport(

@@ -37,11 +37,11 @@ from embedtrain.data.cache.cache import (
     write_array,
     write_metadata,
 )
-from embedtrain.data.cache.document_store import DocumentStore, documents_build
+from embedtrain.data.cache.document_store import MappedCorpus, documents_build
 from embedtrain.data.cache.row_checks import RowCheck, RowStatistics, SourceReport, check_equal_counts, check_sources
 from embedtrain.data.rows import Documents, Example, RowLocation
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
-from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.part_reader import PartPiece
 from embedtrain.data.sources.reader import SourceReader, SourceVersion, open_sources
 from embedtrain.data.sources.resolve import source_names
 from embedtrain.data.sources.values import BadRow
@@ -288,8 +288,6 @@ def _encode_extra(name: str, value: Any) -> bytes:
         parts = [np.asarray(vector, dtype="<f4").tobytes() for vector in value]
     else:
         parts = [array("f", value).tobytes()]
-    # Digests of earlier runs, which resumed ones are compared with, have this column by its older name.
-    name = "most_negatives" if name == "max_negatives" else name
     return b" ".join((name.encode(), *(b"%d %b" % (len(part), part) for part in parts), b"."))
 
 
@@ -304,7 +302,7 @@ METADATA = "metadata.json"  # of a piece, and of all pieces
 def write_piece(
     reading: SourceReader,
     layout: RowLayout,
-    piece: Piece,
+    piece: PartPiece,
     documents: DocumentLookup | None,
     on_error: OnError,
     path: Path,
@@ -569,14 +567,14 @@ class CachedRows:
         documents = None
         if self.documents is not None:
             build([self.documents])
-            documents = DocumentStore(self.documents.directory)
+            documents = MappedCorpus(self.documents.directory)
         with self._version.during(reading.parts):  # processes must agree on the pieces
             layout = self._layout = reading.detect_layout(self._on_error)
             pieces = reading.pieces(PIECE_BYTES)
             if len(pieces) > MAX_PIECES:
                 pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MAX_PIECES))
 
-        def task(piece: Piece) -> Task:
+        def task(piece: PartPiece) -> Task:
             def write(path: Path) -> None:
                 with self._version.during([piece.part]):
                     write_piece(reading, layout, piece, documents, self._on_error, path)

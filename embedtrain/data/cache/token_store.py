@@ -85,8 +85,8 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
                 file.write(arrays[name].data.cast("B"))
 
 
-class _Kind(NamedTuple):
-    """What determines the tokens and the key of a text besides the text."""
+class _TextOptions(NamedTuple):
+    """What determines the tokens and the key of a text, besides the text."""
 
     prompt: Prompt
     limit: int  # tokens
@@ -94,15 +94,17 @@ class _Kind(NamedTuple):
     role: TextRole = TextRole.document  # of a query only where its tokens depend on it
 
 
-def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokenizer) -> Iterator[tuple[str, _Kind]]:
-    """The texts of a batch of rows in order, with their kinds."""
+def _texts(
+    batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokenizer
+) -> Iterator[tuple[str, _TextOptions]]:
+    """The texts of a batch of rows in order, with their options."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     nothing = [None] * batch.num_rows
     instructions = [
         columns[name].to_pylist() if name in columns else nothing for name in ("instruction", "document_instruction")
     ]
-    queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
-    documents: dict[str | None, _Kind] = {}
+    queries: dict[str | None, _TextOptions] = {}  # hundreds of thousands of rows share a few instructions
+    documents: dict[str | None, _TextOptions] = {}
     layout = tokenizer.layout
     query_limit = tokenizer.limit(TextRole.query, text_format.query_max_length)
     document_limit = tokenizer.limit(TextRole.document, text_format.document_max_length)
@@ -111,16 +113,16 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat, tokenizer: TextTokeni
     for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
             prompt = layout.query_prompt(text_format.query(of_query))
-            queries[of_query] = _Kind(prompt, query_limit, of_query or None, role)
+            queries[of_query] = _TextOptions(prompt, query_limit, of_query or None, role)
         if of_documents not in documents:
             prompt = layout.document_prompt(text_format.document(of_documents))
-            documents[of_documents] = _Kind(prompt, document_limit)
+            documents[of_documents] = _TextOptions(prompt, document_limit)
         yield query, queries[of_query]
-        kind = documents[of_documents]
+        options = documents[of_documents]
         for text in positives:
-            yield text, kind
+            yield text, options
         for text in negatives:
-            yield text, kind
+            yield text, options
 
 
 class _DistinctTexts:
@@ -131,43 +133,43 @@ class _DistinctTexts:
         self.lengths, self.keys, self.unpooled = (np.empty(0, dtype=np.int64) for _ in range(3))  # [U]
         self.offsets = np.zeros(1, dtype=np.int64)  # [U + 1]
         self._layout = tokenizer.layout
-        self._numbers: dict[_Kind, dict[str, int]] = {}
+        self._numbers: dict[_TextOptions, dict[str, int]] = {}
 
-    def numbers(self, texts: Sequence[tuple[str, _Kind]]) -> NDArray[np.int64]:
+    def numbers(self, texts: Sequence[tuple[str, _TextOptions]]) -> NDArray[np.int64]:
         """The index of each text among the distinct texts; new texts are tokenised."""
         indices = np.empty(len(texts), dtype=np.int64)
-        new: dict[_Kind, list[str]] = {}
+        new: dict[_TextOptions, list[str]] = {}
         count = len(self.lengths)
-        waiting: list[tuple[int, _Kind, str]] = []
-        for index, (text, kind) in enumerate(texts):
-            numbers = self._numbers.setdefault(kind, {})
+        waiting: list[tuple[int, _TextOptions, str]] = []
+        for index, (text, options) in enumerate(texts):
+            numbers = self._numbers.setdefault(options, {})
             number = numbers.get(text)
             if number is None:
                 numbers[text] = number = -1
-                new.setdefault(kind, []).append(text)
+                new.setdefault(options, []).append(text)
             if number < 0:
-                waiting.append((index, kind, text))
+                waiting.append((index, options, text))
             indices[index] = number
-        for kind, new_texts in new.items():
-            self._add(kind, new_texts)
-            self._numbers[kind].update(zip(new_texts, range(count, count + len(new_texts)), strict=True))
+        for options, new_texts in new.items():
+            self._add(options, new_texts)
+            self._numbers[options].update(zip(new_texts, range(count, count + len(new_texts)), strict=True))
             count += len(new_texts)
-        for index, kind, text in waiting:
-            indices[index] = self._numbers[kind][text]
+        for index, options, text in waiting:
+            indices[index] = self._numbers[options][text]
         return indices
 
-    def _add(self, kind: _Kind, texts: list[str]) -> None:
+    def _add(self, options: _TextOptions, texts: list[str]) -> None:
         values, lengths, unpooled = [self.values], [self.lengths], [self.unpooled]
         for batch in _batches(texts):
-            prompted = [kind.prompt(text) for text in batch]
-            tokens = self._layout.tokenize(prompted, kind.limit, kind.prompt.prefix, kind.role)
+            prompted = [options.prompt(text) for text in batch]
+            tokens = self._layout.tokenize(prompted, options.limit, options.prompt.prefix, options.role)
             lengths.append(tokens.lengths)
             values.append(tokens.ids.astype(self.values.dtype))
             unpooled.append(tokens.count(NOT_POOLED))
         self.values, self.lengths, self.unpooled = map(np.concatenate, (values, lengths, unpooled))
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         keys = np.fromiter(
-            (text_key(instructed_query(text, kind.instruction)) for text in texts),
+            (text_key(instructed_query(text, options.instruction)) for text in texts),
             dtype=np.int64,
             count=len(texts),
         )

@@ -323,7 +323,7 @@ def draw(
     max_negatives: int | NDArray[np.int64],
     positions: NDArray[np.int64],
     seed: int,
-    lists: NDArray[np.bool_] | None = None,
+    other_positives: NDArray[np.bool_] | None = None,
 ) -> Selection:
     """Select one positive and at most `max_negatives` negatives of each row, uniformly and without replacement.
 
@@ -335,9 +335,11 @@ def draw(
         num_negatives: int64 [B], of each row.
         max_negatives: for all rows or int64 [B].
         positions: int64 [B], position of each row in the run.
-        lists: bool [B], rows whose other positives are drawn like negatives; default: none.
+        other_positives: bool [B], rows whose other positives are drawn like negatives; default: none.
     """
-    num_others = num_negatives if lists is None else num_negatives + np.where(lists, num_positives - 1, 0)
+    num_others = (
+        num_negatives if other_positives is None else num_negatives + np.where(other_positives, num_positives - 1, 0)
+    )
     available = np.where(num_positives > 0, num_others, 0)
     counts = np.minimum(available, max_negatives)
     keys = make_keys(seed, Purpose.documents, positions)
@@ -355,9 +357,9 @@ def draw(
         # Row and hash in one number, because rows are already sorted: seven times faster than `lexsort`.
         order = np.argsort(rows.astype(np.uint64) << np.uint64(40) | hashes >> np.uint64(24), kind="stable")
         negatives[(counts < available)[owners]] = ranks[order[ranks < counts[rows]]]
-    if lists is not None:  # from indices among all documents but the drawn one
+    if other_positives is not None:  # from indices among all documents but the drawn one
         among_all = negatives + (negatives >= positive[owners])
-        negatives = np.where(lists[owners], among_all - num_positives[owners], negatives)
+        negatives = np.where(other_positives[owners], among_all - num_positives[owners], negatives)
     return Selection(positive, negatives, owners, counts)
 
 

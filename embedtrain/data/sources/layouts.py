@@ -39,7 +39,7 @@ class RowLayout(ABC):
     def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Example:
         """The texts of a row, and the values besides them that the loss needs. Raises BadRow if it cannot be used."""
         texts = _drop_repeated_negatives(self._parse(row, documents))
-        return self._only_negatives(texts) if self.needs.lists and not texts.positives else texts
+        return self._only_negatives(texts) if self.needs.other_positives and not texts.positives else texts
 
     def describe(self) -> str:
         """A phrase for the report: the layout and the optional values found in its rows."""
@@ -51,7 +51,7 @@ class RowLayout(ABC):
 
     def _require_positives(self, positives: Sequence[object], key: str) -> None:
         """Reject a row without positives, which only losses of all documents of a row can use."""
-        if not positives and not self.needs.lists:
+        if not positives and not self.needs.other_positives:
             raise BadRow(f"{key} is empty: a row needs at least one positive")
 
     def _only_negatives(self, texts: Example) -> Example:

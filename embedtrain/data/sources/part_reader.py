@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.data.sources.files import count_lines_before, file_digest, read_lines_between, splittable_size
-from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.parts import PartKind, SourcePart
 from embedtrain.data.sources.retrieval import judged_rows
 from embedtrain.data.sources.table_rows import (
     arrow_rows,
@@ -20,7 +20,7 @@ from embedtrain.data.sources.values import BadRow
 
 
 def raw_rows(
-    part: Part, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None
+    part: SourcePart, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None
 ) -> Iterator[RawRow]:
     """Every row of a part: its line or row number from 1, and its values by column or key.
 
@@ -47,10 +47,10 @@ def raw_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PartPiece:
     """A part of a source, or a range of one, that is read by itself."""
 
-    part: Part
+    part: SourcePart
     start: int = 0  # byte of JSONL, row group of Parquet, record batch of Arrow, row of a data set
     stop: int | None = None  # exclusive; None: the end of the part
 
@@ -71,9 +71,9 @@ class PartReader:
 
     def __init__(self, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None) -> None:
         self._subset, self._split, self._columns = subset, split, columns
-        self._datasets: dict[Part, Any] = {}  # opened once, since that takes a second
+        self._datasets: dict[SourcePart, Any] = {}  # opened once, since that takes a second
 
-    def split(self, part: Part, piece_bytes: int) -> list[Piece]:
+    def split(self, part: SourcePart, piece_bytes: int) -> list[PartPiece]:
         """A part in pieces of about this size; in one piece where it can only be read from its beginning."""
         starts: Sequence[int]
         match part.kind:
@@ -89,9 +89,9 @@ class PartReader:
                 starts = range(0, len(data) or 1, max(1, piece_bytes // row_bytes))
             case _:
                 starts = [0]
-        return [Piece(part, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+        return [PartPiece(part, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
-    def lines(self, piece: Piece) -> Iterator[RawLine]:
+    def lines(self, piece: PartPiece) -> Iterator[RawLine]:
         """The lines or rows of a piece, including blank ones."""
         part = piece.part
         if part.kind is not PartKind.jsonl:
@@ -100,7 +100,7 @@ class PartReader:
         for number, line in read_lines_between(part.name, piece.start, piece.stop):
             yield RawLine(number, parse_json_row(line) if line.strip() else None)
 
-    def lines_before(self, piece: Piece) -> int:
+    def lines_before(self, piece: PartPiece) -> int:
         """The number of lines or rows of the part before the piece."""
         if piece.start == 0:
             return 0
@@ -114,7 +114,7 @@ class PartReader:
             case _:
                 return piece.start
 
-    def digests(self, part: Part) -> list[str]:
+    def digests(self, part: SourcePart) -> list[str]:
         """The kind of a part, and digests of its files."""
         if part.tables:
             return [part.kind.name, *(digest for table in part.tables[:2] for digest in self.digests(table))]
@@ -124,7 +124,7 @@ class PartReader:
         files = [file_digest(file["filename"]) for file in data.cache_files]
         return [part.kind.name, *(files or [str(data._fingerprint)])]
 
-    def _rows(self, piece: Piece) -> Iterator[RawRow]:
+    def _rows(self, piece: PartPiece) -> Iterator[RawRow]:
         part, columns = piece.part, self._columns
         match part.kind:
             case PartKind.parquet:
@@ -136,7 +136,7 @@ class PartReader:
             case _:
                 return raw_rows(part, subset=self._subset, split=self._split, columns=columns)
 
-    def _dataset(self, part: Part) -> Any:
+    def _dataset(self, part: SourcePart) -> Any:
         if part not in self._datasets:
             self._datasets[part] = open_dataset(part, self._subset, self._split)
         return self._datasets[part]

@@ -46,7 +46,7 @@ _KINDS_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """One file, one data set that `datasets` opens, or the three tables of a BEIR folder."""
 
     name: str  # path, URL or Hub id, for messages; that of the judgements for a BEIR folder
@@ -56,7 +56,7 @@ class Part:
     revision: str | None = None  # commit, tag or branch of a Hub data set
     backslash_escapes: bool = False  # of CSV and TSV
     # Judgements, queries and corpus of a BEIR folder.
-    tables: tuple["Part", ...] = ()
+    tables: tuple["SourcePart", ...] = ()
 
     def location(self, line: int) -> str:
         """A row's location for messages: `path:line`; `path: row N` or `path: element N` in files without lines."""
@@ -67,7 +67,7 @@ class Part:
         return f"{self.name}: row {line}" if self.kind in _KINDS_WITHOUT_LINES else f"{self.name}:{line}"
 
 
-def part_of_file(name: str, *, backslash_escapes: bool = False) -> Part:
+def part_of_file(name: str, *, backslash_escapes: bool = False) -> SourcePart:
     """The part of a file: its name and, for JSON, its beginning give the kind. Raises DataError for other kinds.
 
     `backslash_escapes` is the option of its source or set, and of CSV and TSV alone.
@@ -81,7 +81,7 @@ def part_of_file(name: str, *, backslash_escapes: bool = False) -> Part:
     kind = kind or KIND_OF_SUFFIX[suffix]
     if backslash_escapes and kind not in (PartKind.csv, PartKind.tsv):
         raise ConfigError(f"{name}: backslash_escapes is an option of CSV and TSV files, and this is {kind.value}")
-    return Part(name, kind, backslash_escapes=backslash_escapes)
+    return SourcePart(name, kind, backslash_escapes=backslash_escapes)
 
 
 def _kind_of_content(name: str) -> PartKind | None:

@@ -19,8 +19,8 @@ from embedtrain.data.sources.column_layouts import choose_layout
 from embedtrain.data.sources.column_roles import is_id, normalized
 from embedtrain.data.sources.files import file_changed_error, file_version
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
-from embedtrain.data.sources.part_reader import PartReader, Piece
-from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.part_reader import PartPiece, PartReader
+from embedtrain.data.sources.parts import PartKind, SourcePart
 from embedtrain.data.sources.resolve import find_parts
 from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.errors import DataError, EmbedtrainError
@@ -63,9 +63,9 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
 class DocumentReader:
     """Reads the documents of a corpus. Every method raises DataError where a part is gone or cannot be read."""
 
-    document_parts: Sequence[Part] = ()  # a corpus has no corpus
+    document_parts: Sequence[SourcePart] = ()  # a corpus has no corpus
 
-    def __init__(self, parts: Sequence[Part], name: str, *, ids_required: bool = True) -> None:
+    def __init__(self, parts: Sequence[SourcePart], name: str, *, ids_required: bool = True) -> None:
         self.parts, self.name = parts, name
         self._ids_required = ids_required
         self._reader = PartReader()
@@ -74,11 +74,11 @@ class DocumentReader:
         """Digests of the parts."""
         return {"parts": [self._reader.digests(part) for part in self.parts], "documents": []}
 
-    def pieces(self, piece_bytes: int) -> list[Piece]:
+    def pieces(self, piece_bytes: int) -> list[PartPiece]:
         """All parts in order, in pieces of about this size."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
-    def documents(self, piece: Piece) -> Iterator[tuple[int, Document | BadRow]]:
+    def documents(self, piece: PartPiece) -> Iterator[tuple[int, Document | BadRow]]:
         """The documents of a piece with their line or row numbers within it."""
         for line in self._reader.lines(piece):
             if line.row is None:
@@ -90,14 +90,14 @@ class DocumentReader:
             except BadRow as bad:
                 yield line.number, bad
 
-    def location(self, piece: Piece, line: int) -> str:
+    def location(self, piece: PartPiece, line: int) -> str:
         """A document's location for messages, by its line or row number within the piece."""
         return piece.part.location(self._reader.lines_before(piece) + line)
 
 
 FORMAT_VERSION = 4  # of the rows that readers return; a new one invalidates every cache
 _NUM_INSPECTED_ROWS = 16
-_LocatedRow: TypeAlias = tuple[Part, int, dict[str, Any] | BadRow]
+_LocatedRow: TypeAlias = tuple[SourcePart, int, dict[str, Any] | BadRow]
 _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
@@ -113,7 +113,7 @@ class PieceRows:
     def __init__(
         self,
         reader: PartReader,
-        piece: Piece,
+        piece: PartPiece,
         layout: RowLayout,
         documents: DocumentLookup | None,
         source: TrainSource,
@@ -216,7 +216,7 @@ class SourceReader:
         self._reader = PartReader(subset=source.subset, split=source.split, columns=columns)
 
     @property
-    def document_parts(self) -> Sequence[Part]:
+    def document_parts(self) -> Sequence[SourcePart]:
         """The parts of the corpus."""
         return self.documents.parts if self.documents else ()
 
@@ -273,22 +273,22 @@ class SourceReader:
         )
         raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 
-    def pieces(self, piece_bytes: int) -> list[Piece]:
+    def pieces(self, piece_bytes: int) -> list[PartPiece]:
         """All parts in order, in pieces of about this size where they can be split."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
-    def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
+    def rows(self, piece: PartPiece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
         """The rows of one piece. The layout, as `detect_layout` returned it, is copied."""
         return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source)
 
-    def lines_before(self, piece: Piece) -> int:
+    def lines_before(self, piece: PartPiece) -> int:
         """The number of lines or rows of the part before the piece."""
         return self._reader.lines_before(piece)
 
     def _rows_and_empty_parts(self) -> Iterator[_LocatedRow]:
         for part in self.parts:
             is_empty = True
-            for line in self._reader.lines(Piece(part)):
+            for line in self._reader.lines(PartPiece(part)):
                 if line.row is not None:
                     is_empty = False
                     yield part, line.number, line.row
@@ -316,7 +316,7 @@ class SourceVersion:
         self.content = reading.content() if content is None else content
 
     @contextmanager
-    def during(self, parts: Sequence[Part]) -> Iterator[None]:
+    def during(self, parts: Sequence[SourcePart]) -> Iterator[None]:
         """Raise a DataError if one of the parts, read in the block, has changed since the key, or changes meanwhile.
 
         Only local files are checked, by size and time: cheap, and detects nearly every change.
@@ -342,7 +342,7 @@ class SourceVersion:
                 shutil.rmtree(directory / name, ignore_errors=True)
             raise
 
-    def _version(self, part: Part) -> object:
+    def _version(self, part: SourcePart) -> object:
         """The current version of a part, which has the same content as when the key was computed."""
         version = _version_of(part)
         if version != self._versions[part]:
@@ -352,7 +352,7 @@ class SourceVersion:
             version = versions[part]
         return version
 
-    def _all_versions(self) -> dict[Part, object]:
+    def _all_versions(self) -> dict[SourcePart, object]:
         return {part: _version_of(part) for part in (*self._reading.parts, *self._reading.document_parts)}
 
     def _require_content(self) -> None:
@@ -363,13 +363,13 @@ class SourceVersion:
                     raise file_changed_error(part.name)
 
 
-def _require_equal(parts: Sequence[Part], versions: Sequence[object], error: Exception | None = None) -> None:
+def _require_equal(parts: Sequence[SourcePart], versions: Sequence[object], error: Exception | None = None) -> None:
     for part, version in zip(parts, versions, strict=True):
         if _version_of(part) != version:
             raise file_changed_error(part.name) from error
 
 
-def _version_of(part: Part) -> object:
+def _version_of(part: SourcePart) -> object:
     """A value that changes when a local file of the part is written."""
     # The time of a folder changes with any file in it, such as a lock.
     return None if part.kind is PartKind.hub else [file_version(file.name) for file in part.tables or (part,)]

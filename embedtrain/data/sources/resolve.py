@@ -14,8 +14,8 @@ from embedtrain.data.sources.part_reader import raw_rows
 from embedtrain.data.sources.parts import (
     FOLDER_SUFFIXES,
     SUPPORTED_FILES,
-    Part,
     PartKind,
+    SourcePart,
     files_in,
     files_matching,
     is_folder,
@@ -48,8 +48,8 @@ _NUM_INSPECTED_ROWS = 16
 class SourceParts:
     """The parts that hold a source's rows, and those of the corpus whose documents the rows refer to by id."""
 
-    parts: list[Part]
-    document_parts: list[Part]
+    parts: list[SourcePart]
+    document_parts: list[SourcePart]
     left_out: Sequence[str] = ()  # files of the folder that are of another split by their names
 
 
@@ -162,7 +162,7 @@ def _last_name(path: str) -> str:
     return stem
 
 
-def find_parts(source: TrainSource, parts: list[Part] | None = None, *, every_split: bool = False) -> SourceParts:
+def find_parts(source: TrainSource, parts: list[SourcePart] | None = None, *, every_split: bool = False) -> SourceParts:
     """The parts that hold a source's rows, and its corpus, if its rows refer to documents by id.
 
     `every_split`: see `resolve_parts`.
@@ -207,7 +207,7 @@ def _is_corpus_in(path: Path, folders: set[str]) -> bool:
     return any(entry.name.startswith("corpus") and str(entry.parent) in folders for entry in (path, *path.parents))
 
 
-def _refer_to_documents(parts: Sequence[Part], source: TrainSource) -> bool:
+def _refer_to_documents(parts: Sequence[SourcePart], source: TrainSource) -> bool:
     """Whether one of the first rows refers to documents by id: the very first may be a bad one."""
     rows = (row for part in parts for _, row in raw_rows(part, subset=source.subset, split=source.split))
     inspected = islice(rows, _NUM_INSPECTED_ROWS)
@@ -222,7 +222,7 @@ def _refers_to_documents(row: dict[str, Any]) -> bool:
     return isinstance(first, dict) and "id" in first and "text" not in first
 
 
-def _adjacent_corpus(part: Part) -> list[Part]:
+def _adjacent_corpus(part: SourcePart) -> list[SourcePart]:
     """The files called corpus... in a part's folder, or else those of a folder called so."""
     if part.kind is PartKind.hub:
         return []
@@ -238,7 +238,7 @@ def _adjacent_corpus(part: Part) -> list[Part]:
     return []
 
 
-def _corpus_path(parts: list[Part]) -> str | None:
+def _corpus_path(parts: list[SourcePart]) -> str | None:
     """The value of `documents` for a corpus found next to a source's files."""
     folders = {part.name.rpartition("/")[0] for part in parts}
     if len(parts) == 1:
@@ -247,7 +247,7 @@ def _corpus_path(parts: list[Part]) -> str | None:
     return folder if path_of(folder).name.startswith("corpus") else None
 
 
-def resolve_parts(source: TrainSource, *, every_split: bool = False) -> list[Part]:
+def resolve_parts(source: TrainSource, *, every_split: bool = False) -> list[SourcePart]:
     """The files, in sorted order, or the Hub data set of a source's path.
 
     The suffix of a file gives its kind. A folder stands for all data files below it but those that are of another split
@@ -262,7 +262,7 @@ def resolve_parts(source: TrainSource, *, every_split: bool = False) -> list[Par
     return _resolve(source, every_split=every_split)[0]
 
 
-def _resolve(source: TrainSource, *, every_split: bool) -> tuple[list[Part], Sequence[str]]:
+def _resolve(source: TrainSource, *, every_split: bool) -> tuple[list[SourcePart], Sequence[str]]:
     """The parts, and the files of the folder that are of another split by their names."""
     path = local_path(source.path)
     is_file = Path(path).is_file() and not is_url(path)
@@ -288,10 +288,10 @@ def _resolve(source: TrainSource, *, every_split: bool) -> tuple[list[Part], Seq
         raise DataError(f"{source.path}: no such file or folder")
     if source.format == DataFormat.beir:
         return [_hub_beir_part(path, source)], ()
-    return [Part(source.path, PartKind.hub, revision=source.revision)], ()
+    return [SourcePart(source.path, PartKind.hub, revision=source.revision)], ()
 
 
-def _parts_of_folder(folder: str, source: TrainSource, *, every_split: bool) -> tuple[list[Part], Sequence[str]]:
+def _parts_of_folder(folder: str, source: TrainSource, *, every_split: bool) -> tuple[list[SourcePart], Sequence[str]]:
     files = files_in(folder)
     beir = _beir_part(folder, files, source)
     if beir is not None:
@@ -299,7 +299,7 @@ def _parts_of_folder(folder: str, source: TrainSource, *, every_split: bool) -> 
     if source.format == DataFormat.beir:
         return [_hub_beir_part(folder, source)], ()
     if not is_url(folder) and (source.subset is not None or _is_hub_folder(Path(folder))):
-        return [Part(folder, PartKind.hub)], ()
+        return [SourcePart(folder, PartKind.hub)], ()
     names = [name for name in files if suffix_of(path_of(name)) in FOLDER_SUFFIXES]
     if not names:
         raise DataError(f"{source.path}: this folder holds no training files; supported are {SUPPORTED_FILES}")
@@ -343,7 +343,7 @@ def _split_of(path: Path, folder: Path, asked: str) -> str | None:
     return None
 
 
-def _beir_part(folder: str, names: Sequence[str], source: TrainSource) -> Part | None:
+def _beir_part(folder: str, names: Sequence[str], source: TrainSource) -> SourcePart | None:
     """A BEIR folder's judgements, queries and corpus; None where it has another layout or format."""
     if source.format not in (DataFormat.auto, DataFormat.beir):
         return None
@@ -366,14 +366,14 @@ def _beir_part(folder: str, names: Sequence[str], source: TrainSource) -> Part |
             stem = stem_of(path_of(candidates[0]))
             raise DataError(f"{source.path}: {candidates[0]} and {candidates[1]} are both called {stem}")
     tables = (judgements_part(judgements[0]), part_of_file(files.queries[0]), part_of_file(files.corpus[0]))
-    return Part(tables[0].name, PartKind.beir, tables=tables)
+    return SourcePart(tables[0].name, PartKind.beir, tables=tables)
 
 
-def _hub_beir_part(path: str, source: TrainSource) -> Part:
+def _hub_beir_part(path: str, source: TrainSource) -> SourcePart:
     tables = find_hub_tables(HubRepository(path, source.revision), split=source.split)
     if tables is None:
         raise DataError(f"{path}: format=beir needs corpus, queries and judgements, and this data set lacks them")
-    return Part(path, PartKind.beir, tables=(tables.judgements, tables.queries, tables.corpus))
+    return SourcePart(path, PartKind.beir, tables=(tables.judgements, tables.queries, tables.corpus))
 
 
 def _reject_beir(source: TrainSource) -> None:

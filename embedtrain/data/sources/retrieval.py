@@ -17,7 +17,15 @@ import pyarrow.compute as pc
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import find_column
 from embedtrain.data.sources.files import read_lines
-from embedtrain.data.sources.parts import FOLDER_SUFFIXES, Part, PartKind, part_of_file, path_of, stem_of, suffix_of
+from embedtrain.data.sources.parts import (
+    FOLDER_SUFFIXES,
+    PartKind,
+    SourcePart,
+    part_of_file,
+    path_of,
+    stem_of,
+    suffix_of,
+)
 from embedtrain.data.sources.table_rows import HubRepository
 from embedtrain.data.sources.text_rows import RawRow
 from embedtrain.data.sources.values import BadRow, list_names, not_utf8
@@ -65,9 +73,9 @@ def find_retrieval_files(names: Iterable[str], folder: Path) -> RetrievalFiles:
     return files
 
 
-def judgements_part(name: str) -> Part:
+def judgements_part(name: str) -> SourcePart:
     """The part of a file of judgements, in TREC's format or a table."""
-    return Part(name, PartKind.tsv) if _is_trec(path_of(name)) else part_of_file(name)
+    return SourcePart(name, PartKind.tsv) if _is_trec(path_of(name)) else part_of_file(name)
 
 
 def _is_trec(path: Path) -> bool:
@@ -78,11 +86,11 @@ def _is_trec(path: Path) -> bool:
 class RetrievalTables:
     """The tables of a retrieval set on the Hub."""
 
-    corpus: Part
-    queries: Part
-    judgements: Part
-    instructions: Part | None = None
-    candidates: Part | None = None  # the documents to rank for each query (reranking)
+    corpus: SourcePart
+    queries: SourcePart
+    judgements: SourcePart
+    instructions: SourcePart | None = None
+    candidates: SourcePart | None = None  # the documents to rank for each query (reranking)
 
 
 def find_hub_tables(
@@ -104,7 +112,7 @@ def find_hub_tables(
     judged, config = _judgements_config(repository, language, configs, qrels_revision)
     split = choose_split(judged.splits_of(config), split, f"{judged.path} ({config})")
 
-    def optional(name: str) -> Part | None:
+    def optional(name: str) -> SourcePart | None:
         named = _config_of(repository, name, language)
         return None if named is None else repository.table(named, name, split)
 
@@ -172,7 +180,7 @@ def _judgements_config(
     return judged, config
 
 
-ReadRows: TypeAlias = Callable[[Part], Iterator[RawRow]]
+ReadRows: TypeAlias = Callable[[SourcePart], Iterator[RawRow]]
 
 # Names of columns, as `find_column` compares them.
 _TEXT_IDS = ("id", "queryid", "qid")
@@ -202,7 +210,7 @@ def parse_query(row: dict[str, Any]) -> tuple[str, str]:
     return name, values.string(row[text_key], f'"{text_key}"')
 
 
-def read_judgements(part: Part, read: ReadRows) -> Iterator[tuple[int, Judgement | BadRow]]:
+def read_judgements(part: SourcePart, read: ReadRows) -> Iterator[tuple[int, Judgement | BadRow]]:
     """The judgements of a file or table: a table with ids and scores, or lines in BEIR's or TREC's format."""
     if part.kind is PartKind.tsv:
         yield from _judgement_lines(part.name)
@@ -288,7 +296,7 @@ def _parse_number(value: object) -> float | None:
 # Judged queries as rows of a training source.
 
 
-def judged_rows(part: Part, read: ReadRows) -> Iterator[RawRow]:
+def judged_rows(part: SourcePart, read: ReadRows) -> Iterator[RawRow]:
     """One row for each judged query, with the line of its first judgement, in the order of these lines.
 
     A row is `{"query", "positive_ids", "positive_scores", "negative_ids", "negative_scores"}`: documents with a score
@@ -371,7 +379,7 @@ def _record_batch(rows: list[tuple[int, Judgement]]) -> pa.RecordBatch:
     )
 
 
-def _read_queries(part: Part, read: ReadRows) -> tuple[pa.Array, pa.Array]:
+def _read_queries(part: SourcePart, read: ReadRows) -> tuple[pa.Array, pa.Array]:
     """Ids and texts of the queries."""
     ids: list[pa.Array] = []
     texts: list[pa.Array] = []

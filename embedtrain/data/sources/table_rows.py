@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embedtrain.data.sources.files import MAX_LINE_BYTES, is_url, open_url, require_regular_file, unreachable_error
-from embedtrain.data.sources.parts import Part, PartKind, is_saved_dataset
+from embedtrain.data.sources.parts import PartKind, SourcePart, is_saved_dataset
 from embedtrain.data.sources.text_rows import RawRow
 from embedtrain.data.sources.values import MAX_COLUMNS, BadRow, describe_error, list_names, not_utf8
 from embedtrain.errors import DataError, HubUnavailable
@@ -221,7 +221,7 @@ T = TypeVar("T")
 _UNKNOWN_SPLIT = re.compile(r"Unknown split .*? Should be one of \[(.*)\]")  # of datasets
 
 
-def open_dataset(part: Part, subset: str | None, split: str) -> Any:
+def open_dataset(part: SourcePart, subset: str | None, split: str) -> Any:
     """One split of a data set of the Hub or of a folder; the part's own subset and split take precedence."""
     import datasets  # takes a second, and most sources are plain files
 
@@ -291,11 +291,11 @@ class HubRepository:
         """The configuration used where none is named."""
         return "default" if "default" in self.configs else self.configs[0] if len(self.configs) == 1 else None
 
-    def part(self, config: str, split: str) -> Part:
+    def part(self, config: str, split: str) -> SourcePart:
         """One split of a configuration."""
-        return Part(self.path, PartKind.hub, subset=config, split=split, revision=self.revision)
+        return SourcePart(self.path, PartKind.hub, subset=config, split=split, revision=self.revision)
 
-    def table(self, config: str, name: str, split: str) -> Part:
+    def table(self, config: str, name: str, split: str) -> SourcePart:
         """A table of a retrieval set: the split of its name, else `split`, else the only one."""
         splits = self.splits_of(config)
         chosen = name if name in splits else split if split in splits else splits[0] if len(splits) == 1 else None

@@ -10,12 +10,12 @@ from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache, build, cache_directory
-from embedtrain.data.cache.document_store import DocumentStore, documents_build
+from embedtrain.data.cache.document_store import MappedCorpus, documents_build
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
 from embedtrain.data.sources.files import file_size, read_lines
-from embedtrain.data.sources.part_reader import Piece
-from embedtrain.data.sources.parts import Part, PartKind, part_of_file
+from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.parts import PartKind, SourcePart, part_of_file
 from embedtrain.data.sources.reader import DocumentReader, SourceReader, parse_document
 from embedtrain.data.sources.retrieval import (
     QUERY_IDS,
@@ -93,7 +93,7 @@ def _names_in(folder: Path) -> list[str]:
     return [str(path) for pattern in ("*", "qrels/*") for path in folder.glob(pattern) if path.is_file()]
 
 
-def _require_file(names: Sequence[str], folder: Path, stem: str) -> Part:
+def _require_file(names: Sequence[str], folder: Path, stem: str) -> SourcePart:
     if not names:
         raise DataError(f"{folder} holds no {stem}.jsonl or {stem}.jsonl.gz or {stem}.parquet")
     return part_of_file(names[0])
@@ -197,7 +197,7 @@ def _relevant_documents(value: Any, location: str) -> Iterator[LocatedJudgement]
 # Tables.
 
 
-def read_documents(part: Part, cache: Cache) -> Corpus:
+def read_documents(part: SourcePart, cache: Cache) -> Corpus:
     """The documents of a corpus, in order. An id that is repeated with the same text is one document.
 
     Raises DataError if a row cannot be used, an id has two texts, or there is no document.
@@ -210,16 +210,16 @@ def read_documents(part: Part, cache: Cache) -> Corpus:
     return corpus
 
 
-def _map_documents(part: Part, cache: Cache) -> Corpus:
+def _map_documents(part: SourcePart, cache: Cache) -> Corpus:
     corpus_build = documents_build(DocumentReader([part], part.name), OnError.stop, cache)
     build([corpus_build])
     cache.verification.add(corpus_build.directory)
-    return Corpus(*DocumentStore(corpus_build.directory).unique())
+    return Corpus(*MappedCorpus(corpus_build.directory).unique())
 
 
-def _hold_documents(part: Part) -> Corpus:
+def _hold_documents(part: SourcePart) -> Corpus:
     texts: dict[str, str] = {}
-    for line, document in DocumentReader([part], part.name).documents(Piece(part)):
+    for line, document in DocumentReader([part], part.name).documents(PartPiece(part)):
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")
         if texts.setdefault(document.id, document.full_text) != document.full_text:
@@ -227,14 +227,14 @@ def _hold_documents(part: Part) -> Corpus:
     return Corpus.from_dict(texts)
 
 
-def _num_bytes(part: Part) -> int:
+def _num_bytes(part: SourcePart) -> int:
     if part.kind is PartKind.hub:
         return int(open_dataset(part, None, "train").data.nbytes)
     is_compressed = part.name.lower().endswith((".gz", ".zst", ".parquet"))
     return (file_size(part.name) or 0) * (_COMPRESSION_RATIO if is_compressed else 1)
 
 
-def _read_queries(part: Part, instructions: Part | None = None) -> dict[str, str]:
+def _read_queries(part: SourcePart, instructions: SourcePart | None = None) -> dict[str, str]:
     """Texts by id. The instruction of a query, in its own row or in `instructions`, follows its text, as in mteb."""
     by_query: dict[str, str] = {}
     if instructions is not None:
@@ -252,7 +252,7 @@ def _read_queries(part: Part, instructions: Part | None = None) -> dict[str, str
     return texts
 
 
-def _read_judgements(part: Part) -> list[LocatedJudgement]:
+def _read_judgements(part: SourcePart) -> list[LocatedJudgement]:
     judgements: list[LocatedJudgement] = []
     name = table_name(part)
     for number, judgement in read_judgements(part, read_raw_rows):
@@ -368,7 +368,7 @@ def read_any_corpus(path: Path, cache: Cache | None = None) -> Corpus:
     return Corpus.from_dict(texts)
 
 
-def _document_ids(part: Part) -> bool | None:
+def _document_ids(part: SourcePart) -> bool | None:
     """Whether the documents of a file have ids; None where its rows are not documents."""
     row = first_row(part).fields
     if any(normalized(name) in QUERY_NAMES[0] for name in row):
@@ -384,8 +384,8 @@ def _document_ids(part: Part) -> bool | None:
     return True
 
 
-def _numbered_documents(part: Part) -> Iterator[tuple[str, str]]:
-    for line, document in DocumentReader([part], part.name, ids_required=False).documents(Piece(part)):
+def _numbered_documents(part: SourcePart) -> Iterator[tuple[str, str]]:
+    for line, document in DocumentReader([part], part.name, ids_required=False).documents(PartPiece(part)):
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")
         yield str(line), document.full_text
@@ -398,7 +398,7 @@ def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]
     if reader.documents is not None:
         corpus = documents_build(reader.documents, OnError.stop, cache or Cache(directory=cache_directory(None)))
         build([corpus])
-        documents = DocumentStore(corpus.directory)
+        documents = MappedCorpus(corpus.directory)
     try:
         layout = reader.detect_layout(OnError.stop)
     except DataError as error:
@@ -408,7 +408,7 @@ def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]
         ) from None
     for number, part in enumerate(reader.parts, 1):
         prefix = f"{number}:" if reader.parts[1:] else ""
-        for line, row in reader.rows(Piece(part), layout, documents):
+        for line, row in reader.rows(PartPiece(part), layout, documents):
             if isinstance(row, BadRow):
                 raise DataError(f"{part.location(line)}: {row}")
             texts = row.texts[1:] or (row.query,)

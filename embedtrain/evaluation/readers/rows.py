@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from embedtrain.data.sources import values
 from embedtrain.data.sources.part_reader import raw_rows
-from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.parts import PartKind, SourcePart
 from embedtrain.data.sources.table_rows import no_progress_bars
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
@@ -66,19 +66,19 @@ class Row:
         return DataError(f"{self.location}: {problem}")
 
 
-def table_name(part: Part) -> str:
+def table_name(part: SourcePart) -> str:
     """A table's name in messages: a path, or a Hub id with configuration and split."""
     qualifiers = [name for name in (part.subset, part.split) if name is not None]
     return f"{part.name} ({', '.join(qualifiers)})" if qualifiers else part.name
 
 
-def read_raw_rows(part: Part) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def read_raw_rows(part: SourcePart) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """The unchecked rows of a table."""
     with no_progress_bars() if part.kind is PartKind.hub else contextlib.nullcontext():
         return raw_rows(part)
 
 
-def read_rows(part: Part) -> Iterator[Row]:
+def read_rows(part: SourcePart) -> Iterator[Row]:
     """The rows of a table. Raises DataError if the table or a row cannot be read."""
     name = table_name(part)
     has_cells = part.kind in (PartKind.csv, PartKind.tsv)
@@ -100,7 +100,7 @@ def _with_lists(cells: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values.list_in_cell(cell) for key, cell in cells.items()}
 
 
-def first_rows(part: Part, count: int) -> list[Row]:
+def first_rows(part: SourcePart, count: int) -> list[Row]:
     """The first rows of a table. Raises DataError if the table cannot be read, or is empty."""
     rows = list(itertools.islice(read_rows(part), count))
     if not rows:
@@ -108,7 +108,7 @@ def first_rows(part: Part, count: int) -> list[Row]:
     return rows
 
 
-def first_row(part: Part) -> Row:
+def first_row(part: SourcePart) -> Row:
     """The first row of a table. Raises DataError if the table cannot be read, or is empty."""
     return first_rows(part, 1)[0]
 

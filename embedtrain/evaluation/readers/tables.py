@@ -27,8 +27,8 @@ from embedtrain.data.sources.column_roles import (
 )
 from embedtrain.data.sources.parts import (
     FOLDER_SUFFIXES,
-    Part,
     PartKind,
+    SourcePart,
     is_saved_dataset,
     part_of_file,
     stem_of,
@@ -124,9 +124,9 @@ def _single_pairs(rows: Iterable[Row], columns: TableColumns) -> Iterator[Row]:
 class Tables:
     """A table that is measured, and the tables next to it."""
 
-    measured: Part
+    measured: SourcePart
     split: str  # of the measured table in `by_split`
-    by_split: Mapping[str, Part] = field(default_factory=dict)
+    by_split: Mapping[str, SourcePart] = field(default_factory=dict)
     languages: tuple[str, str] | None = None  # two columns of translations, where a table has one per language
 
 
@@ -157,7 +157,7 @@ def tables_of_folder(folder: Path, config: EvaluationSet) -> Tables | None:
     return Tables(tables[split], split, tables)
 
 
-def tables_in(folder: Path) -> dict[str, Part]:
+def tables_in(folder: Path) -> dict[str, SourcePart]:
     """The tables of a folder by name without suffix, or the splits that `save_to_disk` wrote there."""
     if is_saved_dataset(folder):
         listing = folder / "dataset_dict.json"
@@ -165,9 +165,9 @@ def tables_in(folder: Path) -> dict[str, Part]:
             splits = [str(split) for split in read_metadata(listing)["splits"]] if listing.is_file() else ["test"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(f"{listing} cannot be read as what save_to_disk writes: {describe_error(error)}") from error
-        return {split: Part(str(folder), PartKind.hub, split=split) for split in sorted(splits)}
+        return {split: SourcePart(str(folder), PartKind.hub, split=split) for split in sorted(splits)}
     files = sorted(path for path in folder.iterdir() if suffix_of(path) in FOLDER_SUFFIXES and path.is_file())
-    tables: dict[str, Part] = {}
+    tables: dict[str, SourcePart] = {}
     for path in files:
         tables.setdefault(stem_of(path), part_of_file(str(path)))
     return tables
@@ -242,7 +242,7 @@ def _describe_columns(name: str, kind: SetKind, columns: TableColumns) -> str:
     return f"{name}: {kind.value}, {roles}; for other columns set columns: [QUERY,DOCUMENT], {other}"
 
 
-def _train_table(config: EvaluationSet, tables: Tables) -> Part:
+def _train_table(config: EvaluationSet, tables: Tables) -> SourcePart:
     """The table to learn classes from."""
     if config.train is not None:
         path = expand_user(config.train)
@@ -319,7 +319,7 @@ def _text_with_label(row: Row, kind: SetKind) -> TableColumns | None:
     return TableColumns([text], label)
 
 
-def _columns_by_name(table: Part, rows: Sequence[Row], kind: SetKind) -> TableColumns:
+def _columns_by_name(table: SourcePart, rows: Sequence[Row], kind: SetKind) -> TableColumns:
     """The columns of texts as those of training rows, and that of scores or labels."""
     fields = [dict(row.fields) for row in rows]
     names, is_cells = list(fields[0]), table.kind in (PartKind.csv, PartKind.tsv)
@@ -348,7 +348,7 @@ def _columns_by_name(table: Part, rows: Sequence[Row], kind: SetKind) -> TableCo
     return TableColumns(chosen.names, score, chosen.are_pairs)
 
 
-def _kind_of(table: Part, rows: Sequence[Row], columns: TableColumns, *, is_named: bool) -> SetKind:
+def _kind_of(table: SourcePart, rows: Sequence[Row], columns: TableColumns, *, is_named: bool) -> SetKind:
     """The kind of set that columns make. Raises DataError if they make none, or may make several."""
     fields = rows[0].fields
     names, texts = list(fields) if not is_named else columns.texts, columns.texts
@@ -384,7 +384,7 @@ def _kind_of(table: Part, rows: Sequence[Row], columns: TableColumns, *, is_name
     )
 
 
-def _kind_of_pairs(table: Part, score: str) -> SetKind:
+def _kind_of_pairs(table: SourcePart, score: str) -> SetKind:
     """What pairs of sentences with scores or labels make, by their values."""
     if is_score(score) and not is_label(score):
         return SetKind.sts
@@ -430,7 +430,7 @@ Label = int | str
 
 
 def read_classification(
-    name: str, config: EvaluationSet, train: Part, test: Part, keys: tuple[str, str]
+    name: str, config: EvaluationSet, train: SourcePart, test: SourcePart, keys: tuple[str, str]
 ) -> tuple[ClassificationSet, list[str]]:
     """A set of two tables, and notes on its irregularities. `keys` are the columns of the text and the label."""
     train_texts, train_labels = _read_labelled_texts(train, *keys)
@@ -486,7 +486,7 @@ def read_clustering(name: str, rows: Iterable[Row], text_key: str, label_key: st
     return ClusteringSet(name, texts, _unify_nested_types(labels), groups or None, experiments)
 
 
-def _read_labelled_texts(table: Part, text_key: str, label_key: str) -> tuple[list[str], list[Label]]:
+def _read_labelled_texts(table: SourcePart, text_key: str, label_key: str) -> tuple[list[str], list[Label]]:
     texts: list[str] = []
     labels: list[Label] = []
     for row in read_rows(table):

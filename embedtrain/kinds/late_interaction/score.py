@@ -104,10 +104,10 @@ class MaxSim(TiledScore):
         documents = _Rows.of(self.search_part(second))
         return exact_maxsim(self.search_part(first), texts, documents, texts, mean=self.mean).cpu()
 
-    def store(self, config: IndexConfig, device: torch.device, expected: int) -> "TokenStore":
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> "TokenVectorStore":
         """A store of vectors of tokens."""
         require_kept_in_memory(config, "late-interaction model")
-        return TokenStore(config, device, mean=self.mean)
+        return TokenVectorStore(config, device, mean=self.mean)
 
     @staticmethod
     def _divisors(queries: Part) -> Tensor:
@@ -353,7 +353,7 @@ class _TokenTile(DocumentTile):
         return self.columns.unsorted(_sums_of_queries(best, queries, mean=self.mean))
 
 
-class TokenStore(DocumentStore):
+class TokenVectorStore(DocumentStore):
     """Documents with a vector per token."""
 
     def __init__(self, config: IndexConfig, device: torch.device, *, mean: bool) -> None:

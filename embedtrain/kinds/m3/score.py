@@ -5,8 +5,8 @@ texts share, of the product of their weights (Chen et al., 2024). A text has the
 one of each id with a weight above 0. Only ids of the anchors of a tile matter: they are the columns of a table with a
 row per anchor, in which each candidate looks up its own.
 
-An index compares documents by the sum. Token vectors and their scores are those of a `TokenStore`, tile by tile; dense
-vectors and lexical weights, which are small beside them, are on the device.
+An index compares documents by the sum. Token vectors and their scores are those of a `TokenVectorStore`, tile by tile;
+dense vectors and lexical weights, which are small beside them, are on the device.
 
 c, t: anchors and candidates of a tile; R, S: rows of texts; M: documents; N: texts; T: queries of a search; P: pairs.
 """
@@ -27,7 +27,7 @@ from embedtrain.config.losses import Similarity
 from embedtrain.errors import ConfigError
 from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum_of_halves
 from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
-from embedtrain.kinds.late_interaction.score import MaxSim, TokenStore
+from embedtrain.kinds.late_interaction.score import MaxSim, TokenVectorStore
 from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
 from embedtrain.losses.score import (
     LEXICAL_WEIGHTS,
@@ -235,7 +235,7 @@ class M3Store(DocumentStore):
     def __init__(self, config: IndexConfig, device: torch.device, settings: M3Settings) -> None:
         self.settings = settings
         self._device = device
-        self._tokens = TokenStore(config, device, mean=True)
+        self._tokens = TokenVectorStore(config, device, mean=True)
         self._dense = [torch.empty(0, settings.dimension, device=device)]
         no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._lexical = [Part(torch.empty(0, 1, device=device), np.empty(0, dtype=np.int64), no_ids)]

@@ -19,7 +19,7 @@ from embedtrain.data.cache import cache as cache_files
 from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache import token_store as token_files
 from embedtrain.data.cache.cache import Cache, Verification, build
-from embedtrain.data.cache.document_store import DocumentStore, documents_build
+from embedtrain.data.cache.document_store import MappedCorpus, documents_build
 from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
 from embedtrain.data.rows import TextFormat
@@ -56,7 +56,7 @@ class Data:
         reader = DocumentReader([part_of_file(str(self.corpus))], "corpus")
         corpus = documents_build(reader, OnError.stop, cache)
         build([corpus])
-        documents = DocumentStore(corpus.directory)
+        documents = MappedCorpus(corpus.directory)
         stores = read_sources(self.sources, OnError.stop, RowRequirements(), cache)
         contents: list[Any] = [[list(texts) for texts in documents.unique()], [documents.text("d7")]]
         for rows, tokens in zip(stores, self.tokens(stores, cache), strict=True):

@@ -43,7 +43,7 @@ def test_limits() -> None:
 def test_lists_take_other_positives_like_negatives() -> None:
     """All documents once, the drawn positive first; with a limit each of the others is as likely."""
     positives, negatives, lists = whole([3, 1, 4, 3]), whole([2, 3, 0, 2]), np.array([True, True, True, False])
-    drawn = draw(positives, negatives, NO_LIMIT, np.arange(4), seed=5, lists=lists)
+    drawn = draw(positives, negatives, NO_LIMIT, np.arange(4), seed=5, other_positives=lists)
     assert drawn.counts.tolist() == [4, 3, 3, 2]
     for row, others in enumerate(by_row(drawn)[:3]):
         documents = [int(drawn.positive[row]), *(int(positives[row]) + other for other in others)]

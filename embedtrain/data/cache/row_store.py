@@ -504,6 +504,8 @@ def _check_width(reading: SourceReader, before: RowStatistics, new: RowStatistic
 
 PIECE_BYTES = 64 << 20
 MAX_PIECES = 1024  # of a source: each is a file that stays open
+# Of `CachedRows.key`. Mined folders keep this key: another format of the cache must not make them those of other rows.
+_KEY_VERSION = 6
 
 
 class CachedRows:
@@ -520,8 +522,8 @@ class CachedRows:
     def __init__(self, reading: SourceReader, on_error: OnError, cache: Cache) -> None:
         self._reading, self._on_error = reading, on_error
         self._version = SourceVersion(reading)
-        self.key = json_digest([FORMAT, self._version.content, on_error.value])
-        self.directory = cache.directory / f"rows-{self.key}"
+        self.key = json_digest([_KEY_VERSION, self._version.content, on_error.value])
+        self.directory = cache.directory / f"rows-{json_digest([FORMAT, self.key])}"
         self.documents = None
         if reading.documents is not None:
             digests = self._version.content["documents"]

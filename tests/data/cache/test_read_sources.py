@@ -69,6 +69,17 @@ def test_a_second_run_builds_nothing_and_reports_it(tmp_path: Path) -> None:
     assert second.key == first.key
 
 
+def test_another_format_of_the_cache_does_not_make_them_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mined folders have the key of their rows: it is the same, while the cached files are built again."""
+    path, cache = write(tmp_path / "a.jsonl", *map(row, range(5))), Cache(directory=tmp_path / "cache")
+    first = store_of(path, cache)
+    monkeypatch.setattr(stored, "FORMAT", stored.FORMAT + 1)
+    assert store_of(path, cache).key == first.key
+    assert len(list((tmp_path / "cache").glob("rows-*"))) == 2
+
+
 def test_skipped_rows_with_the_same_problem_are_reported_together(tmp_path: Path) -> None:
     """Over all pieces and files, with the number of rows and the first three of them, also from the cache."""
     bad, broken = b'{"query": "a", "pos": []}\n', b"{\n"

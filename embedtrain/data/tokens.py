@@ -370,6 +370,10 @@ class Layout:
         """What a client of a serving engine has to know of texts if it does not read it from the model's directory."""
         return {}
 
+    def tokenizer_of(self, role: TextRole) -> PreTrainedTokenizerBase:
+        """The tokenizer of texts of a role."""
+        return self.tokenizer
+
     @property
     def max_token_id(self) -> int:
         """The largest token id."""
@@ -563,6 +567,10 @@ class TowerLayout(Layout):
     ) -> Tokens:
         """The tokens of texts of one role."""
         return self.of_roles[role].layout.tokenize(texts, limit, prompts, role)
+
+    def tokenizer_of(self, role: TextRole) -> PreTrainedTokenizerBase:
+        """That of the tower."""
+        return self.of_roles[role].tokenizer
 
     def lay_out(self, tokens: Tokens, are_queries: NDArray[np.bool_]) -> Tokens:
         """The tokens of texts of one role, with those of queries flagged IS_QUERY."""

@@ -288,11 +288,16 @@ class DerivedModel:
 def open_model(
     path: str, revision: str | None, kind: str | None, pooling: str | None, *, trust_remote_code: bool
 ) -> ModelSource:
-    """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory."""
+    """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory.
+
+    Raises a ConfigError if it has several models.
+    """
     name, own_revision = split_revision(path)
     revision = revision or own_revision
     model = CommandModel(path=name, revision=revision, pooling=pooling, trust_remote_code=trust_remote_code)
-    return open_model_source(with_kind_of_files(model, kind)[0])
+    source = open_model_source(with_kind_of_files(model, kind)[0])
+    source.require_one_model(f"model={path}")
+    return source
 
 
 def num_parameters(source: ModelSource) -> int:

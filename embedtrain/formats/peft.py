@@ -430,7 +430,8 @@ class AdapterCheckpoint:
         Raises ConfigError or ModelError if the base model no longer exists, or the settings are damaged.
         """
         try:
-            base = replace(open_model_source(model), config=run.config)
+            base = open_model_source(model)
+            base = base if base.towers else replace(base, config=run.config)
         except ModelError as error:
             if "auto_map" not in str(error):
                 raise
@@ -480,7 +481,11 @@ class AdapterCheckpoint:
         return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
 
     def _attach(self, encoder: Encoder, *, load_in_4bit: bool = False) -> None:
-        heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.reader.specs) else []
+        heads = [
+            f"{prefix}dense"
+            for prefix in self.base.parts
+            if any(name.startswith(f"{ENCODER}{prefix}dense.") for name in self.reader.specs)
+        ]
         add_adapters(encoder, LoraConfig(modules_to_save=heads, load_in_4bit=load_in_4bit), self.files, torch.float32)
 
     def _trained_rows(self, encoder: Encoder) -> Iterator[WeightRows]:

@@ -319,6 +319,8 @@ def _files(source: ModelSource, graph: Path | None) -> dict[str, Path]:
     if graph is not None:  # its external data are beside it
         beside = (path for path in graph.parent.iterdir() if path.is_file() and path.name.startswith(graph.stem))
         files |= {f"graph/{path.name}": path for path in beside}
+    for name, tower in source.towers.items():
+        files |= {f"{name}/{part}": path for part, path in _files(tower, None).items()}
     return files
 
 

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -80,6 +80,8 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: "AdapterFiles | None
     Parameters may be on the meta device. `files` are those of the adapter in `lora.path`. A ConfigError if a target or
     module matches nothing, or a target is not a linear layer.
     """
+    if len(encoder.towers) > 1:
+        return _add_to_towers(encoder, lora, files, frozen)
     # A copy, because what is set below would be injected into the next encoder with the adapter of these files.
     config = _peft_config(encoder, lora) if files is None else copy.deepcopy(files.config)
     for parameter in encoder.parameters():
@@ -121,6 +123,63 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: "AdapterFiles | None
             )
         ),
     )
+
+
+def _add_to_towers(
+    encoder: Encoder, lora: LoraConfig, files: "AdapterFiles | None", frozen: torch.dtype
+) -> AdapterInfo:
+    """Add adapters to each tower that has one of the targets, and freeze the others; names begin with the tower."""
+    towers, config = encoder.towers, None if files is None else files.config
+    targets = lora.targets if config is None else sorted(config.target_modules or ())
+    targets = [targets] if isinstance(targets, str) else list(targets)
+    saved = list(lora.modules_to_save)
+    for target in targets if config is None and targets != [ALL_LINEAR] else ():
+        if not any(_has_layer(tower, target) for tower in towers.values()):
+            target_layers(next(iter(towers.values())).backbone, [target])  # an error
+    for name in saved:
+        if not any(_modules_of_tower(towers, prefix, [name]) for prefix in towers):
+            find_modules(next(iter(towers.values())), [name])  # an error
+    added: dict[str, AdapterInfo] = {}
+    for prefix, tower in towers.items():
+        own = replace(lora, modules_to_save=_modules_of_tower(towers, prefix, saved))
+        own_files = None
+        if files is not None:
+            stored = tuple(name.removeprefix(prefix) for name in files.modules_to_save if name.startswith(prefix))
+            own_files = replace(files, modules_to_save=stored)
+        elif targets != [ALL_LINEAR]:
+            own = replace(own, targets=[target for target in targets if _has_layer(tower, target)])
+        is_target = any(_has_layer(tower, target) for target in targets)
+        if is_target or (targets == [ALL_LINEAR] and tower.has_layers):
+            added[prefix] = add_adapters(tower, own, own_files, frozen)
+            continue
+        modules = find_modules(tower, own.modules_to_save) | tower.output.beside_adapters
+        tower.requires_grad_(False)
+        for module in modules.values():
+            module.requires_grad_(True)
+        for parameter in tower.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(frozen)
+    if not added:
+        raise ConfigError("model.lora: no tower has a linear layer for adapters; leave it out")
+    shared = copy.deepcopy(next(iter(added.values())).config)
+    shared.target_modules = {name for info in added.values() for name in info.config.target_modules or ()}
+    stored_modules = tuple(prefix + name for prefix, info in added.items() for name in info.modules_to_save)
+    shared.modules_to_save = list(stored_modules) or None
+    heads = tuple(prefix + name for prefix, info in added.items() for name in info.heads)
+    return AdapterInfo(config=shared, files=files, stored=(), modules_to_save=stored_modules, heads=heads)
+
+
+def _has_layer(tower: Encoder, target: str) -> bool:
+    """Whether a tower has a layer of this name."""
+    names = (name for name, _ in tower.backbone.named_modules())
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _modules_of_tower(towers: Mapping[str, Encoder], prefix: str, names: Iterable[str]) -> list[str]:
+    """Those of the names of modules that are in a tower, which they may begin with, by its own names."""
+    others = tuple(other for other in towers if other != prefix)
+    own = (name.removeprefix(prefix) for name in names if not name.startswith(others))
+    return [name for name in own if dict(_matching_modules(towers[prefix], name))]
 
 
 def frozen_dtype(base_dtype: BaseDtype, precision: Precision, stored: torch.dtype) -> torch.dtype:

@@ -102,8 +102,17 @@ def disable_packing(encoder: Encoder) -> None:
 def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[int, int]) -> PackingCheck:
     """Run the model's code with packed texts on the meta device; the encoder stays unchanged.
 
-    `precision` and `capability` (as of `compute_capability`) are those of the later computation.
+    `precision` and `capability` (as of `compute_capability`) are those of the later computation. All towers with layers
+    have to support packing.
     """
+    if len(encoder.towers) > 1:
+        layers = [tower for tower in encoder.towers.values() if tower.has_layers]
+        checks = [check_packing(tower, precision=precision, capability=capability) for tower in layers]
+        return PackingCheck(
+            next((check.padding_reason for check in checks if check.padding_reason is not None), None),
+            max((check.dropout for check in checks), default=0.0),
+            frozenset().union(*(check.head_sizes for check in checks)),
+        )
     limit = packing_limit(precision, capability)
     if limit is not None:
         return PackingCheck(limit)

@@ -104,6 +104,15 @@ class ModelSource:
         """The dimension of the vectors, before `truncate_dim`; 1 for the score of a cross-encoder, V of sparse ones."""
         return self.kind.dimension(self)
 
+    def require_one_model(self, option: str) -> None:
+        """Raise a ConfigError if queries and documents have a model each."""
+        if self.towers:
+            where = [str(tower.directory) for tower in self.towers.values()]
+            raise ConfigError(
+                f"{option}: has a model for queries and another for documents; write the folder of one, "
+                f"{' or '.join(where)}"
+            )
+
     def require_inner_products(self, option: str) -> None:
         """Raise a ConfigError if the vectors are compared by a distance, as compressed ones are not."""
         if self.vectors.similarity in (VectorSimilarity.euclidean, VectorSimilarity.manhattan):

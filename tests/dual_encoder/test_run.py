@@ -4,17 +4,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, StaticEmbedding, Transformer
 
+from embedtrain.config.evaluation import Unshard
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import load_model
+from tests.commands import call
 from tests.dual_encoder.towers import save_towers
 from tests.runs import evaluation_metrics, losses, rewind_run, run_without_base
-from tests.small import model_options, parallel, text, write_beir, write_rows
+from tests.small import (
+    model_options,
+    parallel,
+    save_small,
+    small_model,
+    small_tokenizer,
+    text,
+    write_beir,
+    write_rows,
+)
 
 TEXTS = [text(1, 2), text(2, 5), text(3, 20)]
 
@@ -47,8 +61,11 @@ SETTINGS = [
 def encoded(world: World, model: ModelConfig, texts: list[str]) -> list[torch.Tensor]:
     """The vectors of texts as queries, and as documents."""
     loaded = load_model(model, parallel(), world, seed=0, work=None)
-    encoder = SentenceEncoder.from_model(loaded, world, chunk_tokens=40)
-    return [encoder.encode_all(texts, role=role).cpu() for role in TextRole]
+    layer, whole = (SentenceEncoder.from_model(loaded, world, chunk_tokens=40, unshard=way) for way in Unshard)
+    vectors = [layer.encode_all(texts, role=role).cpu() for role in TextRole]
+    for role, expected in zip(TextRole, vectors, strict=True):  # only the weights of one tower are gathered
+        assert torch.equal(whole.encode_all(texts, role=role).cpu(), expected)
+    return vectors
 
 
 def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
@@ -74,6 +91,47 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
         alone = SentenceTransformer(str(directory / role), device="cpu")
         torch.testing.assert_close(torch.tensor(alone.encode(TEXTS)), expected, rtol=1e-5, atol=1e-5)
 
-    again = ["model.kind=dual_encoder", f"model.path={directory}", f"data.train=[{inputs / 'train.jsonl'}]"]
+    again = ["name=t", "model.kind=dual_encoder", f"model.path={directory}", f"data.train=[{inputs / 'train.jsonl'}]"]
     ranks(2, run_without_base, *again, f"output_dir={tmp_path / 'again'}", *SETTINGS)
     assert losses(tmp_path / "again")[1] < losses(runs[1])[1]
+
+
+def test_adapters_on_both_towers(ranks, inputs, tmp_path):
+    """Losses on 1 and 3 ranks are equal, and exports reproduce the unmerged adapters."""
+    lora = ["model.lora.rank=2", "optim.lr=1e-2"]
+    runs = {size: tmp_path / str(size) for size in (1, 3)}
+    for size, output_dir in runs.items():
+        ranks(size, run_without_base, *options(inputs, output_dir, *lora), timeout=280)
+    assert losses(runs[3]) == pytest.approx(losses(runs[1]), rel=1e-4)
+    call("export", f"run={runs[3]}", "step=4", f"output_dir={tmp_path / 'again'}")
+    for role in ("query", "document"):
+        first, again = (
+            load_file(path / role / "model.safetensors") for path in (runs[3] / "model", tmp_path / "again")
+        )
+        before = load_file(inputs / role / "model.safetensors")
+        assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+        assert any(not torch.equal(first[name], before[name]) for name in before)
+        assert any(torch.equal(first[name], before[name]) for name in before), "embeddings are frozen"
+
+
+def test_a_router_of_sentence_transformers(ranks, tmp_path):
+    """One that the library wrote: a table of static embeddings for queries, and one Normalize after both routes."""
+    static = StaticEmbedding(small_tokenizer().backend_tokenizer, embedding_dim=32)
+    backbone = Transformer(str(save_small(small_model("bert"), tmp_path / "bert")), max_seq_length=12)
+    router = Router.for_query_document([static], [backbone, Pooling(32, pooling_mode="mean")])
+    model = SentenceTransformer(modules=[router, Normalize()], device="cpu", prompts={"query": "alpha "})
+    model.save(str(tmp_path / "router"))
+    theirs = [torch.tensor(model.encode(TEXTS, task=role, prompt="")) for role in ("query", "document")]
+    directory = model_options("dual_encoder", path=str(tmp_path / "router"))
+    for own, other in zip(ranks(2, encoded, directory, TEXTS)[0], theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    assert kind_of_files(tmp_path / "router")[0].name == "dual_encoder"
+    write_rows(tmp_path / "train.jsonl", 26)
+    again = ["name=t", "model.kind=dual_encoder", f"model.path={directory.path}"]
+    again.append(f"data.train=[{tmp_path / 'train.jsonl'}]")
+    for size in (1, 2):
+        ranks(size, run_without_base, *again, f"output_dir={tmp_path / str(size)}", *SETTINGS)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
+    trained = SentenceTransformer(str(tmp_path / "2" / "model"), device="cpu")
+    assert trained.prompts["query"] == "alpha "
+    assert not torch.allclose(torch.tensor(trained.encode(TEXTS, task="query", prompt="")), theirs[0])

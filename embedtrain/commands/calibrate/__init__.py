@@ -140,6 +140,7 @@ def run(options: CalibrateOptions) -> Path:
         )
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
+        model.source.require_one_model(f"model={options.model}")
         num_out = _check_model(options, model, texts)
         with world.fail_together("looking at the files of the model"):
             root = resolve_directory(options.model, options.revision, "model", "revision")

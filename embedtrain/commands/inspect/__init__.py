@@ -11,12 +11,12 @@ from embedtrain.config.checks import check_recipe
 from embedtrain.config.command_line import option_of, quote
 from embedtrain.config.command_options import InstructionOptions, ModelOptions, RowsOptions, TextOptions
 from embedtrain.config.compose import compose_command, compose_recipe
-from embedtrain.config.kinds import load_kind
+from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.recipe import Attention, Precision, Recipe
+from embedtrain.config.recipe import Attention, ModelConfig, Precision, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from embedtrain.commands.inspect.texts import Cost, TextStatistics, UntruncatedTokenizer
     from embedtrain.data.cache.cache import Cache
     from embedtrain.data.train_data import TrainData
+    from embedtrain.models.types import ModelSource
     from embedtrain.tracking.pages import Page
 
 HELP = """embedtrain inspect: what training data holds, as the model will see it
@@ -187,15 +188,13 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
 def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[str, str], str]:
     """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
     from embedtrain.commands.inspect.texts import UntruncatedTokenizer
-    from embedtrain.formats.source import open_model_source
     from embedtrain.inference.loading.load import model_tokenizer
 
     model = recipe.model
     if model.path is None and model.config is None:
         prompts = {"query": model.query_prompt or "", "document": model.document_prompt or ""}
         return None, prompts, "lengths are in characters: set model=DIR for lengths in tokens"
-    # The pooling is not needed here, so it may be missing.
-    source = open_model_source(load_kind(model.kind).with_any_pooling(model))
+    source = _source(model)
     if model.config is not None and model.tokenizer is None:
         note = "lengths are in characters: the vocabulary is trained when the run starts"
         return None, source.prompts, note
@@ -337,7 +336,6 @@ def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer")
 
 def _packing(recipe: Recipe) -> set[bool]:
     """On which machines, with a GPU or without, the model's texts are packed."""
-    from embedtrain.formats.source import open_model_source
     from embedtrain.models.attention import CPU, KERNEL_CAPABILITY
     from embedtrain.models.build import build_encoder
     from embedtrain.models.packing import check_packing
@@ -347,10 +345,21 @@ def _packing(recipe: Recipe) -> set[bool]:
     precision = recipe.parallel.precision
     if precision is Precision.auto:  # of GPUs, and of most CPUs with instructions for it
         precision = Precision.bf16
-    source = open_model_source(load_kind(recipe.model.kind).with_any_pooling(recipe.model))
-    encoder = build_encoder(source)
+    encoder = build_encoder(_source(recipe.model))
     return {
         gpu
         for gpu, capability in ((True, KERNEL_CAPABILITY), (False, CPU))
         if check_packing(encoder, precision=precision, capability=capability).padding_reason is None
     }
+
+
+def _source(model: ModelConfig) -> "ModelSource":
+    """The model, whose pooling may be missing, because it is not needed here; one with two towers tells them apart."""
+    from embedtrain.formats.hub import resolve_directory
+    from embedtrain.formats.source import open_model_source, with_kind_of_files
+
+    if model.path is not None and load_kind(model.kind).has_one_model:
+        directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
+        if not kind_of_files(directory)[0].has_one_model:
+            model = with_kind_of_files(model)[0]
+    return open_model_source(load_kind(model.kind).with_any_pooling(model))

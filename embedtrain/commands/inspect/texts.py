@@ -95,7 +95,7 @@ def _as_tokens(
         num_untruncated += len(tokenizer.ids([query.text])[0]) + layout.num_pair_tokens
     num_vectors = int(layout.num_vectors(tokens)[0]) if layout.has_skip_list else None
     (ids,) = tokens.lists()
-    decoded = tokenizer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decoded = layout.tokenizer_of(role).decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return replace(
         text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated, num_vectors=num_vectors
     )
@@ -193,8 +193,10 @@ def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:
 
 
 def _unknown(tokens: TokenStore, tokenizer: UntruncatedTokenizer) -> int:
-    """Number of unknown tokens."""
+    """Number of unknown tokens; 0 if towers have a vocabulary each, because the tokens do not say whose they are."""
     loaded = tokenizer.tokenizer
+    if tokenizer.bound.layout.num_towers > 1:
+        return 0
     # Byte-level vocabularies have no unknown token; some declare another special token as such.
     if loaded.unk_token_id is None or loaded.unk_token_id in (loaded.eos_token_id, loaded.bos_token_id):
         return 0

@@ -259,6 +259,7 @@ def open_member(path: str, option: str, options: MergeOptions) -> Member:
 
 def _open_directory(path: str, options: MergeOptions) -> Member:
     source = open_model_source(_model_config(path, options))
+    source.require_one_model(path)
     specs = encoder_specs(source)
     shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
     locations = locate_weights(source, shapes)
@@ -295,6 +296,7 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
         trust_remote_code=options.trust_remote_code,
     )
     source = open_model_source(model)
+    source.require_one_model(str(path))
     checkpoint = open_checkpoint(path)
     common: dict[str, Any] = {
         "name": str(path), "source": source, "dtype": stored_dtype(source), "architecture": run_dir.architecture,

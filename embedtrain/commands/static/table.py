@@ -69,6 +69,7 @@ def require_distillable(model: LoadedModel, options: "StaticOptions") -> None:
     """A ConfigError for a model without a transformer, with too few dimensions, or with a tokenizer in Python."""
     if is_static(model.source.config):
         raise ConfigError(f"model={options.model}: is a static embedding model already; write a transformer")
+    model.source.require_one_model(f"model={options.model}")
     model.source.require_dimensions([options.pca_dims], "pca_dims", truncated=True)
     if not getattr(model.tokenizer.tokenizer, "is_fast", False):
         raise ConfigError(f"model={options.model}: its tokenizer has no tokenizer.json, which a static model needs")

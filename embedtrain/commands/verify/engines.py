@@ -109,6 +109,7 @@ def probe_model(directory: Path, world: World) -> Probe:
     if kind_of_files(directory)[0].scores_pairs:
         return _scored(directory, world)
     model = load_encoder_model(ModelConfig(path=str(directory)), Precision.fp32, world)
+    model.source.require_one_model(f"model={directory}")
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
     texts = ["", *PROBES] if model.tokenizer.tokenizer("")["input_ids"] else list(PROBES)
     prompts = {role.value: model.source.prompts.get(role.value, "") for role in TextRole}

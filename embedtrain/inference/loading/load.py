@@ -359,13 +359,14 @@ def _describe(
 ) -> list[str]:
     """Lines about the model, its layout on the ranks, and its adapters."""
     memory = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
+    classes = [type(block).__name__ for block in blocks]
     backbones = [type(tower.backbone).__name__.removeprefix("FSDP") for tower in encoder.towers.values()]
     return [
         f"{' and '.join(backbones)}, {costs.weights.parameters:,} parameters, "
         f"{source.kind.outputs(source)}, {tokenizer.longest_text} tokens",
         *tokenizer.layout.notes,
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
-        f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{memory}; {layout.reason}",
+        f"{len(blocks)} {' and '.join(dict.fromkeys(classes)) or 'block'} + root{memory}; {layout.reason}",
         *source.kind.notes(source),
         *([] if adapted is None else [describe_adapters(adapted, encoder)]),
     ]
@@ -410,13 +411,7 @@ def prepare_packing(
     limit = packing_limit(parallel.precision, capability)
     if limit is not None and attention is Attention.packed:
         raise _unsupported(limit, ConfigError)
-    towers = [tower for tower in encoder.towers.values() if tower.has_layers]
-    checks = [check_packing(tower, precision=parallel.precision, capability=capability) for tower in towers]
-    support = PackingCheck(
-        next((check.padding_reason for check in checks if check.padding_reason is not None), None),
-        max(check.dropout for check in checks),
-        frozenset().union(*(check.head_sizes for check in checks)),
-    )
+    support = check_packing(encoder, precision=parallel.precision, capability=capability)
     if support.padding_reason is None:
         enable_packing(encoder)
     elif attention is Attention.packed:

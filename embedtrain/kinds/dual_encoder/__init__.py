@@ -21,7 +21,7 @@ class DualEncoder(Dense):
     summary = "a vector per text, by one model for queries and another for documents"
     aliases = ("twotower", "twotowers", "towers", "router", "asymmetric")
     options = DualEncoderOptions
-    command_options = ("similarity",)
+    command_options = ("normalize", "similarity")
     has_tables = False
     has_one_model = False
 

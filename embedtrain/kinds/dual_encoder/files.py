@@ -68,6 +68,8 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
             f"model.query has vectors of {query.dimension} dimensions and model.document of {document.dimension}, and "
             f"both need the same: write model.{larger}.heads=[{{out: {smaller.dimension}}}]"
         )
+    lengths = [source.tokenization.max_length for source in towers.values()]
+    longest = None if None in lengths else max(length for length in lengths if length is not None)
     return ModelSource(
         kind=kind,
         directory=None,
@@ -79,7 +81,7 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
             similarity=model.similarity or document.vectors.similarity,
             truncate_dim=document.vectors.truncate_dim,
         ),
-        tokenization=document.tokenization,
+        tokenization=replace(document.tokenization, max_length=longest),
         prompts=document.prompts,
     )
 

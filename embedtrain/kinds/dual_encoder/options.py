@@ -26,7 +26,7 @@ class TowerOptions:
     revision: str | None = None  # a commit, tag or branch of the Hub repository
     # `cls`, `mean`, `last`, `max` or `weighted_mean`; default: that of a sentence-transformers directory
     pooling: str | None = None
-    normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
+    normalize: bool | None = None  # default: model.normalize, or that of the directory, else true
     # new dense heads between pooling and normalisation, for a tower that has none: both need the same dimensions
     heads: list[HeadConfig] = field(default_factory=list)
     max_length: int | None = None  # tokens, including special tokens; default: model.max_length, or the directory's
@@ -42,6 +42,7 @@ class DualEncoderOptions(ModelConfig):
     # The tower of queries, unless model.path has both (a Router of sentence-transformers), whose options these replace.
     query: TowerOptions = field(default_factory=TowerOptions)
     document: TowerOptions = field(default_factory=TowerOptions)  # the tower of documents
+    normalize: bool | None = None  # L2-normalize embeddings of both, unless a tower has its own
     # How vectors are compared in evaluation, mining and search, and in the exported model: cosine, dot, euclidean or
     # manhattan. Default: as the loss compares them unless they are normalised, else that of the directory, else cosine.
     similarity: VectorSimilarity | None = None
@@ -94,7 +95,8 @@ def tower_options(model: DualEncoderOptions, role: str) -> DenseOptions:
     """The options of a tower as those of a model of its own."""
     tower: TowerOptions = getattr(model, role)
     options = {field.name: getattr(tower, field.name) for field in fields(tower)}
-    return DenseOptions(**options | {"max_length": tower.max_length or model.max_length})
+    inherited = {name: getattr(model, name) for name in ("max_length", "normalize") if options[name] is None}
+    return DenseOptions(**options | inherited)
 
 
 def check_other_options(recipe: Recipe) -> None:

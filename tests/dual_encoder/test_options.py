@@ -1,0 +1,105 @@
+"""What cannot work with two towers ends in one sentence; texts get the tokenizer and the chunks of their tower."""
+
+import numpy as np
+import pytest
+
+from embedtrain.config.compose import compose_recipes
+from embedtrain.data.chunks import plan_towers
+from embedtrain.data.types import TextRole
+from embedtrain.errors import ConfigError
+from embedtrain.formats.export import open_model
+from embedtrain.formats.source import open_model_source
+from embedtrain.formats.weights import write_architecture
+from embedtrain.inference.loading.load import model_tokenizer
+from embedtrain.kinds.dual_encoder.options import TowerOptions
+from tests.commands import call
+from tests.dual_encoder.towers import DOCUMENT_LENGTH, QUERY_LENGTH, dual_options, save_towers
+from tests.small import WORDS, model_options, save_small, small_model
+
+RECIPE = ["name=t", "data.train=[x.jsonl]", "model.kind=dual_encoder"]
+PATHS = ["model.query.path=a/b", "model.document.path=a/c"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("towers")
+    save_towers(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ([], "model.query.path"),
+        (["model.query.path=a/b"], "model.document.path"),
+        ([*PATHS, "model.path=a/d"], "model.path and model.query.path=a/b"),
+        ([*PATHS, "model.query.pooling=median"], "model.query.pooling=median"),
+        ([*PATHS, "model.document.max_length=-1"], "model.document.max_length=-1"),
+        ([*PATHS, "model.document.heads=[{out: 0}]"], r"model.document.heads\[0\].out=0"),
+        ([*PATHS, "model.query.include_prompt=false", "model.query.pooling=cls"], "model.query.include_prompt=false"),
+        ([*PATHS, "model.bidirectional=true"], "model.bidirectional=true"),
+        ([*PATHS, "model.tokenizer=a/d"], "model.tokenizer=a/d"),
+        ([*PATHS, "model.lora.path=a/d"], "model.lora.path=a/d"),
+        ([*PATHS, "model.trust_remote_code=true"], "trust_remote_code=true"),
+        ([*PATHS, "export.formats=[sentence_transformers,onnx]"], "export.formats=.*onnx"),
+        ([*PATHS, "model.lora.rank=2", "export.formats=[adapter]"], "export.formats=.*adapter"),
+        ([*PATHS, "loss.matryoshka.layers=[1]"], r"loss.matryoshka.layers=\[1\]"),
+        ([*PATHS, "export.rope_theta=1e5"], "export.rope_theta"),
+        ([*PATHS, "model.pooling=mean"], "model.pooling"),
+    ],
+)
+def test_impossible_options(arguments, option):
+    with pytest.raises(ConfigError, match=option):
+        compose_recipes([*RECIPE, *arguments])
+
+
+def test_dimensions_and_poolings_are_those_of_towers(folder, tmp_path):
+    model = dual_options(folder)
+    model.document.heads = []
+    with pytest.raises(
+        ConfigError, match=r"model.query .*32 .*model.document .*48.*model.document.heads=\[{out: 32}\]"
+    ):
+        open_model_source(model)
+    model = model_options("dual_encoder", query=TowerOptions(path=str(folder / "query")), document=model.document)
+    with pytest.raises(ConfigError, match=r"model\.query\.pooling"):
+        open_model_source(model)
+    dense = save_small(small_model("bert"), tmp_path / "dense")
+    with pytest.raises(ConfigError, match=r"model\.query\.path and model\.document\.path"):
+        open_model_source(model_options("dual_encoder", path=str(dense)))
+
+
+def test_each_role_has_its_tokenizer_and_length(folder):
+    tokenizer = model_tokenizer(open_model_source(dual_options(folder)))
+    text = " ".join(WORDS)
+    query, document = (tokenizer.tokens([text], role=role) for role in TextRole)
+    assert (len(query.ids), len(document.ids)) == (QUERY_LENGTH, DOCUMENT_LENGTH)
+    assert [tokenizer.chunk(tokens, [0]).tower for tokens in (query, document)] == [0, 1]
+    shorter = dual_options(folder)
+    shorter.query.max_length = QUERY_LENGTH - 1  # cached tokens of the longer texts are not those of shorter ones
+    assert model_tokenizer(open_model_source(shorter)).fingerprint != tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_chunk_has_texts_of_one_tower(size):
+    lengths, towers = np.array([5, 9, 3, 40, 7, 7, 20]), np.array([0, 0, 0, 1, 1, 1, 1])
+    plan = plan_towers(lengths, towers, size, 24, 4)
+    ranks = [plan.chunks_of_rank(rank) for rank in range(size)]
+    assert all(len(chunks) == plan.num_chunks == len(plan.towers) for chunks in ranks)
+    for tower, of_ranks in zip(plan.towers, zip(*ranks, strict=True), strict=True):
+        assert {int(towers[text]) for chunk in of_ranks for text in chunk} == {tower}
+    assert sorted(text for chunks in ranks for chunk in chunks for text in chunk) == list(range(7))
+    assert plan.towers[0] == 1, "the longest text comes first"
+    owners = [rank for text in range(7) for rank, chunks in enumerate(ranks) if any(text in chunk for chunk in chunks)]
+    assert plan.encoder_rank.tolist() == owners
+
+
+def test_a_router_is_no_model_of_another_kind(folder, tmp_path):
+    """A dense recipe names the kind, and a command that changes one model the folders of both."""
+    source = open_model_source(dual_options(folder))
+    write_architecture(tmp_path, source, model_tokenizer(source))
+    with pytest.raises(ConfigError, match=r"model.kind=dense: .*model.kind=dual_encoder"):
+        open_model_source(model_options(path=str(tmp_path), pooling="mean"))
+    with pytest.raises(ConfigError, match=f"model={tmp_path}: .*{tmp_path}/query or {tmp_path}/document"):
+        open_model(str(tmp_path), None, None, None, trust_remote_code=False)
+    output = call("merge", f"models=[{tmp_path},{tmp_path}]", f"output_dir={tmp_path / 'merged'}", code=1)
+    assert f"{tmp_path}/query or {tmp_path}/document" in output

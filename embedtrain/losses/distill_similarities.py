@@ -50,8 +50,9 @@ from embedtrain.losses.similarity import (
     add_exp,
     at_least_float32,
     finite,
-    group_logsumexp,
+    group_log_softmax,
     group_max,
+    is_group_max,
     row_slices,
     sum_by_row,
 )
@@ -374,14 +375,12 @@ class DistillSimilarities(ExcludingLoss):
             for model, temperature in zip((student, teacher), self.config.temperatures, strict=True)
         ]
         masked = [values.masked_fill(mask, -torch.inf) for values in scores]
-        best = [values.detach() == group_max(values.detach(), owners, num_rows)[owners] for values in masked]
+        best = [is_group_max(values.detach(), owners, num_rows) for values in masked]
         if self.config.divergence is Divergence.mse:
             count = torch.zeros_like(student.queries[:, 0]).index_add(0, owners, (~mask).to(scores[0].dtype))
             terms = (scores[0] - scores[1]).masked_fill(mask, 0.0).square() / count.clamp(min=1)[owners]
         else:
-            log_q, log_p = (
-                (values - group_logsumexp(values, owners, num_rows)[owners]).masked_fill(mask, 0.0) for values in masked
-            )
+            log_q, log_p = (group_log_softmax(values, owners, num_rows).masked_fill(mask, 0.0) for values in masked)
             rules = DivergenceRules(self.config.divergence, LossDirection.query_document, excluded)
             terms = rules.terms(log_p, log_q)[0].masked_fill(mask, 0.0)
         # The divergence of a single document is 0, whatever the vectors are.

@@ -24,7 +24,14 @@ from embedtrain.errors import ConfigError
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.listwise import score_range
 from embedtrain.losses.score import Score, VectorScore
-from embedtrain.losses.similarity import at_least_float32, group_logsumexp, group_max, positions_in_row, sum_by_row
+from embedtrain.losses.similarity import (
+    at_least_float32,
+    group_log_softmax,
+    group_max,
+    is_group_max,
+    positions_in_row,
+    sum_by_row,
+)
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, EncodedLoss, Guide, Loss, LossOutput
 
 
@@ -53,12 +60,12 @@ class DistillScores(EncodedLoss):
         num_rows = max(1, int((batch_info.rows.num_documents > 1).sum()))
 
         logits = _normalized(student, owners, num_queries) if self.normalize_scores else student
-        log_student = _log_softmax(logits / self.temperature, owners, num_queries)
-        target = _log_softmax(teacher / self.teacher_temperature, owners, num_queries).exp()
+        log_student = group_log_softmax(logits / self.temperature, owners, num_queries)
+        target = group_log_softmax(teacher / self.teacher_temperature, owners, num_queries).exp()
         divergence = torch.xlogy(target, target) - target * log_student
         loss = divergence.sum() * self.factor / num_rows
 
-        best = _is_largest(student.detach(), owners, num_queries) & _is_largest(teacher, owners, num_queries)
+        best = is_group_max(student.detach(), owners, num_queries) & is_group_max(teacher, owners, num_queries)
         several = torch.searchsorted(owners, owners, right=True) - torch.searchsorted(owners, owners) > 1
         agreed = group_max((best & several).to(loss.dtype), owners, num_queries).clamp(min=0.0)
         by_row = sum_by_row(divergence, owners, num_queries) * self.factor / num_rows
@@ -185,16 +192,6 @@ def _normalized(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
     lowest, highest = -group_max(-scores, owners, num_rows), group_max(scores, owners, num_rows)
     span = (highest - lowest)[owners]
     return (scores - lowest[owners]) / span.masked_fill(span == 0, 1.0)
-
-
-def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
-    """Log softmax of [M] over each row's documents."""
-    return scores - group_logsumexp(scores, owners, num_rows)[owners]
-
-
-def _is_largest(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
-    """Bool [M], where a document has its row's largest score."""
-    return scores == group_max(scores, owners, num_rows)[owners]
 
 
 def teacher_dimension(config: TeacherConfig, guide_dimensions: Mapping[str, int]) -> int | None:

@@ -262,16 +262,16 @@ class _Lists:
         keys, _, candidates = self._relation(direction)
         pair_keys, pair_values = self._pairs(direction)
         limit = int(len(rows) * min(MAX_LISTED * width, MAX_LISTED_PER_ROW)) + len(rows)
-        starts, counts = _find(pair_keys, keys[rows.start : rows.stop])
+        starts, counts = _occurrences(pair_keys, keys[rows.start : rows.stop])
         if counts.sum() > limit:
             return None
         position, index = _expand(starts, counts)
         order = np.argsort(candidates[first : first + width], kind="stable")
-        starts, counts = _find(candidates[first : first + width][order], pair_values[index])
+        starts, counts = _occurrences(candidates[first : first + width][order], pair_values[index])
         if counts.sum() > limit:
             return None
-        source, index = _expand(starts, counts)
-        row, column = position[source], order[index]
+        pair, index = _expand(starts, counts)
+        row, column = position[pair], order[index]
         if direction is LossDirection.document_query:  # a row's own pair is no duplicate of itself
             other = row + rows.start != column + first
             row, column = row[other], column[other]
@@ -339,7 +339,7 @@ def _blocks(counts: list[int]) -> list[tuple[int, int]]:
     return [(sum(counts[:rank]), count) for rank, count in enumerate(counts)]
 
 
-def _find(ordered: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _occurrences(ordered: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where each value starts in an ascending array, and how often it occurs."""
     starts = np.searchsorted(ordered, values)
     return starts, np.searchsorted(ordered, values, side="right") - starts
@@ -347,8 +347,8 @@ def _find(ordered: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[NDArra
 
 def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The index of each range, `counts[i]` times, and the numbers of the ranges from `starts[i]` on."""
-    source = np.repeat(np.arange(len(counts)), counts)
-    return source, np.arange(len(source)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    indices = np.repeat(np.arange(len(counts)), counts)
+    return indices, np.arange(len(indices)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
 
 def codes(keys: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ B, M: queries and documents of this rank; s and y: score and label of a document
 """
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -23,6 +24,7 @@ from embedtrain.config.losses import (
     BCEConfig,
     LambdaLossConfig,
     LambdaWeighting,
+    ListConfig,
     ListNetConfig,
     MeanOver,
     MSEConfig,
@@ -33,7 +35,7 @@ from embedtrain.config.losses import (
 from embedtrain.distributed.collectives import sum_over_ranks
 from embedtrain.losses.encoded import Encoded
 from embedtrain.losses.score import Score, VectorScore
-from embedtrain.losses.similarity import group_logsumexp, group_max, rows_per_chunk
+from embedtrain.losses.similarity import group_log_softmax, group_logsumexp, group_max, rows_per_chunk
 from embedtrain.losses.types import BatchInfo, EncodedLoss, LossOutput
 
 
@@ -46,6 +48,7 @@ class Lists:
     owners: Tensor  # int64 [M], ascending
     sizes: NDArray[np.int64]  # [B], documents of each query
     max_size: int  # of all ranks
+    num_pairs: int  # documents of all ranks, at least 1
     metrics: dict[str, Tensor]
 
     @classmethod
@@ -69,6 +72,7 @@ class Lists:
             batch_info.owners,
             rows.local_num_documents,
             int(rows.num_documents.max(initial=0)),
+            max(1, len(rows.document_keys)),
             score_range(raw, batch_info),
         )
 
@@ -177,48 +181,57 @@ def _within(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
+class ListLoss(EncodedLoss):
+    """A loss of each query's own documents, compared by the model's score or by the similarity that the loss names."""
+
+    config: ListConfig | MSEConfig
+
+    def __init__(self, config: ListConfig | MSEConfig, score: Score | None = None) -> None:
+        super().__init__()
+        self.config, self.score = config, score or VectorScore(config.similarity)
+
+    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
+        """B queries and M documents, perhaps with scores [M], to this rank's loss."""
+        temperature = self.config.temperature if isinstance(self.config, ListConfig) else 1.0
+        return self.of_lists(Lists.of(queries, documents, batch_info, self.score, temperature))
+
+    @abstractmethod
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """The documents of this rank's queries to its loss."""
+
+
 # Vectors [P] that live at a time in the backward pass of a chunk, approximately.
 _LIVE_VECTORS = 24
 
 
-class BCE(EncodedLoss):
+class BCE(ListLoss):
     """Binary cross entropy of single pairs: softplus(s) - y s, the mean over all pairs.
 
     y from 0 to 1; `pos_weight` w multiplies the positives' part: w y softplus(-s) + (1 - y) softplus(s). Logs
     `accuracy`, the fraction of pairs whose score is above 0 exactly where y is above 0.5.
     """
 
-    def __init__(self, config: BCEConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: BCEConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents with scores [M] to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score, self.config.temperature)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
         scores, labels = lists.scores, lists.labels
         positive, negative = self.config.pos_weight * labels * F.softplus(-scores), (1 - labels) * F.softplus(scores)
-        num_pairs = max(1, len(batch_info.rows.document_keys))
-        accuracy = ((scores > 0) == (labels > 0.5)).sum() / num_pairs
-        return lists.output(lists.sum(positive + negative) / num_pairs, accuracy=accuracy)
+        accuracy = ((scores > 0) == (labels > 0.5)).sum() / lists.num_pairs
+        return lists.output(lists.sum(positive + negative) / lists.num_pairs, accuracy=accuracy)
 
 
-class MSE(EncodedLoss):
+class MSE(ListLoss):
     """Squared difference of score and teacher's score, the mean over all pairs."""
 
-    def __init__(self, config: MSEConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: MSEConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents with scores [M] to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score)
-        num_pairs = max(1, len(batch_info.rows.document_keys))
-        return lists.output(lists.sum((lists.scores - lists.labels).square()) / num_pairs)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
+        return lists.output(lists.sum((lists.scores - lists.labels).square()) / lists.num_pairs)
 
 
-class Softmax(EncodedLoss):
+class Softmax(ListLoss):
     """Gao et al., "Rethink Training of BERT Rerankers in Multi-Stage Retrieval Pipeline" (ECIR 2021).
 
     -log(exp(s_p) / (exp(s_p) + sum over the query's negatives n of exp(s_n))) of a positive p; with several positives
@@ -227,14 +240,10 @@ class Softmax(EncodedLoss):
     document with a higher label. Logs `accuracy`, the fraction of these queries whose best document is a positive.
     """
 
-    def __init__(self, config: SoftmaxConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: SoftmaxConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents, with scores [M] for `positive_above`, to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score, self.config.temperature)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
         scores, owners, size = lists.scores, lists.owners, lists.num_queries
         threshold = self.config.positive_above
         positive = (
@@ -254,30 +263,25 @@ class Softmax(EncodedLoss):
         return lists.output(lists.sum(terms) * weights, accuracy=(is_best * num_positives * weights).sum())
 
 
-class ListNet(EncodedLoss):
+class ListNet(ListLoss):
     """Cao et al., "Learning to Rank: From Pairwise Approach to Listwise Approach" (ICML 2007).
 
     The cross entropy of softmax(y) and softmax(s) over a query's documents, the mean over all queries with at least two
     documents. Differs from `distill_scores` by the entropy of softmax(y), a constant.
     """
 
-    def __init__(self, config: ListNetConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: ListNetConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents with scores [M] to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score, self.config.temperature)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
         log_scores, log_labels = (
-            values - group_logsumexp(values, lists.owners, lists.num_queries)[lists.owners]
-            for values in (lists.scores, lists.labels)
+            group_log_softmax(values, lists.owners, lists.num_queries) for values in (lists.scores, lists.labels)
         )
         terms = -log_labels.exp() * log_scores
         return lists.output(lists.sum(terms) * lists.weights(_several(lists, terms)))
 
 
-class PListMLE(EncodedLoss):
+class PListMLE(ListLoss):
     """Lan et al., "Position-Aware ListMLE" (UAI 2014); without weights Xia et al., "Listwise Approach ..." (ICML 2008).
 
     In descending order of y, the sum over k = 1..n of w_k (logsumexp over l >= k of s_l - s_k), the mean over
@@ -285,14 +289,10 @@ class PListMLE(EncodedLoss):
     `position_weights`. Documents of equal labels keep the order that they have in the row.
     """
 
-    def __init__(self, config: PListMLEConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: PListMLEConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents with scores [M] to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score, self.config.temperature)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
         scores = lists.scores[lists.order(lists.labels)]
         terms = _suffix_logsumexp(scores, lists.ends, lists.max_size) - scores
         if self.config.position_weights:
@@ -335,7 +335,7 @@ def _suffix_logsumexp(values: Tensor, ends: Tensor, max_size: int) -> Tensor:
     return values
 
 
-class RankNet(EncodedLoss):
+class RankNet(ListLoss):
     """Burges et al., "Learning to Rank using Gradient Descent" (ICML 2005).
 
     softplus(s_j - s_i) for every pair of documents of a query with y_i > y_j. The mean over a query's pairs, and then
@@ -343,14 +343,10 @@ class RankNet(EncodedLoss):
     same mean of 1 where s_i > s_j.
     """
 
-    def __init__(self, config: RankNetConfig | LambdaLossConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: RankNetConfig | LambdaLossConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents with scores [M] to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score, self.config.temperature)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
         weights = self._weights(lists)
 
         def chunk(scores: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
@@ -425,7 +421,7 @@ class PairWeights:
                 return (self.mu * ndcg_loss2 + lambdarank) * gains
 
 
-class ADRMSE(EncodedLoss):
+class ADRMSE(ListLoss):
     """Schlatt et al., "Rank-DistiLLM: Closing the Effectiveness Gap Between Cross-Encoders and LLMs ..." (ECIR 2025).
 
     (r - (1 + sum over the other documents j of sigmoid(s_j - s)))^2 / log2(1 + r) for a document of rank r by y, where
@@ -433,14 +429,10 @@ class ADRMSE(EncodedLoss):
     with at least two.
     """
 
-    def __init__(self, config: ADRMSEConfig, score: Score | None = None) -> None:
-        super().__init__()
-        self.score = score or VectorScore(config.similarity)
-        self.config = config
+    config: ADRMSEConfig
 
-    def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
-        """B queries and M documents with scores [M] to this rank's loss."""
-        lists = Lists.of(queries, documents, batch_info, self.score, self.config.temperature)
+    def of_lists(self, lists: Lists) -> LossOutput:
+        """See `ListLoss`."""
         labels = lists.labels
 
         def chunk(scores: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -143,3 +143,13 @@ def group_logsumexp(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:
     offset = highest.masked_fill(highest == -torch.inf, 0.0)
     sum_exp = torch.zeros_like(offset).index_add(0, owners, (values - offset[owners]).exp())
     return offset + sum_exp.masked_fill(highest == -torch.inf, 1.0).log()
+
+
+def group_log_softmax(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:
+    """Log softmax of the values [M] over those of the same group."""
+    return values - group_logsumexp(values, owners, num_groups)[owners]
+
+
+def is_group_max(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:
+    """Bool [M], where a value is the largest of its group."""
+    return values == group_max(values, owners, num_groups)[owners]

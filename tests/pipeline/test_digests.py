@@ -64,7 +64,13 @@ LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losse
 INPUT_OPTIONS = {
     *("model", "models", "adapter", "adapters", "base", "teacher", "run", "corpus", "reranker", "reranker.path"),
     *("reranker.adapter", "model.path", "model.config", "model.tokenizer", "model.lora.path"),
-    *("model.query_weights", "parallel.accelerate_config", "train.init_from"),
+    *(
+        "model.query_weights",
+        "model.query.path",
+        "model.document.path",
+        "parallel.accelerate_config",
+        "train.init_from",
+    ),
     *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents")),
     *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train")),
     *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),

@@ -58,7 +58,7 @@ def run(options: MergeOptions) -> Path:
             if options.method in (MergeMethod.task_arithmetic, MergeMethod.ties):
                 members.append(open_member(str(options.base), "base", options))
             output_dir = Path(options.output_dir)
-            for directory in (member.architecture or member.source.directory for member in members):
+            for directory in (member.run.architecture if member.run else member.source.directory for member in members):
                 assert directory is not None
                 output_dir = require_replaceable(output_dir, directory)
         with console.phase("verifying checksums"), world.fail_together("verifying checksums"):

@@ -6,13 +6,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import RunDirectory
-from embedtrain.checkpoint.snapshot import ENCODER, WEIGHTS
+from embedtrain.checkpoint.snapshot import ENCODER
 from embedtrain.checkpoint.step_directory import (
     MANIFEST,
     Checkpoint,
@@ -33,7 +32,7 @@ from embedtrain.checkpoint.tensor_files import (
 from embedtrain.commands.merge.options import LoraMerge, MergeOptions, selected_steps
 from embedtrain.config.compose import load_recipe
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.recipe import LoraConfig, ModelConfig, Recipe, WeightsOf
+from embedtrain.config.recipe import ExportConfig, LoraConfig, ModelConfig, Recipe, WeightsOf
 from embedtrain.config.validation import model_options_named, written
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
@@ -52,7 +51,6 @@ from embedtrain.formats.weights import WeightStream
 from embedtrain.models.adapters import ADAPTER_CONFIG
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.security import require_no_links
-from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.metrics import metrics_at
 from embedtrain.utils.files import expand_user
@@ -185,6 +183,25 @@ def _read_into(path: Path, offset: int, target: memoryview) -> None:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """Which weights of a run a member is.
+
+    Attributes:
+        checkpoint: whose checksums are verified.
+        weights: which of its weights: the trained ones, or their average.
+        architecture: a directory as `write_architecture` writes it.
+        export: how the run is exported.
+        adapters: with `lora=factors`; specs and tensors of the member are those of the trained weights alone.
+    """
+
+    checkpoint: Checkpoint
+    weights: str
+    architecture: Path
+    export: ExportConfig
+    adapters: AdapterCheckpoint | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """A model that is merged.
@@ -195,13 +212,7 @@ class Member:
         specs: types and shapes of its weights, by the encoder's names.
         tensors: where they are stored. Empty until `store_streams`, if they can only be read in order.
         stream: reads such weights; None for the others.
-        dtype: in which most of its weights are stored.
-        architecture: of a run: a directory as `write_architecture` writes it; None for other models.
-        truncate_dim: dimensions of its vectors that are used.
-        rope_theta: base of its rotary positions if it is not that of `architecture`.
-        checkpoint: whose checksums are verified.
-        kind: of the tensors of the checkpoint.
-        adapters: with `lora=factors`, of the checkpoint; specs and tensors are those of the trained weights alone.
+        run: where the weights of a run are from; None for other models.
     """
 
     name: str
@@ -209,13 +220,17 @@ class Member:
     specs: Mapping[str, TensorSpec]
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     stream: Callable[[], WeightStream] | None = None
-    dtype: torch.dtype
-    architecture: Path | None = None
-    truncate_dim: int | None = None
-    rope_theta: float | None = None
-    checkpoint: Checkpoint | None = None
-    kind: str = WEIGHTS
-    adapters: AdapterCheckpoint | None = None
+    run: RunCheckpoint | None = None
+
+    @property
+    def adapters(self) -> AdapterCheckpoint | None:
+        """The adapters whose factors are merged; None if whole models are."""
+        return None if self.run is None else self.run.adapters
+
+    @property
+    def truncate_dim(self) -> int | None:
+        """The dimensions of its vectors that are used; None: all."""
+        return self.source.vectors.truncate_dim if self.run is None else self.run.export.truncate_dim
 
 
 def open_members(options: MergeOptions) -> list[Member]:
@@ -227,10 +242,20 @@ def open_members(options: MergeOptions) -> list[Member]:
         members = [_open_checkpoint(Path(options.run), path, options) for path in _paths_of_steps(options)]
     else:
         members = [open_member(path, f"models[{index}]", options) for index, path in enumerate(options.models)]
-    if options.weights_of is WeightsOf.ema and all(member.checkpoint is None for member in members):
+    if options.weights_of is WeightsOf.ema and all(member.run is None for member in members):
         raise ConfigError("weights_of=ema: no model is a run or a checkpoint; leave it out")
     if options.lora is LoraMerge.factors:
-        other = next((m for m in members if m.adapters is None or m.architecture != members[0].architecture), None)
+        architectures = [
+            None if member.run is None or member.adapters is None else member.run.architecture for member in members
+        ]
+        other = next(
+            (
+                member
+                for member, own in zip(members, architectures, strict=True)
+                if own is None or own != architectures[0]
+            ),
+            None,
+        )
         if other is not None:
             raise ConfigError(
                 f"lora=factors: {other.name} and {members[0].name} are not checkpoints of one run with model.lora, and "
@@ -263,18 +288,15 @@ def _open_directory(path: str, options: MergeOptions) -> Member:
     specs = encoder_specs(source)
     shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
     locations = locate_weights(source, shapes)
-    common: dict[str, Any] = {
-        "name": path, "source": source, "dtype": stored_dtype(source), "truncate_dim": source.vectors.truncate_dim
-    }  # fmt: skip
     if source.has_new_head:
         raise ConfigError(f"{path} has no head of a model of the kind {source.kind.name}: it would be random")
     if locations is None:  # a pickle, or names of an old version of transformers
-        return Member(specs=specs, stream=lambda: _stream_of(source, specs), **common)
+        return Member(name=path, source=source, specs=specs, stream=lambda: _stream_of(source, specs))
     files = {file: tensors_of_file(file) for file in {location.path for location in locations.values()}}
     tensors = {name: files[location.path][location.key] for name, location in locations.items()}
     heads = {name: StoredTensor(TensorSpec.of(value), value=value) for name, value in head_weights(source).items()}
     tensors |= heads
-    return Member(specs={name: tensors[name].spec for name in specs}, tensors=tensors, **common)
+    return Member(name=path, source=source, specs={name: tensors[name].spec for name in specs}, tensors=tensors)
 
 
 def _stream_of(source: ModelSource, specs: Mapping[str, TensorSpec]) -> WeightStream:
@@ -298,12 +320,8 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
     source = open_model_source(model)
     source.require_one_model(str(path))
     checkpoint = open_checkpoint(path)
-    common: dict[str, Any] = {
-        "name": str(path), "source": source, "dtype": stored_dtype(source), "architecture": run_dir.architecture,
-        "truncate_dim": recipe.export.truncate_dim, "rope_theta": recipe.export.rope_theta, "checkpoint": checkpoint,
-    }  # fmt: skip
-    common["kind"] = checkpoint.weights_kind(options.weights_of)
-    reader = checkpoint.tensors(common["kind"])
+    origin = RunCheckpoint(checkpoint, checkpoint.weights_kind(options.weights_of), run_dir.architecture, recipe.export)
+    reader = checkpoint.tensors(origin.weights)
     if recipe.model.lora.on:
         own = replace(recipe.model, trust_remote_code=False)  # the recipe does not make its base model's code trusted
         adapters = AdapterCheckpoint.open(run_dir.adapter, own, recipe.seed, source, reader)
@@ -311,13 +329,16 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
         if options.lora is LoraMerge.factors:
             factors = tensors_of_checkpoint(reader, ENCODER)
             specs = {name: tensor.spec for name, tensor in factors.items()}
-            return Member(specs=specs, tensors=factors, adapters=adapters, **common)
-        return Member(specs=adapters.merged().specs, stream=adapters.merged, **common)
+            origin = replace(origin, adapters=adapters)
+            return Member(name=str(path), source=source, specs=specs, tensors=factors, run=origin)
+        merged = adapters.merged
+        return Member(name=str(path), source=source, specs=merged().specs, stream=merged, run=origin)
     tensors = tensors_of_checkpoint(reader, ENCODER)
     state = build_encoder(source).state_dict()
     specs = {name: tensor.spec for name, tensor in tensors.items()}
     require_fit(path, state, specs)
-    return Member(specs={name: specs[name] for name in state}, tensors=tensors, **common)
+    specs = {name: specs[name] for name in state}
+    return Member(name=str(path), source=source, specs=specs, tensors=tensors, run=origin)
 
 
 def _open_adapter(path: str, options: MergeOptions) -> Member:
@@ -337,8 +358,6 @@ def _open_adapter(path: str, options: MergeOptions) -> Member:
         source=source,
         specs=merged_adapter(source, lora, files).specs,
         stream=lambda: merged_adapter(source, lora, files),
-        dtype=stored_dtype(source),
-        truncate_dim=source.vectors.truncate_dim,
     )
 
 
@@ -399,8 +418,8 @@ def _paths_of_steps(options: MergeOptions) -> list[Path]:
 
 def verify_member(member: Member, world: World) -> None:
     """Compare this rank's part of a member's files with their checksums, if there are any."""
-    if member.checkpoint is not None:
-        member.checkpoint.tensors(member.kind).verify_checksums(world.rank, world.size)
+    if member.run is not None:
+        member.run.checkpoint.tensors(member.run.weights).verify_checksums(world.rank, world.size)
     elif member.source.directory is not None:
         verify_weights(member.source.directory, world.local_rank, world.local_size)
 

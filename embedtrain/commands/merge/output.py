@@ -37,6 +37,7 @@ from embedtrain.formats.weights import (
 )
 from embedtrain.inference.loading.load import bound_tokenizer
 from embedtrain.models.build import assemble_encoder
+from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.tracking.console import Console
 from embedtrain.utils.files import remove_tree, write_json
 
@@ -183,7 +184,7 @@ def output_dtype(members: Sequence[Member], option: ExportDtype) -> torch.dtype:
     """The type of the merged weights: with `source` the widest of the members', float32 for bfloat16 and float16."""
     if option is not ExportDtype.source:
         return DTYPES[option]
-    dtypes = {member.dtype for member in members}
+    dtypes = {stored_dtype(member.source) for member in members}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
@@ -209,13 +210,14 @@ def write_merged(
         architecture = scratch.architecture
         if world.is_main:
             tokenizer = bound_tokenizer(settings.source, load_tokenizer(settings.source))
-            if settings.architecture is None:
+            if settings.run is None:
                 write_architecture(architecture, settings.source, tokenizer)
             else:
-                shutil.copytree(settings.architecture, architecture)
+                shutil.copytree(settings.run.architecture, architecture)
             if not _have_pooler(members, stored_pooler(architecture)):
                 clear_pooler(architecture)
-    config = replace(options.export, truncate_dim=settings.truncate_dim, rope_theta=settings.rope_theta)
+    rope_theta = None if settings.run is None else settings.run.export.rope_theta
+    config = replace(options.export, truncate_dim=settings.truncate_dim, rope_theta=rope_theta)
     with world.fail_together("preparing the directory"):
         weights = WeightStream(dict(members[0].specs), iter(()))
         export = plan_export(Path(options.output_dir), scratch.unfinished, architecture, weights, dtype, config)
@@ -241,7 +243,7 @@ def _have_pooler(members: Sequence[Member], pooler: Mapping[str, Tensor]) -> boo
     """Whether all members have this pooler, which no encoder uses; of others the merged model has none."""
 
     def has_pooler(member: Member) -> bool:
-        own = pooler_weights(member.source) if member.architecture is None else stored_pooler(member.architecture)
+        own = pooler_weights(member.source) if member.run is None else stored_pooler(member.run.architecture)
         return own.keys() == pooler.keys() and all(torch.equal(own[name], pooler[name]) for name in own)
 
     return not pooler or all(map(has_pooler, members))
@@ -252,10 +254,11 @@ def multiply_factors(
 ) -> tuple[list[Member], Callable[[Piece], Tensor]]:
     """The model with the combined factors of its adapters merged, as a single member, and its rows. A collective."""
     first = members[0]
-    adapters = first.adapters
+    run, adapters = first.run, first.adapters
+    assert run is not None
     assert adapters is not None
     stream = functools.partial(adapters.merged, combined_tensors(members, combine))
-    whole = replace(first, specs=stream().specs, tensors={}, stream=stream, adapters=None)
+    whole = replace(first, specs=stream().specs, tensors={}, stream=stream, run=replace(run, adapters=None))
     stored = store_streams([whole], folder, world)
     return stored, lambda piece: linear_rows(stored, piece, [1.0])
 

@@ -22,7 +22,13 @@ from embedtrain.models.sparse_head import words_per_block
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import ClusterSpec, RankWorkload, StepWorkload, fit_activation_tokens, step_memory
 from embedtrain.planning.model_costs import ModelSpec, build_meta_encoder, model_spec
-from embedtrain.planning.strategy import LayoutCandidate, choose_encoding_layout, choose_layout, layout_candidates
+from embedtrain.planning.strategy import (
+    LayoutCandidate,
+    LayoutChoice,
+    choose_encoding_layout,
+    choose_layout,
+    layout_candidates,
+)
 from embedtrain.tracking.pages import Page
 from embedtrain.training.optimizer import describe_groups, trained_parameters
 from embedtrain.utils.files import expand_user
@@ -59,20 +65,29 @@ class TrainingPlan:
     name: str  # of the recipe
     model: ModelSpec
     cluster: ClusterSpec
-    work: StepWorkload
+    work: StepWorkload  # its `activation_tokens` are the recipe's, or those that fit with `best`
     knows_rows: bool  # whether `work.texts_per_row` is that of the files or of the options; else the least
-    best: LayoutCandidate
-    next_best: LayoutCandidate | None
-    activation_tokens: int  # with cached graphs: the recipe's value, or what fits with `best`
+    choice: LayoutChoice
     vocabulary_head: VocabularyHead | None  # of a sparse model
     largest_chunk: int | None  # largest `train.chunk_tokens` with which `best` fits; None: not even one text
     changes: list[str]  # options to change if it does not fit
     parameter_groups: dict[str, str]  # settings of each group, if the recipe has several
 
     @property
+    def best(self) -> LayoutCandidate:
+        """The chosen layout, with its costs."""
+        assert self.choice.best is not None
+        return self.choice.best
+
+    @property
+    def next_best(self) -> LayoutCandidate | None:
+        """The best of the other layouts; None if there is one only."""
+        return self.choice.next_best
+
+    @property
     def local(self) -> RankWorkload:
         """One rank's part of a global batch."""
-        return replace(self.work, activation_tokens=self.activation_tokens).per_rank(self.cluster.ranks)
+        return self.work.per_rank(self.cluster.ranks)
 
     def as_json(self) -> dict[str, Any]:
         """The plan as plain values; sizes in bytes, times in seconds.
@@ -106,7 +121,7 @@ class TrainingPlan:
                 "texts_per_row": self.work.texts_per_row,
                 "tokens_per_text": self.work.tokens_per_text,
                 "chunk_tokens": self.work.chunk_tokens,
-                "activation_tokens": self.activation_tokens,
+                "activation_tokens": self.work.activation_tokens,
                 "per_rank": asdict(self.local),
             },
             "chosen": _candidate_json(self.best),
@@ -185,18 +200,16 @@ def plan(recipe: Recipe, options: "PlanOptions", *, mined: Mapping[Path, int] | 
     activation_tokens = fit_activation_tokens(
         model, layout, cluster, work, reduce_per_step=reduce_per_step, free=cluster.memory
     )
-    local = replace(work, activation_tokens=activation_tokens).per_rank(cluster.ranks)
+    fitted = replace(work, activation_tokens=activation_tokens)
     has_vocabulary = any(tower.output.has_vocabulary for tower in planned.encoder.towers.values())
     return TrainingPlan(
         name=recipe.name,
         model=model,
         cluster=cluster,
-        work=work,
+        work=fitted,
         knows_rows=texts_per_row is not None,
-        best=choice.best,
-        next_best=choice.next_best,
-        activation_tokens=activation_tokens,
-        vocabulary_head=_vocabulary_head(model, local, length) if has_vocabulary else None,
+        choice=choice,
+        vocabulary_head=_vocabulary_head(model, fitted.per_rank(cluster.ranks), length) if has_vocabulary else None,
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
         changes=changes(parallel, cluster, model, work, choice.best),
         parameter_groups=describe_groups(trained_parameters(planned.encoder, recipe.optim), recipe.optim),

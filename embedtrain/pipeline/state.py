@@ -8,6 +8,7 @@ OUTPUT_DIR/stages/NAME.old-1/       an earlier result, set aside by from=
 import glob
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -18,9 +19,10 @@ from typing import Any
 
 from embedtrain.config.compose import to_plain
 from embedtrain.config.options import is_in_result, is_input
+from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.export_record import DESCRIPTIONS
-from embedtrain.pipeline.types import Pipeline, Stage, leaves
+from embedtrain.pipeline.types import Pipeline, Stage, is_training, leaves
 from embedtrain.utils.files import Checksums, atomic_write, checksum_of, file_checksum
 from embedtrain.utils.records import read_record
 
@@ -116,6 +118,7 @@ class ContentDigests:
 
 
 STAGE_FILE = "stage.json"
+_KEY = re.compile(r"[^.\[]+|\[\d+\]")  # of dotted names: data.train[0].path
 
 
 @dataclass(frozen=True)
@@ -259,20 +262,42 @@ def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterato
     if before.do != now.do:
         yield "do", before.do, now.do
     if before.ended is not None:
-        defaults = _defaults(stage)
-        for name in dict.fromkeys([*now.options, *before.options]):
+        defaults, saved = _defaults(stage), _current_options(stage, before.options)
+        for name in dict.fromkeys([*now.options, *saved]):
             if name in before.inputs and name in now.inputs:
                 continue
             if name not in now.options and not _exists(stage.options, name):
                 continue  # an earlier version had the option
             # A version that did not have the option counts as its default.
-            old, new = (options.get(name, defaults.get(name)) for options in (before.options, now.options))
+            old, new = (options.get(name, defaults.get(name)) for options in (saved, now.options))
             if old != new and name not in now.inputs and name not in before.inputs:
                 yield name, old, new
     for name in dict.fromkeys([*now.inputs, *before.inputs]):
         old, new = before.inputs.get(name), now.inputs.get(name)
         if old != new and (old is not None or new is not None):
             yield f"the content of {name}", old, new
+
+
+def _current_options(stage: Stage, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a record that an earlier version may have written, with the names of this version."""
+    if not is_training(stage.command):
+        return dict(saved)
+    recipe: dict[str, Any] = {}
+    for name, value in saved.items():
+        *path, last = _KEY.findall(name)
+        node = recipe
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return dict(leaves(current_recipe(_with_lists(recipe)), ""))
+
+
+def _with_lists(node: Any) -> Any:
+    """A tree in which a mapping from `[0]`, `[1]`, ... is a list."""
+    if not isinstance(node, dict):
+        return node
+    items = {key: _with_lists(item) for key, item in node.items()}
+    return list(items.values()) if items and all(key.startswith("[") for key in items) else items
 
 
 def _exists(options: Any, name: str) -> bool:

@@ -1,7 +1,8 @@
 """Which options of a stage are inputs, whose content counts."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,11 +17,9 @@ from embedtrain.config.kinds import kinds
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.options import info
 from embedtrain.config.recipe import TrainSource
-from embedtrain.pipeline.state import (
-    input_paths,
-    options_of,
-)
-from embedtrain.pipeline.types import Stage, compose_options
+from embedtrain.errors import ConfigError
+from embedtrain.pipeline.state import PipelineState, StageRecord, input_paths, options_of
+from embedtrain.pipeline.types import Pipeline, Selection, Stage, compose_options
 
 
 @pytest.fixture
@@ -55,6 +54,28 @@ def test_relative_paths_are_inputs(folder):
         "loss.teachers[0]": "first",
         "loss.teachers[1]": "second",
     }
+
+
+def test_a_stage_of_an_earlier_version_that_has_ended_does_not_run_again(folder):
+    """Its record has options by names that were renamed since, or null where a number is written now."""
+    kind = ("model.kind=late_interaction", "model.path=encoder", "model.dimension=8")
+    options = ("name=t", "train.steps=1", "data.train=[{path: rows.jsonl, loss: {matryoshka: {dims: [4]}}}]")
+    trained = stage("train", folder, *kind, *options, "loss.matryoshka.dims=[8,4]", "optim.min_lr_ratio=0")
+    now = StageRecord("train", "", options_of(trained), {}, 0.0, 1)
+    renamed = {"dims_per_step": "per_step", "dims": "dims", "dim_": "", "layers": "layers"}
+    renamed = {f"matryoshka.{new}": f"matryoshka_{old}" for new, old in renamed.items()} | {
+        "matryoshka.": "",  # others had no section
+        "model.dimension": "model.late_interaction.dim",
+    }
+    pattern = re.compile("|".join(map(re.escape, renamed)))
+    saved = {pattern.sub(lambda new: renamed[new[0]], name): value for name, value in now.options.items()}
+    saved |= {"optim.min_lr_ratio": None}
+    assert {"loss.matryoshka_dims[1]", "data.train[0].loss.matryoshka_dims[0]"} <= saved.keys()
+    state = PipelineState(Pipeline("p", folder / "out", (trained,), 1.0, {}, Selection()))
+    before = replace(now, options=saved, ended=1.0)
+    state.require_same(trained, before, now)
+    with pytest.raises(ConfigError, match=r"loss\.matryoshka\.dims\[0\] was 16 when the stage ran and is now 8"):
+        state.require_same(trained, replace(before, options=saved | {"loss.matryoshka_dims[0]": 16}), now)
 
 
 SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")

@@ -217,8 +217,7 @@ class SetOptions:
 class OutputOptions:
     """Where a command writes."""
 
-    # directory for the results; by default runs/evaluate of evaluate, and runs of doctor
-    output_dir: str = option("", in_result=False)
+    output_dir: str = option("", in_result=False)  # directory for the results
 
 
 @dataclass(kw_only=True)

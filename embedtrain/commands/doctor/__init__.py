@@ -22,7 +22,8 @@ HELP = f"""embedtrain doctor: check whether a machine is ready for training
   embedtrain doctor quick=true               without slow checks: for containers
 
 Each finding is ok, note, warning or problem, with what to do.
-The exit code is 1 if there is a problem, else 0.
+The exit code is 1 if there is a problem, else 0. Among the disks that are
+checked is that of output_dir, by default runs.
 
 {{options: output_dir cache_dir quick hub json join_timeout}}
 

@@ -69,7 +69,7 @@ TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
 
 {LAUNCH_HELP}
 
-Metrics are printed and added to OUTPUT_DIR/metrics.jsonl."""
+Metrics are printed, and added to metrics.jsonl in runs/evaluate or output_dir."""
 
 
 @dataclass(kw_only=True)

@@ -63,7 +63,7 @@ class SentenceTransformersLoss(Loss):
 
     The class gets a placeholder model without parameters, whose inputs are vectors. Classes that cache gradients
     run without their cache. Parameters of the class are parameters here, under `theirs`. Its random numbers are a
-    function of `BatchInfo.seed`. A class or arguments that sentence-transformers rejects raise a ConfigError.
+    function of `BatchInfo.origin.batch`. A class or arguments that sentence-transformers rejects raise a ConfigError.
     """
 
     def __init__(

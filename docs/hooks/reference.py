@@ -152,7 +152,8 @@ def row(option: Option, prefix: str, anchor: str) -> str:
     """One option as a row of its table."""
     name = f"{prefix}{option.name}"
     span = f'<span id="{anchor or "option."}{name}" class="option">`{name}`</span>'
-    return f"| {span}<br>{_cell(_code(type_of(option)) + _default_of(option))} | {_cell(meaning(option))} |"
+    limits = f", {option.info.limits}" if option.info.limits else ""
+    return f"| {span}<br>{_cell(_code(type_of(option)) + limits + _default_of(option))} | {_cell(meaning(option))} |"
 
 
 def _kind(kind: Kind) -> str:

@@ -10,14 +10,13 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 
 from embedtrain.config.commands import COMMANDS, Command
-from embedtrain.config.hydra_files import choices
+from embedtrain.config.hydra_files import GROUPS, choices
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe
 
 SHELLS = ("bash", "zsh", "fish")
 _FLAGS = ["--help", "--cfg", "--config-dir"]
 _LAUNCH_FLAGS = ["--gpus", "--nproc-per-node", "--nodes", "--node-rank", "--master", "--max-restarts"]
-_GROUPS = ("recipe", "model", "loss", "parallel")
 
 _BASH = r"""_embedtrain() {{
   local line=${{COMP_LINE:0:COMP_POINT}} list
@@ -95,7 +94,7 @@ def _words(command: Command) -> Iterator[str]:
         yield from _LAUNCH_FLAGS
     if command.takes_recipe:
         yield from _options(Recipe, "")
-        for group in _GROUPS:
+        for group in GROUPS:
             yield from (f"{group}={choice}" for choice in choices(group))
         for kind in LOSSES.values():
             yield from _options(kind, "loss.")

@@ -17,7 +17,7 @@ from embedtrain.config.command_options import (
     parse_reranker,
 )
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import check_index
+from embedtrain.config.evaluation import VectorFormat, check_index
 from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_vector_format
@@ -57,7 +57,7 @@ class SearchOptions(
     top_k: int = option(5, at_least=1)  # results per query
     # Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as
     # {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors.
-    vectors: Any = None
+    vectors: Any = option(None, items=VectorFormat)
 
 
 def compose(arguments: list[str]) -> SearchOptions:

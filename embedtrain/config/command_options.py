@@ -5,12 +5,21 @@ from typing import Any
 
 from embedtrain.config.checks import check_model
 from embedtrain.config.code import code_option
-from embedtrain.config.evaluation import Backend, IndexConfig, Unshard
+from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.kinds import kind_of_pairs
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import LENGTH, SEED, check_values, declare, option
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.recipe import POOLINGS, DataConfig, ExportDtype, LoraConfig, ModelConfig, OnError, Precision
+from embedtrain.config.recipe import (
+    POOLINGS,
+    DataConfig,
+    ExportDtype,
+    LoraConfig,
+    ModelConfig,
+    OnError,
+    Precision,
+    TrainSource,
+)
 from embedtrain.config.validation import OptionChecks, model_options_named
 from embedtrain.errors import ConfigError
 
@@ -152,7 +161,7 @@ class DataOptions:
     """Training rows, or their texts."""
 
     # Training rows: list of TrainSource, or of paths; or one path. Of calibrate also paths of documents.
-    data: Any = option(None, is_input=True)
+    data: Any = option(None, is_input=True, items=TrainSource)
 
 
 @dataclass(kw_only=True)
@@ -190,12 +199,49 @@ class IndexOptions:
 
 
 @dataclass(kw_only=True)
+class RerankerConfig:
+    """The option `reranker` of `evaluate` and `search`: a finished cross-encoder or late-interaction model.
+
+    A string is its `path`.
+    """
+
+    path: str = option(is_input=True)  # model directory or Hub id
+    adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
+    revision: str | None = None  # a commit, tag or branch of its Hub repository
+    max_length: int | None = option(None, **LENGTH)  # tokens of a pair; default: the reranker's
+    query_prompt: str | None = None  # default: the reranker's
+    document_prompt: str | None = None  # default: the reranker's
+    pair_template: Any = None  # as model.pair_template
+    score_tokens: list[str] | None = None  # as model.score_tokens
+    score_labels: list[int] | None = None  # as model.score_labels
+    # Of a cross-encoder: read a document that is too long in overlapping windows, of which the best counts.
+    document_windows: bool = False
+    backend: Backend = Backend.torch  # as the option of this name of evaluate
+
+    def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
+        """The options of the model, as a recipe has them."""
+        options: ModelConfig = kind_of_pairs().options(
+            path=self.path,
+            lora=LoraConfig(path=self.adapter),
+            revision=self.revision,
+            max_length=self.max_length,
+            query_prompt=self.query_prompt,
+            document_prompt=self.document_prompt,
+            pair_template=self.pair_template,
+            score_tokens=self.score_tokens,
+            score_labels=self.score_labels,
+            trust_remote_code=trust_remote_code,
+        )
+        return options
+
+
+@dataclass(kw_only=True)
 class RerankOptions:
     """A search by a model, whose first documents a second one orders."""
 
     # A cross-encoder or late-interaction model that orders the first documents of each query again: options of
     # RerankerConfig, or its path. Scores are its own.
-    reranker: Any = option(None, is_input=True)
+    reranker: Any = option(None, is_input=True, items=RerankerConfig)
     rerank_depth: int = option(100, at_least=1)  # documents per query for the reranker
     # Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum;
     # default: the model's.
@@ -208,7 +254,8 @@ class RerankOptions:
 class SetOptions:
     """Evaluation sets."""
 
-    sets: list[Any] = option(factory=list, is_input=True)  # evaluation sets: options of EvaluationSet, or paths
+    # evaluation sets: options of EvaluationSet, or paths
+    sets: list[Any] = option(factory=list, is_input=True, items=EvaluationSet)
     # maximum number of queries or rows of each set
     subset: int | None = option(None, at_least=1, hint="null takes all queries or rows")
 
@@ -276,43 +323,6 @@ class NodeOptions:
     # Default: of SLURM the share of the GPUs, if sinfo reports it, else the cluster's; of Kubernetes the namespace's.
     cpus_per_node: int | None = option(None, at_least=1)
     mem: str | None = None  # of each node, such as 500G, on Kubernetes 500Gi; 0 on SLURM: all; default: the cluster's
-
-
-@dataclass(kw_only=True)
-class RerankerConfig:
-    """The option `reranker` of `evaluate` and `search`: a finished cross-encoder or late-interaction model.
-
-    A string is its `path`.
-    """
-
-    path: str = option(is_input=True)  # model directory or Hub id
-    adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
-    revision: str | None = None  # a commit, tag or branch of its Hub repository
-    max_length: int | None = option(None, **LENGTH)  # tokens of a pair; default: the reranker's
-    query_prompt: str | None = None  # default: the reranker's
-    document_prompt: str | None = None  # default: the reranker's
-    pair_template: Any = None  # as model.pair_template
-    score_tokens: list[str] | None = None  # as model.score_tokens
-    score_labels: list[int] | None = None  # as model.score_labels
-    # Of a cross-encoder: read a document that is too long in overlapping windows, of which the best counts.
-    document_windows: bool = False
-    backend: Backend = Backend.torch  # as the option of this name of evaluate
-
-    def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
-        """The options of the model, as a recipe has them."""
-        options: ModelConfig = kind_of_pairs().options(
-            path=self.path,
-            lora=LoraConfig(path=self.adapter),
-            revision=self.revision,
-            max_length=self.max_length,
-            query_prompt=self.query_prompt,
-            document_prompt=self.document_prompt,
-            pair_template=self.pair_template,
-            score_tokens=self.score_tokens,
-            score_labels=self.score_labels,
-            trust_remote_code=trust_remote_code,
-        )
-        return options
 
 
 def parse_reranker(value: Any, option: str) -> RerankerConfig | None:

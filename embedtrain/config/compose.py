@@ -29,6 +29,8 @@ from embedtrain.config.checks import check_recipe
 from embedtrain.config.code import names_code, require_named_code
 from embedtrain.config.command_line import option_of, parse_command_line, quote, to_overrides, value_of
 from embedtrain.config.hydra_files import (
+    GROUPS,
+    HYDRA,
     check_num_jobs,
     choices,
     folder,
@@ -117,8 +119,9 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     command_line = parse_command_line(arguments, kind, multirun=False)
     if command_line.config_dir is not None:
         raise ConfigError(f"--config-dir {command_line.config_dir}: {name} takes no recipe; leave it out")
-    ConfigStore.instance().store(name=name, node=kind)
-    config, _ = _compose(name, command_line.overrides, kind)
+    with HYDRA:
+        ConfigStore.instance().store(name=name, node=kind)
+        config, _ = _compose(name, command_line.overrides, kind)
     _print_if_asked(command_line, config, kind, help_text)
     options = _to_dataclass(config, kind)
     if names_code("kind", vars(options).get("kind"), command_line.overrides):
@@ -195,7 +198,8 @@ def _compose_recipes(arguments: Sequence[str], *, multirun: bool) -> list[Recipe
     command_line = parse_command_line(arguments, Recipe, multirun=multirun)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
     try:
-        configs = [_compose_recipe(overrides, command_line.config_dir) for overrides in jobs]
+        with HYDRA:
+            configs = [_compose_recipe(overrides, command_line.config_dir) for overrides in jobs]
     except OmegaConfBaseException as error:  # the first use of a value that refers to one that does not exist
         values = {option_of(override): override.partition("=")[2] for override in command_line.overrides}
         raise ConfigError(explain_hydra_error(error, values)) from None
@@ -348,8 +352,7 @@ def _compose(
 
 def _available_choices() -> str:
     """For `--help`: the recipes, and the choices of the other groups."""
-    groups = ("recipe", "model", "loss", "parallel")
-    texts = (f"  {f'{group}=NAME':<14}  {', '.join(choices(group))}" for group in groups)
+    texts = (f"  {f'{group}=NAME':<14}  {', '.join(choices(group))}" for group in GROUPS)
     return "\n".join(textwrap.fill(text, 80, subsequent_indent=" " * 18) for text in texts)
 
 

@@ -289,7 +289,8 @@ class EvaluationConfig:
     # steps; 0: only at the end
     every: int = option(0, at_least=0, hint="0 evaluates at the end only", chooses_best=True)
     at_start: bool = True  # evaluate before the first step as well, for comparison
-    sets: list[Any] = option(factory=list, is_measured=True, is_input=True)  # sets: options of EvaluationSet, or paths
+    # sets: options of EvaluationSet, or paths
+    sets: list[Any] = option(factory=list, is_measured=True, is_input=True, items=EvaluationSet)
     # at most so many queries or rows of each set
     subset: int | None = option(None, at_least=1, hint="null takes all queries or rows", is_measured=True)
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
@@ -297,7 +298,7 @@ class EvaluationConfig:
     # Also measure the first so many dimensions of the vectors, as SET@256. Default: those of loss.matryoshka.dims.
     truncate_dims: list[int] | None = None
     # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
-    vectors: list[Any] = option(factory=list, is_measured=True)
+    vectors: list[Any] = option(factory=list, is_measured=True, items=VectorFormat)
     # documents of a set whose vectors give the ranges of int8 and uint8
     calibration: int = option(10000, at_least=1, is_measured=True)
     # With optim.ema, whose average is what is evaluated, also measure the trained weights, as SET@trained.

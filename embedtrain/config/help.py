@@ -22,12 +22,11 @@ from typing import Any
 
 import yaml
 
-from embedtrain.config.command_options import RerankerConfig
-from embedtrain.config.evaluation import EvaluationSet, VectorFormat
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.names import suggest
-from embedtrain.config.recipe import ModelConfig, TrainSource
+from embedtrain.config.options import OptionInfo, info
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
 
 
@@ -41,6 +40,7 @@ class Option:
         classes: the enums and dataclasses in the type.
         default: as YAML; empty if there is none.
         comment: its meaning.
+        info: what it declares.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Option:
     classes: tuple[type, ...]
     default: str
     comment: str
+    info: OptionInfo
 
 
 def meaning(option: Option) -> str:
@@ -78,7 +79,14 @@ def options_of(kind: type) -> list[Option]:
             written |= {node.target.id: ast.unparse(node.annotation) for node in _fields(base)}
     hints = typing.get_type_hints(kind)
     return [
-        Option(field.name, written[field.name], _classes(hints[field.name]), _default(field), comments[field.name])
+        Option(
+            name=field.name,
+            annotation=written[field.name],
+            classes=_classes(hints[field.name]),
+            default=_default(field),
+            comment=comments[field.name],
+            info=info(field),
+        )
         for field in dataclasses.fields(kind)
     ]
 
@@ -162,16 +170,6 @@ def type_of(option: Option) -> str:
 ALL = "all"
 _MAX_WIDTH, _MIN_WIDTH = 100, 40
 _LISTED = re.compile(r"\{options: (.*?)\}", re.DOTALL)
-# Lists that hold these, whose options `--help data.train` explains as well.
-_ITEMS: dict[str, type] = {
-    "data.train": TrainSource,
-    "data": TrainSource,
-    "evaluation.sets": EvaluationSet,
-    "sets": EvaluationSet,
-    "evaluation.vectors": VectorFormat,
-    "vectors": VectorFormat,
-    "reranker": RerankerConfig,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +245,8 @@ def _topic(topic: str, entries: list[_Entry], kind: type) -> str:
         raise ConfigError(f"--help {topic}: there is no such topic{hint} Topics are all, {', '.join(groups)}")
     lines = [_explained(entry) for entry in chosen]
     for entry in chosen:
-        item = _ITEMS.get(entry.name)
-        if item not in (None, kind):
+        item = entry.option.info.items
+        if item is not None:
             lines.append(f"\nOptions of each item of {entry.name}. {docstring_line(item)}\n")
             lines += [
                 _explained(_Entry(option.name, option, option.default or "(required)")) for option in options_of(item)
@@ -259,7 +257,7 @@ def _topic(topic: str, entries: list[_Entry], kind: type) -> str:
 def _explained(entry: _Entry) -> str:
     """An option with its value, and below it its meaning and its type."""
     text = meaning(entry.option)
-    kinds = type_of(entry.option)
+    kinds = ", ".join(filter(None, (type_of(entry.option), entry.option.info.limits)))
     described = f"{text.rstrip('.')} ({kinds})" if text else kinds
     return f"{entry.name}={entry.value}\n{_wrap(described.replace('`', ''), '    ')}"
 

@@ -27,6 +27,9 @@ from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.errors import ConfigError
 
+# Held while something is composed. Hydra has one configuration, one store and one set of resolvers per process: of two
+# threads that compose at once, one would get the recipes or the replaced functions of the other.
+HYDRA = threading.RLock()
 # Far more than recipes have: ten thousand sources with a path and a weight each are 30,000 values.
 MAX_FILE_CHARACTERS = 1 << 22
 MAX_VALUES = 100_000
@@ -172,27 +175,27 @@ def limited_interpolations() -> Iterator[None]:
 @contextmanager
 def own_hydra_state() -> Iterator[None]:
     """Restore Hydra's stored schemas and OmegaConf's resolvers after the block: a program may use both itself."""
-    stored, resolvers = copy.deepcopy(ConfigStore.instance().repo), dict(BaseContainer._resolvers)
+    with HYDRA:
+        stored, resolvers = copy.deepcopy(ConfigStore.instance().repo), dict(BaseContainer._resolvers)
+        stored_recipes = dict(_stored_recipes)
     try:
         yield
     finally:
-        # Hydra's own part, which its plugins fill when they are first used, stays.
-        hydra_part = {
-            name: node for name, node in ConfigStore.instance().repo.items() if name[0] == "_" or name == "hydra"
-        }
-        ConfigStore.instance().repo = stored | hydra_part
-        BaseContainer._resolvers = resolvers
-
-
-# Held while functions of OmegaConf are replaced: of two threads that restore them in another order, the later one would
-# restore the replacement of the other.
-_REPLACING = threading.RLock()
+        with HYDRA:
+            # Hydra's own part, which its plugins fill when they are first used, stays.
+            hydra_part = {
+                name: node for name, node in ConfigStore.instance().repo.items() if name[0] == "_" or name == "hydra"
+            }
+            ConfigStore.instance().repo = stored | hydra_part
+            BaseContainer._resolvers = resolvers
+            _stored_recipes.clear()
+            _stored_recipes.update(stored_recipes)
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace a function within the block, for this thread: others may use OmegaConf for something else."""
-    with _REPLACING:
+    with HYDRA:
         before, thread = getattr(owner, name), threading.get_ident()
 
         def choose(*args: Any, **named: Any) -> Any:
@@ -275,6 +278,10 @@ def folder(name: str) -> Path:
         if path.is_dir():
             return path
     raise ConfigError(f"the folder {name} is neither in {_PACKAGE} nor in {_PACKAGE.parent}: reinstall embedtrain")
+
+
+# `GROUP=NAME` chooses one of `choices(GROUP)`.
+GROUPS = ("recipe", "model", "loss", "parallel")
 
 
 def choices(group: str) -> list[str]:

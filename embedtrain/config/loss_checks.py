@@ -660,7 +660,7 @@ def _check_infonce_of_kind(loss: InfoNCEConfig, kind: Kind, check: OptionChecks)
     check.require(
         not loss.mixes_negatives or kind.has_one_vector,
         "mixed_pairs" if loss.mixed_pairs else "mixed_list",
-        f"mixes one vector of each text, which model.kind={kind.name} has not; leave it out",
+        f"mixes the vectors of texts, but model.kind={kind.name} has no single vector per text; leave it out",
     )
     low, high = loss.temperature_bounds or kind.temperature_bounds
     temperature = kind.temperature if loss.temperature is None else loss.temperature

@@ -199,7 +199,8 @@ class OnMissing(Enum):  # no str, which has an `encode` of its own
 class MatryoshkaConfig:
     """What a loss is trained on besides whole vectors: first dimensions, precisions, and vectors of inner layers.
 
-    Each loss has this section, a part of loss=combined and the loss of a source as well.
+    The section is part of a loss and does not stand beside it: a part of loss=combined, and the loss of a source, may
+    have dimensions and layers of their own.
     """
 
     dims: list[int] | None = None  # also train on the first n dimensions, for each n (Kusupati et al., 2022)

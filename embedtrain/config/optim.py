@@ -51,7 +51,7 @@ class OptimizerName(str, Enum):
 
 
 class StateDtype(str, Enum):
-    """A type of numbers."""
+    """The type of the moments, or of the matrix products of muon."""
 
     fp32 = "fp32"
     bf16 = "bf16"

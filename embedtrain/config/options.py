@@ -44,6 +44,7 @@ class OptionInfo:
         is_revision: whether it chooses a revision of what another option names.
         in_result: whether what a command writes depends on it. None: on each option of a command; of training, on those
             whose change on a resumed run is rejected or changes training.
+        items: the dataclass whose options a mapping has that is the value, or one of those in a list.
     """
 
     at_least: float | None = None
@@ -59,6 +60,16 @@ class OptionInfo:
     is_input: bool = False
     is_revision: bool = False
     in_result: bool | None = None
+    items: type | None = None
+
+    @property
+    def limits(self) -> str:
+        """The allowed numbers in words, such as `at least 1`; empty without limits."""
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        texts = [f"{word} {limit}" for word, limit in words.items() if limit is not None]
+        if self.within is not None:
+            texts.append(f"from {self.within[0]} to {self.within[1]}")
+        return " and ".join(texts)
 
 
 _NOTHING = OptionInfo()

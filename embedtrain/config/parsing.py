@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorFormat, check_vector_format
-from embedtrain.config.hydra_files import choices
+from embedtrain.config.hydra_files import GROUPS, choices
 from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
@@ -23,8 +23,6 @@ from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 
 Item = TypeVar("Item")
-
-GROUPS = ("recipe", "model", "loss", "parallel")  # `GROUP=NAME` chooses a file of configs/ or recipes/
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 # Of Hydra's and OmegaConf's parsers: the text at which they stop.

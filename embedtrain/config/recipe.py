@@ -329,7 +329,7 @@ class DataConfig:
     """The training data."""
 
     # sources: options of TrainSource, or paths
-    train: list[Any] = option(factory=list, resume=Effect.must_match, is_input=True)
+    train: list[Any] = option(factory=list, resume=Effect.must_match, is_input=True, items=TrainSource)
     # for a row that cannot be used: stop with file and line, or skip and count it
     on_error: OnError = option(OnError.stop, resume=Effect.no_effect, in_result=True)
     batches: BatchMode = option(BatchMode.auto, resume=Effect.must_match)

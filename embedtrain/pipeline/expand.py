@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.commands import COMMANDS, DIR, MODEL, WRITING
-from embedtrain.config.hydra_files import folder, read_variable
+from embedtrain.config.hydra_files import HYDRA, folder, read_variable
 from embedtrain.config.parsing import explain_hydra_error
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
@@ -251,12 +251,13 @@ class References:
 def resolvers() -> Iterator[References]:
     """`${out:...}`, and those that recipes have, while a pipeline is composed."""
     references = References()
-    OmegaConf.register_new_resolver("out", references.resolve, replace=True)
-    OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
-    OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
-    try:
-        yield references
-    except OmegaConfBaseException as error:
-        raise references.error or ConfigError(explain_hydra_error(error)) from None
-    finally:
-        OmegaConf.clear_resolver("out")
+    with HYDRA:
+        OmegaConf.register_new_resolver("out", references.resolve, replace=True)
+        OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
+        OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
+        try:
+            yield references
+        except OmegaConfBaseException as error:
+            raise references.error or ConfigError(explain_hydra_error(error)) from None
+        finally:
+            OmegaConf.clear_resolver("out")

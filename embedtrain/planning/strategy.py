@@ -77,7 +77,8 @@ def choose_layout(
     Options of the recipe are obeyed. Of the layouts that fit, the fastest according to `step_traffic` is chosen, or a
     simpler one that takes at most 3 % or 1 ms longer: replicated weights before sharded ones, sharded within nodes
     before over all ranks, without activation checkpointing and offload before with them. If none fits, the one with
-    the lowest memory is chosen.
+    the lowest memory is chosen. A fixed order is no substitute for the times, which `plan` prints as well: a billion
+    replicated weights fit, but with few rows per rank a step waits longer for their all-reduce than sharding takes.
 
     The memory of `cluster` is that of the rank that has the least. `always_measure` measures activations even if their
     upper bound, which needs no measurement, fits.

@@ -19,7 +19,7 @@ from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.search import compose as compose_search
 from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.hydra_files import choices, limited_files, limited_interpolations
+from embedtrain.config.hydra_files import choices, limited_files, limited_interpolations, own_hydra_state
 from embedtrain.config.losses import (
     LOSSES,
     CombinedConfig,
@@ -68,6 +68,33 @@ def test_other_threads_may_use_omegaconf_meanwhile(tmp_path):
             assert not entered.wait(0.1)
         waiting.result()
     assert (omegaconf._utils.get_yaml_loader, Container._resolve_node_interpolation) == before
+
+
+def test_threads_compose_at_once_what_they_compose_alone():
+    """Hydra has one configuration per process, and a recipe is stored with or without its loss."""
+    commands = [
+        ["recipe=minilm", "data.train=[x]"],
+        ["recipe=minilm", "data.train=[x]", "loss=triplet"],
+        ["recipe=bce_xlmr", "data.train=[x]", "loss=cosent"],
+    ]
+    alone = [compose_recipe(arguments) for arguments in commands]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(compose_recipe, commands * 2)) == alone * 2
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_recipes_are_stored_as_before_a_function_of_the_api():
+    """The recipe is stored without its loss, within the block with it, and afterwards without it again."""
+    arguments = ["recipe=bce_xlmr", "data.train=[x]"]
+    compose_recipe([*arguments, "loss=triplet"])
+    with own_hydra_state():
+        within = compose_recipe(arguments)
+    assert compose_recipe(arguments) == within
+    assert within.loss == InfoNCEConfig(temperature=0.02)
 
 
 def error_of(arguments: list[str]) -> str:

@@ -20,7 +20,16 @@ from embedtrain.config.command_options import (
     parse_reranker,
 )
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import BM25, MODEL, Backend, EvaluationSet, SetKind, check_index, check_truncate_dims
+from embedtrain.config.evaluation import (
+    BM25,
+    MODEL,
+    Backend,
+    EvaluationSet,
+    SetKind,
+    VectorFormat,
+    check_index,
+    check_truncate_dims,
+)
 from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.options import option
@@ -88,7 +97,7 @@ class EvaluateOptions(
     metrics: list[str] | None = None
     truncate_dims: list[int] = field(default_factory=list)  # also measure the first so many dimensions, as SET@256
     # Also measure retrieval sets with compressed vectors: options of VectorFormat, or precisions, as [int8,binary].
-    vectors: list[Any] = field(default_factory=list)
+    vectors: list[Any] = option(factory=list, items=VectorFormat)
     # documents of a set whose vectors give the ranges of int8 and uint8
     calibration: int = option(10000, at_least=1)
     # torch, or a graph that the export of the model has, on the CPU: onnx, onnx_fp16, onnx_int8 or openvino.

@@ -110,7 +110,7 @@ class FindOptions(SetOptions, ChunkOptions, PrecisionOptions):
 
     method: SearchMethod | None = None  # null: `weights`, or equal ones
     # further sets, measured for each model and the merged one
-    held_out: list[Any] = option(factory=list, is_input=True)
+    held_out: list[Any] = option(factory=list, is_input=True, items=EvaluationSet)
     metric: str | None = None  # of every set; default: the main one of each. Their mean over the sets decides
     # of `cocktail`; default: the standard deviation of the models' metrics
     temperature: float | None = option(None, above=0, hint="null takes the standard deviation of the metrics")

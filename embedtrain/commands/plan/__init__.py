@@ -12,9 +12,9 @@ from embedtrain.config.command_line import asks_for_help, option_of, parse_comma
 from embedtrain.config.command_options import IndexOptions, JsonOptions
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.evaluation import IndexConfig, check_index
+from embedtrain.config.hydra_files import GROUPS
 from embedtrain.config.names import suggest
 from embedtrain.config.options import option
-from embedtrain.config.parsing import GROUPS
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option
 from embedtrain.errors import ConfigError

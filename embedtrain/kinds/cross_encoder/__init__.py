@@ -87,7 +87,7 @@ class CrossEncoder(Kind):
         OptionChecks(recipe.evaluation, "evaluation.").require(
             recipe.evaluation.function is None,
             "function",
-            "is called with an encoder of texts, which model.kind=cross_encoder has not; leave it out",
+            "is called with an encoder of texts, but model.kind=cross_encoder encodes only pairs; leave it out",
         )
 
     def recognise(self, directory: Path) -> str | None:

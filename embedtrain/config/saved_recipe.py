@@ -61,6 +61,16 @@ def current_identity(saved: Mapping[str, Any]) -> dict[str, Any]:
     return identity
 
 
+def current_static(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `static` in the record of a pipeline's stage."""
+    current = dict(saved)
+    if "dims" in current:
+        current["pca_dims"] = current.pop("dims")
+    if current.get("dtype") == "fp32":  # the default had this name; a table is computed in fp32
+        current["dtype"] = "source"
+    return current
+
+
 def _current_model(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """`model` of a recipe, without the options of other kinds; unchanged if its kind is not known."""
     with contextlib.suppress(ConfigError):

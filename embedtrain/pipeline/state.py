@@ -19,7 +19,7 @@ from typing import Any
 
 from embedtrain.config.compose import to_plain
 from embedtrain.config.options import is_in_result, is_input
-from embedtrain.config.saved_recipe import current_recipe
+from embedtrain.config.saved_recipe import current_recipe, current_static
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.export_record import DESCRIPTIONS
 from embedtrain.pipeline.types import Pipeline, Stage, is_training, leaves
@@ -262,14 +262,15 @@ def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterato
     if before.do != now.do:
         yield "do", before.do, now.do
     if before.ended is not None:
-        defaults, saved = _defaults(stage), _current_options(stage, before.options)
-        for name in dict.fromkeys([*now.options, *saved]):
+        saved, current = (_current_options(stage, record.options) for record in (before, now))
+        defaults = _defaults(stage)
+        for name in dict.fromkeys([*current, *saved]):
             if name in before.inputs and name in now.inputs:
                 continue
-            if name not in now.options and not _exists(stage.options, name):
+            if name not in current and not _exists(stage.options, name):
                 continue  # an earlier version had the option
             # A version that did not have the option counts as its default.
-            old, new = (options.get(name, defaults.get(name)) for options in (saved, now.options))
+            old, new = (options.get(name, defaults.get(name)) for options in (saved, current))
             if old != new and name not in now.inputs and name not in before.inputs:
                 yield name, old, new
     for name in dict.fromkeys([*now.inputs, *before.inputs]):
@@ -280,6 +281,8 @@ def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterato
 
 def _current_options(stage: Stage, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a record that an earlier version may have written, with the names of this version."""
+    if stage.command.name == "static":
+        return current_static(saved)
     if not is_training(stage.command):
         return dict(saved)
     recipe: dict[str, Any] = {}

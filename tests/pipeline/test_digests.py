@@ -78,6 +78,17 @@ def test_a_stage_of_an_earlier_version_that_has_ended_does_not_run_again(folder)
         state.require_same(trained, replace(before, options=saved | {"loss.matryoshka_dims[0]": 16}), now)
 
 
+def test_a_stage_of_static_of_an_earlier_version_does_not_run_again(folder):
+    now = stage("static", folder, "model=encoder", f"output_dir={folder / 'out'}", "pca_dims=16")
+    record = StageRecord("static", "", options_of(now), {}, 0.0, 1)
+    saved = {name: value for name, value in record.options.items() if name != "pca_dims"}
+    state = PipelineState(Pipeline("p", folder / "out", (now,), 1.0, {}, Selection()))
+    before = replace(record, options=saved | {"dims": 16, "dtype": "fp32"}, ended=1.0)
+    state.require_same(now, before, record)
+    with pytest.raises(ConfigError, match="pca_dims was 32 when the stage ran and is now 16"):
+        state.require_same(now, replace(before, options=before.options | {"dims": 32}), record)
+
+
 SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
 LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
 # Options of all kinds of stages that name files, directories or ids of the Hub. Others are texts, whatever they look

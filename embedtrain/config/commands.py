@@ -100,6 +100,14 @@ def _has_one_vector(kind: "Kind") -> bool:
     return kind.has_one_vector
 
 
+def _is_one_model(kind: "Kind") -> bool:
+    return kind.has_one_model
+
+
+def _is_one_model_of_vectors(kind: "Kind") -> bool:
+    return kind.has_one_model and kind.has_one_vector
+
+
 def _load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
@@ -204,7 +212,7 @@ COMMANDS = {
             "CalibrateOptions",
             ranks=True,
             resumes=True,
-            takes={MODEL: _has_one_vector},
+            takes={MODEL: _is_one_model_of_vectors},
             **_MODEL,
         ),
         _own("inspect", "show how data is read, cut and batched", "InspectOptions", paths=False, takes_recipe=True),
@@ -213,6 +221,7 @@ COMMANDS = {
             "make a smaller model from some of a model's layers",
             "PruneOptions",
             makes_smaller=True,
+            takes={MODEL: _is_one_model},
             **_MODEL,
         ),
         _own(
@@ -220,6 +229,7 @@ COMMANDS = {
             "make a smaller model without the tokens that a corpus does not use",
             "TrimOptions",
             makes_smaller=True,
+            takes={MODEL: _is_one_model},
             **_MODEL,
         ),
         _own(
@@ -228,7 +238,7 @@ COMMANDS = {
             "StaticOptions",
             makes_smaller=True,
             ranks=True,
-            takes={MODEL: _has_one_vector},
+            takes={MODEL: _is_one_model_of_vectors},
             kind="dense",
             **_MODEL,
         ),

@@ -152,6 +152,10 @@ class Kind(ABC):
         Raises ModelError for files that cannot be used, and ConfigError for options that do not fit them.
         """
 
+    def with_models(self, model: Any, change: Callable[[Any], Any]) -> Any:
+        """The options with those of each model, which have `path` and `revision`, as `change` returns them."""
+        return change(model)
+
     def assembled(self, model: Any) -> "ModelSource | None":
         """The model that the options of a recipe describe without `model.path` and `model.config`; None if they do not.
 

@@ -623,7 +623,7 @@ def _check_vectors(loss: LossConfig, kind: Kind, prefix: str) -> None:
         f"{kind.why_no_dimensions}; leave it out",
     )
     check.require(
-        kind.has_one_vector or loss.matryoshka.layers is None,
+        (kind.has_one_vector and kind.has_one_model) or loss.matryoshka.layers is None,
         "layers",
         f"is for the vectors of model.kind=dense, not {kind.name}; leave it out",
     )

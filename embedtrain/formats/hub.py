@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, get_token, is_offline_mode, list_repo_files, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -24,6 +25,7 @@ _IGNORED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gg
 _CONFIGURATION = [
     "config.json",
     "modules.json",
+    "router_config.json",
     "config_sentence_transformers.json",
     "sentence_*_config.json",
     "*/config.json",
@@ -97,13 +99,21 @@ def download_configuration(model: ModelConfig) -> ModelConfig:
 
     Those of the tokenizer are among them for a cross-encoder, whose chat template may have its prompts.
     """
-    if model.path is None or model.config is not None or expand_user(model.path).is_dir():
+    if model.config is not None:
         return model
+    kind = load_kind(model.kind)
     patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
-    if load_kind(model.kind).scores_pairs:
+    if kind.scores_pairs:
         patterns += _TOKENIZER
-    directory = resolve_directory(model.path, model.revision, model_option("path"), model_option("revision"), patterns)
-    return replace(model, path=str(directory), revision=None)
+
+    def downloaded(part: Any) -> Any:
+        if part.path is None or expand_user(part.path).is_dir():
+            return part
+        names = model_option("path"), model_option("revision")
+        return replace(part, path=str(resolve_directory(part.path, part.revision, *names, patterns)), revision=None)
+
+    described: ModelConfig = kind.with_models(model, downloaded)
+    return described
 
 
 def require_hub_id(path: str, option: str, revision: str | None = None) -> None:

@@ -366,7 +366,7 @@ def check_models(stage: Stage, stages: Mapping[str, Stage]) -> None:
 def _taken(stage: Stage, option: str) -> Callable[[Kind], bool] | None:
     """Which kinds of models an option takes; None: any, or the option names no model."""
     if stage.is_training and option in _GUIDES:
-        return lambda kind: kind.has_one_vector
+        return lambda kind: kind.has_one_vector and kind.has_one_model
     return stage.command.takes.get(option)
 
 

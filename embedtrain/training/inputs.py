@@ -12,6 +12,7 @@ from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.checks import prompt_warnings, untrained_prompt_warnings
 from embedtrain.config.code import code_options
 from embedtrain.config.evaluation import dims_of
+from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import check_loss, guide_paths, matryoshka_dims_of
 from embedtrain.config.losses import (
     AnglEConfig,
@@ -25,7 +26,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.config.recipe import ONNX, Recipe, TrainSource
 from embedtrain.config.source_losses import source_loss
-from embedtrain.config.validation import TEXT_ALONE, written
+from embedtrain.config.validation import TEXT_ALONE, model_option, written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.sources.files import is_url
 from embedtrain.data.sources.parts import may_be_hub_id
@@ -86,8 +87,14 @@ def check_local_inputs(recipe: Recipe) -> None:
     `checkpoint.best_metric` of none of them.
     """
     model = recipe.model
+
+    def check_id(part: Any) -> Any:
+        if part.path is not None and not expand_user(part.path).is_dir():
+            require_hub_id(part.path, model_option("path"), part.revision)
+        return part
+
+    load_kind(model.kind).with_models(model, check_id)
     for option, path, revision in (
-        ("model.path", model.path, model.revision),
         ("model.tokenizer", model.tokenizer, model.tokenizer_revision),
         ("model.lora.path", model.lora.path, model.lora.revision),
         *(("loss.guide", *split_revision(path)) for path in _guides(recipe)),

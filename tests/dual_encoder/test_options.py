@@ -4,14 +4,19 @@ import numpy as np
 import pytest
 
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.optim import OptimConfig
 from embedtrain.data.chunks import plan_towers
 from embedtrain.data.types import TextRole
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.export import open_model
+from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.kinds.dual_encoder.options import TowerOptions
+from embedtrain.models.build import build_encoder
+from embedtrain.training.inputs import check_local_inputs
+from embedtrain.training.optimizer import trained_parameters
 from tests.commands import call
 from tests.dual_encoder.towers import DOCUMENT_LENGTH, QUERY_LENGTH, dual_options, save_towers
 from tests.small import WORDS, model_options, save_small, small_model
@@ -66,6 +71,28 @@ def test_dimensions_and_poolings_are_those_of_towers(folder, tmp_path):
     dense = save_small(small_model("bert"), tmp_path / "dense")
     with pytest.raises(ConfigError, match=r"model\.query\.path and model\.document\.path"):
         open_model_source(model_options("dual_encoder", path=str(dense)))
+
+
+def test_what_is_no_directory_names_the_tower(folder):
+    with pytest.raises(ModelError, match=r"model\.document\.path=/none"):
+        check_local_inputs(
+            compose_recipes([*RECIPE, f"model.query.path={folder / 'query'}", "model.document.path=/none"])[0]
+        )
+    model = dual_options(folder)
+    assert download_configuration(model) is model, "local directories are opened once"
+
+
+def test_learning_rates_of_layers_are_those_of_their_tower(folder):
+    """The last block of each tower has the same rate, whatever the number of blocks of the other one."""
+    encoder = build_encoder(open_model_source(dual_options(folder)))
+    trained = trained_parameters(encoder, OptimConfig(layer_decay=0.5))
+    rates = {item.name: item.settings.lr_factor for item in trained}
+    blocks = {"query.backbone.encoder.layer.": 2, "document.backbone.layers.": 3}
+    for prefix, number in blocks.items():
+        for layer in range(number):
+            of_layer = {rate for name, rate in rates.items() if name.startswith(f"{prefix}{layer}.")}
+            assert of_layer == {0.5 ** (number - layer)}
+    assert rates["document.dense.0.linear.weight"] == 1.0
 
 
 def test_each_role_has_its_tokenizer_and_length(folder):

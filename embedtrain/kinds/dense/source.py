@@ -40,7 +40,9 @@ def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Modul
 def require_pooling_option(model: DenseOptions, what: str) -> None:
     """A ConfigError without `model.pooling`, which `what`, in words for the message, does not define."""
     if model.pooling is None:
-        raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
+        name = model_option("pooling")
+        in_recipe = "model.pooling" if name == "pooling" else name
+        raise ConfigError(f"{what} defines no pooling: set pooling ({in_recipe} in a recipe) to cls, mean or last")
 
 
 def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:

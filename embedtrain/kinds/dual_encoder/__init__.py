@@ -1,11 +1,13 @@
 """model.kind=dual_encoder: a vector per text, of queries by one model and of documents by another."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embedtrain.config.validation import model_option
+from embedtrain.config.validation import model_option, model_options_named
 from embedtrain.kinds.dense import Dense
-from embedtrain.kinds.dual_encoder.options import DualEncoderOptions, check_dual_encoder, check_other_options
+from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, check_dual_encoder, check_other_options
 
 if TYPE_CHECKING:
     from embedtrain.config.recipe import ModelConfig, Recipe
@@ -76,6 +78,16 @@ class DualEncoder(Dense):
                 "model.query.path and model.document.path for two models"
             )
         return read(self, directory, model)
+
+    def with_models(self, model: Any, change: Callable[[Any], Any]) -> Any:
+        """Those of the towers, unless one directory has both."""
+        if model.path is not None:
+            return change(model)
+        towers = {}
+        for role in ROLES:
+            with model_options_named({}, f"model.{role}."):
+                towers[role] = change(getattr(model, role))
+        return replace(model, **towers) if any(towers[role] is not getattr(model, role) for role in ROLES) else model
 
     def assembled(self, model: Any) -> "ModelSource | None":
         """Two models."""

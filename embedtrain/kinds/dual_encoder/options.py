@@ -107,11 +107,6 @@ def check_other_options(recipe: Recipe) -> None:
                 f"export.formats={written(recipe.export.formats)}: {name} has one tower, and model.kind=dual_encoder "
                 "has two; leave it out"
             )
-    if recipe.loss.matryoshka.layers is not None:
-        raise ConfigError(
-            f"loss.matryoshka.layers={recipe.loss.matryoshka.layers}: is for the layers of one tower, and "
-            "model.kind=dual_encoder has two; leave it out"
-        )
     if recipe.export.rope_theta is not None:
         raise ConfigError(
             f"export.rope_theta={recipe.export.rope_theta:g}: is not supported with two towers; leave it out"

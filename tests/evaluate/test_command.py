@@ -128,7 +128,8 @@ def start_ranks(folder: Path, size: int, *arguments: str) -> list["subprocess.Po
     shared["HF_DATASETS_CACHE"] = str(folder / "cache")
     return [
         subprocess.Popen(
-            [sys.executable, "-u", "-m", MODULE, f"model={folder.parent / 'guide'}", "chunk_tokens=32", *arguments],
+            [sys.executable, "-u", "-m", "embedtrain", MODULE, f"model={folder.parent / 'guide'}", "chunk_tokens=32",
+             *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
             env={**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )

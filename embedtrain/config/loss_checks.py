@@ -44,7 +44,6 @@ from embedtrain.config.row_requirements import (
     SENTENCE_TRANSFORMERS_LOSSES,
     UNSUPPORTED_LOSSES,
     ScoreRequirement,
-    row_requirements,
 )
 from embedtrain.config.validation import OptionChecks, did_you_mean, written
 from embedtrain.errors import ConfigError
@@ -219,7 +218,7 @@ def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
         f"starts with float vectors, which precisions={written(precisions)} leaves out; add float",
     )
     check.require(
-        wrapper.precision_sides is PrecisionSides.both or row_requirements(loss).documents,
+        wrapper.precision_sides is PrecisionSides.both or loss.row_requirements.documents,
         "precision_sides",
         f"loss={loss.name} takes rows of one text, without documents; leave it out",
     )
@@ -314,7 +313,7 @@ def _check_combined(loss: CombinedConfig, option: str) -> None:
 
 def _check_same_rows(loss: CombinedConfig, option: str) -> None:
     """Reject parts that require different rows."""
-    requirements = [row_requirements(part) for part in loss.losses]
+    requirements = [part.row_requirements for part in loss.losses]
     of_classes = [row.loss for row in requirements if row.label]
     of_pairs = [row.loss for row in requirements if row.documents]
     if of_classes and of_pairs:
@@ -479,7 +478,7 @@ def _check_layers(loss: LossConfig, check: OptionChecks) -> None:
 def _check_layer_kl(loss: LossConfig, check: OptionChecks) -> None:
     """Reject `layer_kl` of a loss, whose other options are checked, without pairs of queries and documents."""
     check.require(
-        loss.matryoshka.layer_kl == 0 or not row_requirements(loss).label,
+        loss.matryoshka.layer_kl == 0 or not loss.row_requirements.label,
         "layer_kl",
         f"compares queries with documents, and loss={loss.name} takes rows of one text; leave it out",
     )

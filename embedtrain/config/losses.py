@@ -1,12 +1,21 @@
 """Options of `loss`, their choices, and the registry: one dataclass per loss. The comment of a field documents it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import VectorPrecision
 from embedtrain.config.options import Effect, option
+from embedtrain.config.row_requirements import (
+    BINARY_LABEL,
+    COSINE,
+    PAIR_WEIGHT,
+    SENTENCE_TRANSFORMERS_LOSSES,
+    RowRequirements,
+    ScoreRange,
+    ScoreRequirement,
+)
 
 # Of similarities of vectors, which differ by at most 2.
 VECTOR_TEMPERATURE = 0.05
@@ -195,6 +204,11 @@ class OnMissing(Enum):  # no str, which has an `encode` of its own
     encode = "encode"  # the model that wrote the directory encodes them at the start, on all ranks
 
 
+# What several losses require of every row.
+_TEACHER_SCORES = RowRequirements(negatives=True, scores=ScoreRequirement.teacher)
+_RANKED = RowRequirements(scores=ScoreRequirement.pairs, other_positives=True, ranked=True)
+
+
 @dataclass(kw_only=True)
 class MatryoshkaConfig:
     """What a loss is trained on besides whole vectors: first dimensions, precisions, and vectors of inner layers.
@@ -232,6 +246,12 @@ class LossConfig:
     name: str = "infonce"  # set by `loss=NAME`
     weight: float = option(1.0, above=0, hint="leave the loss out instead")  # factor of this loss within loss=combined
     matryoshka: MatryoshkaConfig = field(default_factory=MatryoshkaConfig)
+    rows: ClassVar[RowRequirements] = RowRequirements()  # of every row, whatever the options are
+
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """What the loss, which `check_loss` has accepted, requires of every row."""
+        return replace(self.rows, loss=self.name)
 
 
 @dataclass(kw_only=True)
@@ -274,6 +294,13 @@ class InfoNCEConfig(LossConfig):
         """Whether rows have synthetic negatives."""
         return self.mixed_pairs > 0 or self.mixed_list
 
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """Mixtures need hard negatives."""
+        if self.mixes_negatives:
+            return RowRequirements(negatives=True, loss="infonce with mixed negatives")
+        return super().row_requirements
+
 
 @dataclass(kw_only=True)
 class XTRConfig(LossConfig):
@@ -310,6 +337,11 @@ class M3LossConfig(LossConfig):
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
     implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """A teacher's scores for distillation."""
+        return replace(self.rows if self.kd_loss_type is KDLossType.none else _TEACHER_SCORES, loss=self.name)
+
 
 @dataclass(kw_only=True)
 class SigLIPConfig(LossConfig):
@@ -332,6 +364,7 @@ class CoSENTConfig(LossConfig):
     """Ranks scored pairs by their scores, over the whole global batch (Su, 2022)."""
 
     name: str = "cosent"
+    rows: ClassVar[RowRequirements] = RowRequirements(scores=ScoreRequirement.pairs)
     temperature: float = option(0.05, above=0, hint="0.01 to 0.1 is usual")  # similarities are divided by it
 
 
@@ -340,6 +373,7 @@ class AnglEConfig(LossConfig):
     """CoSENT with the angle between complex vectors (Li and Li, 2024)."""
 
     name: str = "angle"
+    rows: ClassVar[RowRequirements] = RowRequirements(scores=ScoreRequirement.pairs)
     temperature: float = option(0.05, above=0, hint="0.01 to 0.1 is usual")  # similarities are divided by it
 
 
@@ -348,6 +382,7 @@ class CosineMSEConfig(LossConfig):
     """Squared difference of cosine similarity and score from -1 to 1 (Reimers and Gurevych, 2019)."""
 
     name: str = "cosine_mse"
+    rows: ClassVar[RowRequirements] = RowRequirements(scores=ScoreRequirement.pairs, range=COSINE)
 
 
 @dataclass(kw_only=True)
@@ -355,6 +390,7 @@ class ContrastiveConfig(LossConfig):
     """Pairs labelled 1 pulled together, pairs labelled 0 pushed `margin` apart (Hadsell et al., 2006)."""
 
     name: str = "contrastive"
+    rows: ClassVar[RowRequirements] = RowRequirements(scores=ScoreRequirement.pairs, range=PAIR_WEIGHT)
     margin: float = option(0.5, above=0)  # distance that pairs labelled 0 are pushed to
     distance: Distance | None = None  # default: the model's
 
@@ -364,6 +400,7 @@ class OnlineContrastiveConfig(LossConfig):
     """The contrastive loss of only the hard pairs of the global batch, as in sentence-transformers."""
 
     name: str = "online_contrastive"
+    rows: ClassVar[RowRequirements] = RowRequirements(scores=ScoreRequirement.pairs, range=BINARY_LABEL)
     margin: float = option(0.5, above=0)  # distance that pairs labelled 0 are pushed to
     distance: Distance | None = None  # default: the model's
     reduction: Reduction = Reduction.sum  # sum, as in sentence-transformers; mean: over all pairs of the batch
@@ -374,6 +411,7 @@ class TripletConfig(LossConfig):
     """Pushes negatives farther than the positive by a margin (Schroff et al., 2015)."""
 
     name: str = "triplet"
+    rows: ClassVar[RowRequirements] = RowRequirements(negatives=True)
     margin: float = option(0.3, above=0)  # minimal difference of the distances of negative and positive
     distance: Distance | None = None  # default: the model's
 
@@ -383,6 +421,7 @@ class BatchTripletConfig(LossConfig):
     """Triplets mined in the global batch by the rows' class labels (Hermans et al., 2017)."""
 
     name: str = "batch_triplet"
+    rows: ClassVar[RowRequirements] = RowRequirements(documents=False, label=True)
     mining: TripletMining = TripletMining.hard
     margin: float = option(0.3, above=0)  # minimal difference of the distances of negative and positive
     distance: Distance | None = None  # default: the model's
@@ -393,6 +432,7 @@ class DistillScoresConfig(LossConfig):
     """KL divergence of a row's softmax from the teacher's (Hinton et al., 2015; Lin et al., 2021)."""
 
     name: str = "distill_scores"
+    rows: ClassVar[RowRequirements] = _TEACHER_SCORES
     # The student's scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim,
     # for a cross-encoder's logits and with `normalize_scores`.
     temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
@@ -410,6 +450,7 @@ class MarginMSEConfig(LossConfig):
     """
 
     name: str = "margin_mse"
+    rows: ClassVar[RowRequirements] = _TEACHER_SCORES
     similarity: Similarity = Similarity.dot
 
 
@@ -418,6 +459,7 @@ class OrthogonalConfig(LossConfig):
     """Global orthogonal regularisation: spreads unrelated vectors on the sphere (Zhang et al., 2017)."""
 
     name: str = "orthogonal"
+    rows: ClassVar[RowRequirements] = RowRequirements(documents=False)
     mean_weight: float = option(1.0, at_least=0)  # of the squared mean of their similarities
     second_moment_weight: float = option(1.0, at_least=0)  # of the mean of squared similarities beyond 1 / dimensions
     aggregation: Reduction = Reduction.mean  # over queries, positives, first negatives, ...
@@ -429,6 +471,14 @@ class CombinedConfig(LossConfig):
 
     name: str = "combined"
     losses: list[Any] = field(default_factory=list)  # mappings with `name`, `weight` and that loss's options
+
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """Those of its parts together."""
+        combined = RowRequirements(documents=False, loss="")
+        for part in self.losses:
+            combined |= part.row_requirements
+        return combined
 
 
 @dataclass(kw_only=True)
@@ -445,6 +495,15 @@ class SentenceTransformersConfig(LossConfig):
         """A default of {} would reject new keys on the command line."""
         if self.arguments is None:
             self.arguments = {}
+
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """Those of the class, or of the one that MatryoshkaLoss wraps."""
+        name = self.arguments["loss"]["class_name"] if self.class_name == "MatryoshkaLoss" else self.class_name
+        requirements = replace(SENTENCE_TRANSFORMERS_LOSSES[name], loss=name)
+        if name == "SoftmaxLoss" and isinstance(self.arguments.get("num_labels"), int):
+            return replace(requirements, range=ScoreRange(low=0, high=self.arguments["num_labels"] - 1, integers=True))
+        return requirements
 
 
 @dataclass(kw_only=True)
@@ -463,6 +522,17 @@ class CustomConfig(LossConfig):
         if self.kwargs is None:
             self.kwargs = {}
 
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """What the options say."""
+        return RowRequirements(
+            documents=not self.label,
+            negatives=self.negatives,
+            scores=ScoreRequirement.teacher if self.scores else ScoreRequirement.none,
+            label=self.label,
+            loss=self.path,
+        )
+
 
 @dataclass(kw_only=True)
 class ListConfig(LossConfig):
@@ -479,6 +549,9 @@ class BCEConfig(ListConfig):
     """Binary cross entropy of single pairs of query and document, labelled from 0 to 1."""
 
     name: str = "bce"
+    rows: ClassVar[RowRequirements] = RowRequirements(
+        scores=ScoreRequirement.pairs, range=PAIR_WEIGHT, other_positives=True
+    )
     # factor of the positives' part of the loss
     pos_weight: float = option(1.0, above=0, hint="1 weighs positives and negatives alike")
 
@@ -488,8 +561,21 @@ class SoftmaxConfig(ListConfig):
     """Softmax over a query's own documents, without those of other queries (Gao et al., 2021)."""
 
     name: str = "softmax"
+    rows: ClassVar[RowRequirements] = RowRequirements(negatives=True)
     # A document with a higher label is a positive, and a row must have one; null: the first document of a row is.
     positive_above: float | None = option(None, finite=True)
+
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """With `positive_above` labels of all documents, of which positives are those above it."""
+        if self.positive_above is None:
+            return super().row_requirements
+        return replace(
+            super().row_requirements,
+            scores=ScoreRequirement.pairs,
+            other_positives=True,
+            positive_above=self.positive_above,
+        )
 
 
 @dataclass(kw_only=True)
@@ -497,6 +583,7 @@ class ListNetConfig(ListConfig):
     """Cross entropy of the softmax of labels and that of scores (Cao et al., 2007)."""
 
     name: str = "listnet"
+    rows: ClassVar[RowRequirements] = _RANKED
 
 
 @dataclass(kw_only=True)
@@ -504,6 +591,7 @@ class RankNetConfig(ListConfig):
     """Logistic loss of each query's pairs of documents with different labels (Burges et al., 2005)."""
 
     name: str = "ranknet"
+    rows: ClassVar[RowRequirements] = _RANKED
     mean_over: MeanOver = MeanOver.queries
 
 
@@ -512,6 +600,8 @@ class LambdaLossConfig(ListConfig):
     """RankNet's pairs weighted by their effect on nDCG (Wang et al., 2018)."""
 
     name: str = "lambdaloss"
+    # The gain of nDCG is 2^grade - 1.
+    rows: ClassVar[RowRequirements] = replace(_RANKED, range=ScoreRange(low=0, high=32))
     weighting: LambdaWeighting = LambdaWeighting.ndcg_loss2pp
     mu: float = option(10.0, at_least=0)  # of ndcg_loss2pp: factor of ndcg_loss2 beside lambdarank
     # only pairs with a document among the first k by score, for nDCG@k; null: all pairs
@@ -524,6 +614,7 @@ class PListMLEConfig(ListConfig):
     """Likelihood of the documents' order by label (Lan et al., 2014)."""
 
     name: str = "plistmle"
+    rows: ClassVar[RowRequirements] = _RANKED
     position_weights: bool = True  # weigh the first positions higher; false: ListMLE (Xia et al., 2008)
 
 
@@ -532,6 +623,7 @@ class ADRMSEConfig(ListConfig):
     """Squared difference of a document's rank by label and its approximate rank by score (Schlatt et al., 2024)."""
 
     name: str = "adr_mse"
+    rows: ClassVar[RowRequirements] = _RANKED
 
 
 @dataclass(kw_only=True)
@@ -539,6 +631,7 @@ class MSEConfig(LossConfig):
     """Squared difference of a pair's score and the teacher's."""
 
     name: str = "mse"
+    rows: ClassVar[RowRequirements] = RowRequirements(scores=ScoreRequirement.teacher, other_positives=True)
     similarity: Similarity = Similarity.dot  # of a dense model; a cross-encoder's scores are taken as they are
 
 
@@ -546,6 +639,7 @@ class MSEConfig(LossConfig):
 class TeacherConfig(LossConfig):
     """Options of the losses with a teacher's vectors."""
 
+    rows: ClassVar[RowRequirements] = RowRequirements(documents=False)
     # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; default: the vectors in the rows.
     teacher: str | None = option(None, is_input=True)
     # Several of them in place of `teacher`: similarities are the mean of those by each, such as cosines.
@@ -557,6 +651,11 @@ class TeacherConfig(LossConfig):
     def teacher_paths(self) -> list[str]:
         """Their paths; none if the rows have the vectors."""
         return self.teachers or ([] if self.teacher is None else [self.teacher])
+
+    @property
+    def row_requirements(self) -> RowRequirements:
+        """Vectors in the rows, without a teacher's path."""
+        return replace(super().row_requirements, vectors=not self.teacher_paths)
 
 
 @dataclass(kw_only=True)
@@ -574,6 +673,7 @@ class DistillSimilaritiesConfig(TeacherConfig):
     """Divergence of each query's softmax over the documents of the global batch from a teacher's."""
 
     name: str = "distill_similarities"
+    rows: ClassVar[RowRequirements] = RowRequirements()
     # the student's similarities are divided by it; default: 0.05
     temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
     # the teacher's similarities are divided by it; default: as `temperature`

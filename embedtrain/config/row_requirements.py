@@ -1,21 +1,12 @@
-"""What a loss requires of training rows. The recipe defines it, so that bad rows are found when they are read."""
+"""What a loss can require of training rows. The recipe defines it, so that bad rows are found when they are read.
+
+Each dataclass of `config/losses.py` declares its own; those of the classes of sentence-transformers are listed here.
+"""
 
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from embedtrain.config.losses import (
-    CombinedConfig,
-    CustomConfig,
-    DistillSimilaritiesConfig,
-    InfoNCEConfig,
-    KDLossType,
-    LossConfig,
-    M3LossConfig,
-    SentenceTransformersConfig,
-    SoftmaxConfig,
-    TeacherConfig,
-)
 from embedtrain.errors import ConfigError
 
 
@@ -88,38 +79,15 @@ class RowRequirements:
         )
 
 
-_COSINE = ScoreRange(low=-1, high=1)
-_WEIGHT = ScoreRange(low=0, high=1)  # of the attracting term; the repelling term has the rest
-_GRADE = ScoreRange(low=0, high=32)  # of relevance; the gain of nDCG is 2^grade - 1
-_BINARY = ScoreRange(low=0, high=1, integers=True)
-_RANKED = RowRequirements(scores=ScoreRequirement.pairs, other_positives=True, ranked=True)
+COSINE = ScoreRange(low=-1, high=1)
+PAIR_WEIGHT = ScoreRange(low=0, high=1)  # of the attracting term; the repelling term has the rest
+BINARY_LABEL = ScoreRange(low=0, high=1, integers=True)
 _COLUMNS = RowRequirements(same_num_documents=True)
 _PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
 _TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
 _CLASSES = RowRequirements(documents=False, label=True, same_num_documents=True)
 _VECTORS = RowRequirements(documents=False, vectors=True, same_num_documents=True)
 
-# By `loss.name`; other losses have the default.
-_LOSSES = {
-    "cosent": RowRequirements(scores=ScoreRequirement.pairs),
-    "angle": RowRequirements(scores=ScoreRequirement.pairs),
-    "cosine_mse": RowRequirements(scores=ScoreRequirement.pairs, range=_COSINE),
-    "contrastive": RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT),
-    "online_contrastive": RowRequirements(scores=ScoreRequirement.pairs, range=_BINARY),
-    "triplet": RowRequirements(negatives=True),
-    "batch_triplet": RowRequirements(documents=False, label=True),
-    "distill_scores": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
-    "margin_mse": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
-    "bce": RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT, other_positives=True),
-    "softmax": RowRequirements(negatives=True),
-    "listnet": _RANKED,
-    "ranknet": _RANKED,
-    "lambdaloss": replace(_RANKED, range=_GRADE),
-    "plistmle": _RANKED,
-    "adr_mse": _RANKED,
-    "mse": RowRequirements(scores=ScoreRequirement.teacher, other_positives=True),
-    "orthogonal": RowRequirements(documents=False),
-}
 # The loss classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
 SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "MultipleNegativesRankingLoss": _COLUMNS,
@@ -132,9 +100,9 @@ SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "GlobalOrthogonalRegularizationLoss": replace(_COLUMNS, documents=False),
     "CoSENTLoss": _PAIRS,
     "AnglELoss": _PAIRS,
-    "CosineSimilarityLoss": replace(_PAIRS, range=_COSINE),
-    "ContrastiveLoss": replace(_PAIRS, range=_WEIGHT),
-    "OnlineContrastiveLoss": replace(_PAIRS, range=_BINARY),
+    "CosineSimilarityLoss": replace(_PAIRS, range=COSINE),
+    "ContrastiveLoss": replace(_PAIRS, range=PAIR_WEIGHT),
+    "OnlineContrastiveLoss": replace(_PAIRS, range=BINARY_LABEL),
     "SoftmaxLoss": RowRequirements(same_num_documents=True, scores=ScoreRequirement.teacher),
     "TripletLoss": replace(_COLUMNS, negatives=True),
     "BatchAllTripletLoss": _CLASSES,
@@ -154,48 +122,6 @@ UNSUPPORTED_LOSSES: dict[str, str] = {
     "ContrastiveTensionLossInBatchNegatives": "a second model that is trained as well",
     "DenoisingAutoEncoderLoss": "a decoder",
 }
-
-
-def row_requirements(loss: LossConfig) -> RowRequirements:
-    """What a loss, which `check_loss` has accepted, requires of every row."""
-    match loss:
-        case CombinedConfig(losses=parts):
-            combined = RowRequirements(documents=False, loss="")
-            for part in parts:
-                combined |= row_requirements(part)
-            return combined
-        case InfoNCEConfig(mixes_negatives=True):
-            return RowRequirements(negatives=True, loss="infonce with mixed negatives")
-        case SentenceTransformersConfig(class_name=name, arguments=arguments):
-            if name == "MatryoshkaLoss":
-                name = arguments["loss"]["class_name"]
-            requirements = replace(SENTENCE_TRANSFORMERS_LOSSES[name], loss=name)
-            if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
-                return replace(requirements, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, integers=True))
-            return requirements
-        case CustomConfig(negatives=negatives, scores=scores, label=label):
-            return RowRequirements(
-                documents=not label,
-                negatives=negatives,
-                scores=ScoreRequirement.teacher if scores else ScoreRequirement.none,
-                label=label,
-                loss=loss.path,
-            )
-        case SoftmaxConfig(positive_above=float(threshold)):
-            return RowRequirements(
-                negatives=True,
-                scores=ScoreRequirement.pairs,
-                other_positives=True,
-                positive_above=threshold,
-                loss=loss.name,
-            )
-        case M3LossConfig(kd_loss_type=KDLossType.kl_div | KDLossType.m3_kd_loss):
-            return replace(_LOSSES["distill_scores"], loss=loss.name)
-        case TeacherConfig():
-            needs_documents = isinstance(loss, DistillSimilaritiesConfig)
-            return RowRequirements(documents=needs_documents, vectors=not loss.teacher_paths, loss=loss.name)
-        case _:
-            return replace(_LOSSES.get(loss.name, RowRequirements()), loss=loss.name)
 
 
 def with_batch_negatives(needs: RowRequirements, count: int) -> RowRequirements:

@@ -8,7 +8,7 @@ from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, DistillSimilaritiesConfig, LossConfig, SigLIPConfig, XTRConfig
 from embedtrain.config.recipe import BatchMode, DataConfig, Recipe, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, with_batch_negatives
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 
@@ -35,7 +35,7 @@ def source_requirements(source: TrainSource, loss: LossConfig, recipe: Recipe) -
     Documents of other rows are no negatives with `in_batch_negatives=false`. A ConfigError if the loss has no label for
     them.
     """
-    needs, count = row_requirements(loss), recipe.data.batch_negatives
+    needs, count = loss.row_requirements, recipe.data.batch_negatives
     if not load_kind(recipe.model.kind).scores_pairs or source.in_batch_negatives is False:
         return needs
     if count == 0 and needs.scores is not ScoreRequirement.teacher:

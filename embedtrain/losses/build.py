@@ -25,7 +25,7 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
     Similarity,
 )
-from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.row_requirements import ScoreRequirement
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
@@ -267,7 +267,7 @@ class _Builder:
 
 def row_spec_of(config: LossConfig) -> RowSpec:
     """What the documents of a row are to the loss, for `batch_statistics`."""
-    needs = row_requirements(config)
+    needs = config.row_requirements
     graded = needs.scores is ScoreRequirement.pairs or (
         needs.scores is ScoreRequirement.teacher and needs.range.integers
     )

@@ -183,7 +183,7 @@ class DistillEmbeddings(Loss):
 
 def _teacher_scores(batch_info: BatchInfo) -> Tensor:
     """The teacher's score of each document, [M]."""
-    assert batch_info.scores is not None, "the data layer gives every document a score, see config/row_requirements.py"
+    assert batch_info.scores is not None, "the data layer gives every document a score, see RowRequirements"
     return batch_info.scores
 
 

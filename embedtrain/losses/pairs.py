@@ -151,7 +151,7 @@ class OnlineContrastive(Loss):
 
 def _pairs(queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
     """Each document's query [M, D], the documents [M, D], their scores [M]."""
-    assert batch_info.scores is not None, "the data layer gives every document a score, see config/row_requirements.py"
+    assert batch_info.scores is not None, "the data layer gives every document a score, see RowRequirements"
     documents = at_least_float32(documents)
     return at_least_float32(queries)[batch_info.owners], documents, batch_info.scores.to(documents.dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.row_requirements import ScoreRequirement
 from embedtrain.data.rows import NO_PROMPT, Example, Prompt
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import TextRole
@@ -266,7 +266,7 @@ def choose_sample(
         _add_set(sample, loaded, prompts, max(4, HELD_OUT_QUERIES // len(chosen_sets)))
     sources = _evenly(len(data.stores), MAX_SOURCES)
     for source in sources:
-        graded = row_requirements(losses[source]).scores is ScoreRequirement.pairs
+        graded = losses[source].row_requirements.scores is ScoreRequirement.pairs
         _add_source(sample, data, source, max(4, TRAINING_ROWS // len(sources)), graded)
     return Sample(sample.texts, list(sample.pairs))
 

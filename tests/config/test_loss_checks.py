@@ -45,7 +45,7 @@ from embedtrain.config.losses import (
     TripletConfig,
     XTRConfig,
 )
-from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.row_requirements import ScoreRequirement
 from embedtrain.errors import ConfigError
 from tests.config.failing_checks import all_checks, failed_check
 
@@ -272,10 +272,10 @@ def test_defaults_pass(name):
 
 
 def test_a_combination_requires_what_its_parts_require():
-    needs = row_requirements(parts(InfoNCEConfig(), MarginMSEConfig(), OrthogonalConfig()))
+    needs = parts(InfoNCEConfig(), MarginMSEConfig(), OrthogonalConfig()).row_requirements
     assert (needs.documents, needs.negatives, needs.scores) == (True, True, ScoreRequirement.teacher)
     assert needs.loss == "infonce + margin_mse + orthogonal"
-    assert not row_requirements(parts(OrthogonalConfig(), BatchTripletConfig())).documents
+    assert not parts(OrthogonalConfig(), BatchTripletConfig()).row_requirements.documents
 
 
 def test_guides_are_listed_once():

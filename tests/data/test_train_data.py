@@ -14,7 +14,6 @@ import pytest
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.losses import RankNetConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.rows import Example, Prompt, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
@@ -286,7 +285,7 @@ def test_a_list_has_all_documents_of_its_row(tmp_path: Path) -> None:
     graded = [{"query": f"q{i}", "docs": [f"d{i}a", f"d{i}b", f"d{i}c"], "labels": [2, 0, 1]} for i in range(4)]
     keyed = [{"query": f"k{i}", "pos": [f"p{i}", f"r{i}"], "neg": [f"n{i}"]} for i in range(4)]
     sources = [source(tmp_path, "graded", graded), source(tmp_path, "keyed", keyed, negatives=1)]
-    needs = row_requirements(RankNetConfig())
+    needs = RankNetConfig().row_requirements
     data = load_train_data(sources, seed=3, global_batch_size=8, needs=needs)
     tokenizer = TextTokenizer(small_tokenizer(), 32)
     data.prepare(tokenizer, Cache(directory=tmp_path / "cache"))

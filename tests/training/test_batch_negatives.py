@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from embedtrain.config.losses import BCEConfig, LossConfig, RankNetConfig, SoftmaxConfig
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.row_requirements import row_requirements, with_batch_negatives
+from embedtrain.config.row_requirements import with_batch_negatives
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.rows import text_keys
 from embedtrain.data.tokens import TextTokenizer
@@ -52,7 +52,7 @@ def load(path: str, cache: str, name: str, batch_size: int, tokenizer: TextToken
         [TrainSource(path=path)],
         seed=3,
         global_batch_size=batch_size,
-        needs=with_batch_negatives(row_requirements(LOSSES[name]), COUNT),
+        needs=with_batch_negatives(LOSSES[name].row_requirements, COUNT),
     )
     data.prepare(tokenizer, Cache(directory=Path(cache)))
     return data

@@ -49,7 +49,6 @@ from embedtrain.config.losses import (
 )
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import GradientReduction, ModelConfig, Strategy
-from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
@@ -155,7 +154,7 @@ LOSSES: dict[str, LossConfig] = {
 
 def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
     """Rows that hold what the loss needs, of unequal lengths."""
-    needs = row_requirements(config)
+    needs = config.row_requirements
     classes = isinstance(config, SentenceTransformersConfig) and config.class_name == "SoftmaxLoss"
     wide = isinstance(config, DistillEmbeddingsConfig) and config.project
     built = []

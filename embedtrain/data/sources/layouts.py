@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
-from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Documents, Example, take
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import is_negative, is_positive, is_query
@@ -116,7 +116,7 @@ def needs_besides_texts(needs: RowRequirements) -> str:
 def losses_with_scores() -> str:
     """The values of `loss` that use scores of pairs, for messages."""
     kinds = [kind for kind in LOSSES.values() if kind not in (CombinedConfig, SentenceTransformersConfig)]
-    needs = [row_requirements(kind()) for kind in kinds]
+    needs = [kind().row_requirements for kind in kinds]
     return ", ".join(need.loss for need in needs if need.scores == ScoreRequirement.pairs)
 
 

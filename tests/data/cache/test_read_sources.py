@@ -16,7 +16,7 @@ import pytest
 
 from embedtrain.config.losses import BCEConfig, ContrastiveConfig, CoSENTConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, ScoreRange, ScoreRequirement, row_requirements
+from embedtrain.config.row_requirements import RowRequirements, ScoreRange, ScoreRequirement
 from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache, cache_directory, json_digest
 from embedtrain.data.cache.row_store import RowStore, read_sources
@@ -26,7 +26,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import write, write_table
 
-PAIRS, TRIPLET = row_requirements(CoSENTConfig()), row_requirements(TripletConfig())
+PAIRS, TRIPLET = CoSENTConfig().row_requirements, TripletConfig().row_requirements
 VECTORS = RowRequirements(documents=False, vectors=True, loss="distill_embeddings")
 
 
@@ -160,7 +160,7 @@ def test_losses_that_share_a_file_but_not_its_rows(tmp_path: Path) -> None:
     """A row without positives is a list of documents to one, and not usable to the other."""
     cache = Cache(directory=tmp_path / "cache")
     path = write(tmp_path / "a.jsonl", row(1), {"query": "q2", "pos": [], "neg": ["n"]})
-    pairs, lists = row_requirements(ContrastiveConfig()), row_requirements(BCEConfig())
+    pairs, lists = ContrastiveConfig().row_requirements, BCEConfig().row_requirements
     assert len(store_of(path, cache, needs=pairs, on_error=OnError.skip)) == 1
     assert len(store_of(path, cache, needs=lists, on_error=OnError.skip)) == 2
     assert len(store_of(path, cache, needs=lists)) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache import row_store
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, RowDigest, read_sources, value_of
@@ -128,7 +128,7 @@ def test_the_digest_does_not_depend_on_batches(
 
 def test_extra_columns_have_the_same_digest_in_any_format(tmp_path: Path) -> None:
     table: dict[str, list[Any]] = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "score": [0.1, 0.7]}
-    pairs = row_requirements(CoSENTConfig())
+    pairs = CoSENTConfig().row_requirements
     names = ("a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz")
     assert len({content(write_table(tmp_path / name, table), pairs) for name in names}) == 1
     table["score"][1] = 0.75

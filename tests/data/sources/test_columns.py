@@ -11,7 +11,6 @@ import pytest
 
 from embedtrain.config.columns import parse_columns
 from embedtrain.config.losses import BatchTripletConfig, ContrastiveConfig, CoSENTConfig
-from embedtrain.config.row_requirements import row_requirements
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
@@ -183,7 +182,7 @@ def test_a_column_that_may_hold_labels(tmp_path: Path) -> None:
     assert "columns: [query,passage] to leave it out" in message
     assert [e.query for e in read(path, where="good == 1")[0]] == ["q"]
     roles = {"query": "query", "positive": "passage", "label": "good"}
-    scored, _ = read(path, columns=roles, needs=row_requirements(ContrastiveConfig()))
+    scored, _ = read(path, columns=roles, needs=ContrastiveConfig().row_requirements)
     assert [e.positives.scores for e in scored] == [(1.0,), (0.0,)]
     assert_error("'good' makes these scored pairs", path, columns=roles)
     path.write_text("query,passage,level\nq,p,1\nr,n,2\n")
@@ -197,9 +196,9 @@ def test_columns_by_role(tmp_path: Path) -> None:
     assert (example.query, example.positives.texts, example.negatives.texts) == ("q", ("p",), ("n", "m"))
     assert "columns b = query, a = positive, c + d = negatives" in str(report)
     pairs = {"sentence1": "b", "sentence2": "a", "score": "e"}
-    assert read(path, columns=pairs, needs=row_requirements(CoSENTConfig()))[0][0].positives.scores == (0.5,)
+    assert read(path, columns=pairs, needs=CoSENTConfig().row_requirements)[0][0].positives.scores == (0.5,)
     text = {"text": "b", "label": "f"}
-    assert read(path, columns=text, needs=row_requirements(BatchTripletConfig()))[0][0].label == 3
+    assert read(path, columns=text, needs=BatchTripletConfig().row_requirements)[0][0].label == 3
     assert_error("no column 'x'; there are: a, b", path, columns={"query": "b", "positive": "x"})
 
 

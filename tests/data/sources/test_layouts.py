@@ -8,13 +8,13 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig
 from embedtrain.config.recipe import DataFormat, OnError
-from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.rows import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
-PAIRS = row_requirements(CoSENTConfig())
-TEACHER = row_requirements(DistillScoresConfig())
+PAIRS = CoSENTConfig().row_requirements
+TEACHER = DistillScoresConfig().row_requirements
 CLASSES = RowRequirements(documents=False, label=True, loss="batch_triplet")
 
 ROW = {"query": "q", "pos": ["p"], "neg": ["n", "m"]}

@@ -12,7 +12,7 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.rows import Example
 from embedtrain.data.sources.files import BLOCK_BYTES, MAX_FULL_DIGEST_BYTES
 from embedtrain.data.sources.layouts import TEXTS_ONLY
@@ -154,7 +154,7 @@ def test_content_changes_with_what_determines_the_rows(tmp_path: Path) -> None:
     assert reading(folder).content() == before  # small files are read whole
     for options in ({"columns": ["query", "pos"]}, {"score_scale": 2.0}):
         assert reading(folder, **options).content() != before
-    assert reading(folder, row_requirements(CoSENTConfig())).content() != before
+    assert reading(folder, CoSENTConfig().row_requirements).content() != before
     (folder / "a.jsonl").rename(folder / "c.jsonl")
     assert reading(folder).content() != before  # another order of rows
     (folder / "c.jsonl").rename(folder / "a.jsonl")

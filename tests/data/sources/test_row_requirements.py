@@ -7,15 +7,15 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
-PAIRS = row_requirements(CoSENTConfig())
-TEACHER = row_requirements(DistillScoresConfig())
-TRIPLET = row_requirements(TripletConfig())
+PAIRS = CoSENTConfig().row_requirements
+TEACHER = DistillScoresConfig().row_requirements
+TRIPLET = TripletConfig().row_requirements
 CLASSES = RowRequirements(documents=False, label=True, loss="batch_triplet")
 VECTORS = RowRequirements(documents=False, vectors=True, loss="distill_embeddings")
 TEXTS = RowRequirements(documents=False, loss="orthogonal")

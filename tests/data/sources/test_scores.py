@@ -23,16 +23,16 @@ from embedtrain.config.losses import (
     TripletConfig,
 )
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements, with_batch_negatives
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, with_batch_negatives
 from embedtrain.data.cache.row_store import read_sources
 from embedtrain.data.rows import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
-PAIRS = row_requirements(CoSENTConfig())
-TEACHER = row_requirements(DistillScoresConfig())
+PAIRS = CoSENTConfig().row_requirements
+TEACHER = DistillScoresConfig().row_requirements
 SOFTMAX = RowRequirements(scores=ScoreRequirement.teacher, loss="SoftmaxLoss")
-TRIPLET = row_requirements(TripletConfig())
+TRIPLET = TripletConfig().row_requirements
 
 ROW = {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}
 SCORES = {"pos_scores": [9, 8.5], "neg_scores": [-1.5, 0]}
@@ -285,13 +285,13 @@ def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
     rows = [{"a": "x", "b": "y", "score": 1.0}, {"a": "u", "b": "v", "score": 4.5}]
     path = write(tmp_path / "sts.jsonl", *rows)
     pattern = f"^{path}:2: loss=cosine_mse .*from -1 to 1, not 4.5.*score_scale"
-    assert_error(pattern, path, needs=row_requirements(CosineMSEConfig()))
+    assert_error(pattern, path, needs=CosineMSEConfig().row_requirements)
     pattern = f"^{path}:2: loss=online_contrastive .*whole number from 0 to 1, not 4.5"
-    assert_error(pattern, path, needs=row_requirements(OnlineContrastiveConfig()))
+    assert_error(pattern, path, needs=OnlineContrastiveConfig().row_requirements)
     softmax = SentenceTransformersConfig(class_name="SoftmaxLoss", arguments={"num_labels": 3})
-    assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=row_requirements(softmax))
-    assert len(read(path, needs=row_requirements(CoSENTConfig()))[0]) == 2
-    table, _ = read(path, needs=row_requirements(CosineMSEConfig()), score_scale=5.0)
+    assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=softmax.row_requirements)
+    assert len(read(path, needs=CoSENTConfig().row_requirements)[0]) == 2
+    table, _ = read(path, needs=CosineMSEConfig().row_requirements, score_scale=5.0)
     assert [row.positives.scores for row in table] == [pytest.approx((0.2,)), pytest.approx((0.9,))]
 
 
@@ -299,7 +299,7 @@ def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
 
 
 def test_positives_are_the_documents_above_a_score(tmp_path: Path) -> None:
-    needs = row_requirements(SoftmaxConfig(positive_above=1.0))
+    needs = SoftmaxConfig(positive_above=1.0).row_requirements
     rows = [
         {"query": "q", "docs": ["a", "b", "c"], "labels": [0, 2, 1]},
         {"query": "q", "docs": ["a", "b"], "labels": [1, 0]},
@@ -324,7 +324,7 @@ def test_positives_are_the_documents_above_a_score(tmp_path: Path) -> None:
     ids=lambda config: config.name,
 )
 def test_a_row_with_nothing_to_rank(tmp_path: Path, config: LossConfig) -> None:
-    needs, rows = row_requirements(config), [ROW, {**ROW, "pos_scores": [0, 0], "neg_scores": [0, 0]}]
+    needs, rows = config.row_requirements, [ROW, {**ROW, "pos_scores": [0, 0], "neg_scores": [0, 0]}]
     path = write(tmp_path / "a.jsonl", *rows)
     assert_error(rf"a\.jsonl:2: loss={config.name} .*4 documents .* 0; data.on_error=skip", path, needs=needs)
     examples, report = read(path, needs=needs, on_error=OnError.skip)
@@ -340,7 +340,7 @@ def test_rows_of_negatives_alone(tmp_path: Path) -> None:
         {"messages": conversation[0], "positive_messages": [], "negative_messages": conversation[1:]},
         {"query": "q", "positive_passages": [], "negative_passages": [{"docid": "x", "text": "a"}, {"text": "b"}]},
     ]
-    bce, softmax, ranknet = map(row_requirements, (BCEConfig(), SoftmaxConfig(), RankNetConfig()))
+    bce, softmax, ranknet = (loss.row_requirements for loss in (BCEConfig(), SoftmaxConfig(), RankNetConfig()))
     for number, row in enumerate(rows):
         path = write(tmp_path / f"{number}.jsonl", row)
         (example,), _ = read(path, needs=bce)
@@ -358,20 +358,20 @@ def test_rows_of_negatives_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [SoftmaxConfig(), RankNetConfig()], ids=lambda config: config.name)
 def test_rows_that_get_documents_of_other_rows(tmp_path: Path, config: LossConfig) -> None:
     """They need no negatives of their own, and their labels are not below those of other rows' documents."""
-    needs = with_batch_negatives(row_requirements(config), 4)
+    needs = with_batch_negatives(config.row_requirements, 4)
     path = write(tmp_path / "a.jsonl", {"query": "q", "pos": ["a"]})
-    assert_error(rf"a\.jsonl.*{config.name}", path, needs=row_requirements(config))
+    assert_error(rf"a\.jsonl.*{config.name}", path, needs=config.row_requirements)
     examples, _ = read(path, needs=needs)
     assert [(e.positives.texts, e.negatives.texts) for e in examples] == [(("a",), ())]
     if config.name == "ranknet":
         path = write(tmp_path / "b.jsonl", {"query": "q", "pos": ["a"], "pos_scores": [0]})
         assert_error(r"b\.jsonl:1: loss=ranknet .* 0; data.on_error=skip", path, needs=needs)
         path = write(tmp_path / "c.jsonl", {**ROW, **SCORES})
-        read(path, needs=row_requirements(config))
+        read(path, needs=config.row_requirements)
         assert_error(r"c\.jsonl:1: loss=ranknet .* from 0 .*not -1\.5", path, needs=needs)
 
 
 def test_labels_that_a_loss_does_not_accept(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {**ROW, **SCORES})
-    assert_error(r"a\.jsonl:1: loss=bce needs scores .*0 to 1, not 9", path, needs=row_requirements(BCEConfig()))
-    assert_error(r"a\.jsonl:1: loss=lambdaloss .*0 to 32, not -1\.5", path, needs=row_requirements(LambdaLossConfig()))
+    assert_error(r"a\.jsonl:1: loss=bce needs scores .*0 to 1, not 9", path, needs=BCEConfig().row_requirements)
+    assert_error(r"a\.jsonl:1: loss=lambdaloss .*0 to 32, not -1\.5", path, needs=LambdaLossConfig().row_requirements)

@@ -4,7 +4,10 @@ Texts are sorted by length and split into groups of W texts, one per rank. Every
 groups, so all ranks have the same number of chunks of nearly the same shapes, as the collectives of a sharded model
 require. The loss is not affected: it receives embeddings in the order of the rows.
 
-T: texts of the global batch; W: ranks; G: groups, ceil(T / W).
+Items of some models have further costs besides tokens, such as patches of images, each with a maximum of a chunk. Those
+that have any come first, so that at most one chunk of a batch holds them on some ranks only.
+
+T: texts of the global batch; W: ranks; G: groups, ceil(T / W); K: further costs.
 """
 
 from collections.abc import Sequence
@@ -56,6 +59,49 @@ class ChunkPlan:
         return ranks
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherCosts:
+    """What texts cost besides tokens.
+
+    Attributes:
+        costs: int64 [T, K], of each text.
+        limits: [K], the maximum of a chunk.
+    """
+
+    costs: NDArray[np.int64]
+    limits: tuple[int, ...]
+
+    def take(self, texts: NDArray[np.int64]) -> "FurtherCosts":
+        """Those of some texts."""
+        return FurtherCosts(self.costs[texts], self.limits)
+
+    @property
+    def has_any(self) -> NDArray[np.bool_]:
+        """Whether a text has a further cost: bool [T]."""
+        has_any: NDArray[np.bool_] = np.count_nonzero(self.costs, axis=1) > 0
+        return has_any
+
+    def first(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same texts, those with further costs first."""
+        has_any = self.has_any[order]
+        return np.concatenate([order[has_any], order[~has_any]])
+
+    def reach(self, texts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The last group at which a chunk from each group may end, int64 [G]; texts [G, W] have the order of `first`.
+
+        A group counts as its largest text. A chunk ends where texts without further costs begin.
+        """
+        num_groups = len(texts)
+        reach = np.full(num_groups, num_groups)
+        for costs, limit in zip(self.costs.T, self.limits, strict=True):
+            ends = np.concatenate([[0], np.cumsum(_largest(costs, texts))])
+            reach = np.minimum(reach, np.searchsorted(ends, ends[:-1] + limit, side="right") - 1)
+        groups = np.arange(num_groups)
+        lacks_any = ((texts >= 0) & ~self.has_any[texts]).any(axis=1)
+        border = int(np.append(np.flatnonzero(lacks_any), num_groups)[0])
+        return np.maximum(groups + 1, np.where(groups < border, np.minimum(reach, border), reach))
+
+
 def plan_towers(
     costs: NDArray[np.int64],
     towers: NDArray[np.int64] | None,
@@ -64,6 +110,7 @@ def plan_towers(
     pass_overhead_tokens: int,
     *,
     packed: bool = False,
+    further: FurtherCosts | None = None,
 ) -> ChunkPlan:
     """`plan_chunks` of texts that several towers encode: each chunk has texts of one tower, the same on every rank.
 
@@ -71,10 +118,20 @@ def plan_towers(
     each text; None: there is one. The tower with the longest text comes first.
     """
     if towers is None:
-        return plan_chunks(costs, size, chunk_tokens, pass_overhead_tokens, packed=packed)
+        return plan_chunks(costs, size, chunk_tokens, pass_overhead_tokens, packed=packed, further=further)
     texts = {int(tower): np.flatnonzero(towers == tower) for tower in np.unique(towers)}
     order = sorted(texts, key=lambda tower: (-int(costs[texts[tower]].max()), tower))
-    plans = [plan_chunks(costs[texts[t]], size, chunk_tokens, pass_overhead_tokens, packed=packed) for t in order]
+    plans = [
+        plan_chunks(
+            costs[of_tower],
+            size,
+            chunk_tokens,
+            pass_overhead_tokens,
+            packed=packed,
+            further=None if further is None else further.take(of_tower),
+        )
+        for of_tower in (texts[tower] for tower in order)
+    ]
     groups = [np.where(plan.texts < 0, -1, texts[t][plan.texts]) for t, plan in zip(order, plans, strict=True)]
     firsts = accumulate((len(group) for group in groups), initial=0)
     bounds = [first + bound for first, plan in zip(firsts, plans, strict=False) for bound in plan.bounds[:-1]]
@@ -92,6 +149,7 @@ def plan_chunks(
     pass_overhead_tokens: int,
     *,
     packed: bool = False,
+    further: FurtherCosts | None = None,
 ) -> ChunkPlan:
     """Distribute texts over ranks and cut the texts of each rank into chunks.
 
@@ -106,19 +164,30 @@ def plan_chunks(
         lengths: tokens of each text, [T].
         size: W.
         packed: whether a chunk has no padding; else it has rows x longest tokens.
+        further: of each text besides its tokens; a text above a maximum gets a chunk of its own too.
     """
     text_lengths = np.asarray(lengths, dtype=np.int64)
     num_groups = -(-len(text_lengths) // size)
     order = np.full(num_groups * size, -1, dtype=np.int64)
     order[: len(text_lengths)] = _longest_first(text_lengths)
+    if further is not None:
+        order[: len(text_lengths)] = further.first(order[: len(text_lengths)])
     texts = order.reshape(num_groups, size)
-    longest = np.maximum(1, text_lengths[texts[:, 0]])
+    reach = np.full(num_groups, num_groups) if further is None else further.reach(texts)
+    # Descending, but for the first group of texts without further costs, at which a chunk begins.
+    longest = np.maximum(1, text_lengths[texts[:, 0]] if further is None else _largest(text_lengths, texts))
     if packed:
-        bounds = _cut_evenly(longest, chunk_tokens)
+        bounds = _cut_evenly(longest, chunk_tokens, reach)
     else:
-        reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
+        reach = np.minimum(reach, np.arange(num_groups) + np.maximum(1, chunk_tokens // longest))
         bounds = _cut_cheaply(longest, reach, pass_overhead_tokens)
     return ChunkPlan(_assign_to_ranks(texts, text_lengths, bounds, packed=packed), tuple(bounds))
+
+
+def _largest(costs: NDArray[np.int64], texts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The largest cost of each group: int64 [G]."""
+    largest: NDArray[np.int64] = np.where(texts >= 0, costs[texts], 0).max(axis=1, initial=0)
+    return largest
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -136,10 +205,11 @@ def _cut_cheaply(longest: NDArray[np.int64], reach: NDArray[np.int64], pass_over
     return _cheapest(_candidates(longest, reach), longest, reach, pass_overhead_tokens)
 
 
-def _cut_evenly(longest: NDArray[np.int64], chunk_tokens: int) -> list[int]:
+def _cut_evenly(longest: NDArray[np.int64], chunk_tokens: int, reach: NDArray[np.int64]) -> list[int]:
     """Bounds of few chunks of about equal size, at most `chunk_tokens` unless a single group is larger.
 
-    A group counts as its longest text, which some rank encodes.
+    A group counts as its longest text, which some rank encodes. `reach` is the last group at which a chunk from each
+    group may end for other reasons.
     """
     ends = np.concatenate([[0], np.cumsum(longest)])
     bounds = [0]
@@ -151,7 +221,7 @@ def _cut_evenly(longest: NDArray[np.int64], chunk_tokens: int) -> list[int]:
         stop = int(np.searchsorted(ends, begin + target))
         if ends[min(stop, len(longest))] - begin > chunk_tokens:
             stop -= 1
-        bounds.append(min(len(longest), max(stop, bounds[-1] + 1)))
+        bounds.append(min(len(longest), int(reach[bounds[-1]]), max(stop, bounds[-1] + 1)))
     return bounds
 
 

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from embedtrain.data.chunks import FurtherCosts
 from embedtrain.data.rows import Prompt
 from embedtrain.data.types import (
     IS_QUERY,
@@ -171,6 +172,7 @@ class Layout:
         num_towers: of the encoder; a text of each role has one.
         num_pair_tokens: tokens of a pair besides those of its texts; None: texts are encoded alone.
         dummy: what a rank encodes that has fewer chunks than others.
+        further_limits: the maximum of a chunk of each of `further_costs`, such as patches of images.
         nothing: the token of a text without tokens (an empty document and no special tokens, as with Qwen): a mask of
             zeros has no mean and no last token, and would give NaN.
 
@@ -189,6 +191,7 @@ class Layout:
     second_type = 0
     num_pair_tokens: int | None = None
     dummy: str | Pair = "a"
+    further_limits: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -270,6 +273,7 @@ class Layout:
             sizes=self.sizes(lengths, are_queries, selected),
             tokens=selected,
             towers=self.towers(are_queries),
+            further=self._further(lengths, selected),
         )
 
     def towers(self, are_queries: NDArray[np.bool_]) -> NDArray[np.int64] | None:
@@ -292,6 +296,25 @@ class Layout:
     ) -> tuple[NDArray[np.int64] | None, ...]:
         """`EncoderInputs.sizes` of texts of these lengths; `tokens` gives those of some of them."""
         return (None,) * self.num_parts
+
+    def further_costs(self, tokens: Tokens) -> NDArray[np.int64]:
+        """What the encoder computes of each text besides its tokens, known without decoding anything: int64 [N, K]."""
+        return np.zeros((len(tokens), 0), dtype=np.int64)
+
+    def decode(self, tokens: Tokens) -> Mapping[str, Tensor]:
+        """What the encoder takes of texts besides their tokens, such as the pixels of images, as `Chunk.decoded`.
+
+        Called in a thread, just before the chunk is computed. Which modules of the encoder compute a chunk must not
+        depend on what the chunk has: a rank without images computes empty ones, because other ranks may have some.
+        """
+        return {}
+
+    def _further(
+        self, lengths: NDArray[np.int64], tokens: Callable[[NDArray[np.int64]], Tokens]
+    ) -> FurtherCosts | None:
+        if not self.further_limits:
+            return None
+        return FurtherCosts(self.further_costs(tokens(np.arange(len(lengths)))), self.further_limits)
 
     def chunk(self, tokens: Tokens, rows: Sequence[int], *, packed: bool) -> Chunk:
         """N texts as one chunk: packed into one row [1, T], or padded to the longest [N, L].
@@ -326,6 +349,7 @@ class Layout:
             packing=Packing.of(lengths, lengths - num_unattended) if packed else None,
             has_padding=not packed and not (is_token.all() and not num_unattended.any()),
             types=place(np.where(flags & SECOND_SEGMENT, self.second_type, 0)) if self.second_type else None,
+            decoded=self.decode(tokens),
         )
         if self.has_token_rows:
             chunk.token_rows = torch.from_numpy(np.flatnonzero(is_token)[flags & NO_VECTOR == 0])

@@ -1,7 +1,7 @@
 """The types from rows to the encoder: GlobalBatch, Tokens, Chunk."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.data.chunks import FurtherCosts
 from embedtrain.data.rows import Example
 
 
@@ -136,6 +137,7 @@ class EncoderInputs:
         sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one.
         tokens: the tokens of inputs of one tower, int64 [m], which `TextTokenizer.make_chunk` takes.
         towers: int64 [n], the tower that encodes each input; None: there is one.
+        further: what inputs cost besides tokens; None: nothing.
     """
 
     num_queries: int
@@ -145,6 +147,7 @@ class EncoderInputs:
     sizes: tuple[NDArray[np.int64] | None, ...]
     tokens: Callable[[NDArray[np.int64]], Tokens]
     towers: NDArray[np.int64] | None = None
+    further: FurtherCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +304,11 @@ class Chunk:
         query_words: texts that are not encoded; then only the others are in ids, and `rows` are those of all. None:
             there are none.
         tower: the number of the encoder's tower that takes it, always with all of its texts.
+        decoded: what `Layout.decode` gives besides tokens, such as pixels, by name; nothing in checks of a backbone.
     """
 
     __slots__ = (
+        "decoded",
         "has_padding",
         "ids",
         "mask",
@@ -333,11 +338,12 @@ class Chunk:
         row_ids: Tensor | None = None,
         query_words: QueryWords | None = None,
         tower: int = 0,
+        decoded: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
         self.packing, self.has_padding, self.types = packing, has_padding, types
         self.token_rows, self.sizes, self.row_ids, self.query_words = token_rows, sizes, row_ids, query_words
-        self.tower = tower
+        self.tower, self.decoded = tower, decoded or {}
 
     @classmethod
     def of_one_token(cls, device: torch.device) -> "Chunk":
@@ -368,6 +374,7 @@ class Chunk:
             token_rows=changed(self.token_rows),
             row_ids=changed(self.row_ids),
             query_words=None if self.query_words is None else self.query_words.map_tensors(change),
+            decoded={name: change(tensor) for name, tensor in self.decoded.items()},
         )
 
     @property

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedtrain.data.chunks import FurtherCosts
 from embedtrain.data.rows import text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Pair, TextRole, Tokens, gather_ranges
@@ -172,8 +173,14 @@ def plan_encoding(
     keys = texts.keys(texts.text_keys(world) if text_keys is None else text_keys, world)
     first, occurrences, starts = _group_equal(keys)
     del keys, text_keys
-    lengths, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
+    costs, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
+    lengths = costs[:, 0]
     order: Indices = np.argsort(-lengths, kind="stable").astype(first.dtype)
+    reach = None
+    if tokenizer.layout.further_limits:
+        further = FurtherCosts(costs[:, 1:].astype(np.int64), tokenizer.layout.further_limits)
+        order = further.first(order)
+        reach = further.reach(order[:, None])
     limit = min(chunk_tokens, max(_MIN_CHUNK_TOKENS, int(lengths.sum()) // _MIN_CHUNKS))
     sizes = np.maximum(1, lengths[order])
     ends = np.zeros(len(sizes) + 1, dtype=np.int64)
@@ -185,7 +192,7 @@ def plan_encoding(
             stop = int(np.searchsorted(ends, ends[start] + limit, side="right")) - 1
         else:
             stop = start + limit // int(sizes[start])
-        cuts.append(min(len(order), max(start + 1, stop)))
+        cuts.append(min(len(order) if reach is None else int(reach[start]), max(start + 1, stop)))
     return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized)
 
 
@@ -214,29 +221,36 @@ def _group_equal(keys: NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
 def _tokenize(
     texts: PromptedTexts, rows: Indices, tokenizer: TextTokenizer, max_length: int | None, world: World
 ) -> tuple[NDArray[np.int32], TokenizedTexts | None]:
-    """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
-    local_rows = rows[world.rank :: world.size]
-    local_counts = torch.zeros(len(local_rows), dtype=torch.int32)
+    """The costs of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes.
+
+    The costs are int32 [U, 1 + K]: the number of tokens, then `Layout.further_costs`.
+    """
+    local_rows, layout = rows[world.rank :: world.size], tokenizer.layout
+    local_costs = torch.zeros((len(local_rows), 1 + len(layout.further_limits)), dtype=torch.int32)
     ids, flags = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.uint8)]
     num_tokens = 0
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
             batch = local_rows[start : start + _TEXTS_PER_CALL].tolist()
             tokens = tokenizer.tokens(texts.with_prompt(batch), max_length, texts.prompts(batch), texts.role)
-            local_counts[start : start + len(batch)] = torch.from_numpy(tokens.lengths)
+            local_costs[start : start + len(batch), 0] = torch.from_numpy(tokens.lengths)
+            if layout.further_limits:
+                local_costs[start : start + len(batch), 1:] = torch.from_numpy(layout.further_costs(tokens))
             if num_tokens <= MAX_KEPT_TOKENS:
                 ids.append(tokens.ids)
                 flags.append(tokens.flags)
                 num_tokens += len(tokens.ids)
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
-    gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
-    lengths = np.empty(len(rows), dtype=np.int32)
-    for rank, rank_counts in enumerate(np.split(gathered, np.cumsum(rows_per_rank)[:-1])):
-        lengths[rank :: world.size] = rank_counts
+    gathered = gather_rows(local_costs.to(world.device), rows_per_rank).cpu().numpy()
+    costs = np.empty((len(rows), local_costs.shape[1]), dtype=np.int32)
+    for rank, rank_costs in enumerate(np.split(gathered, np.cumsum(rows_per_rank)[:-1])):
+        costs[rank :: world.size] = rank_costs
+    lengths = costs[:, 0]
     if max(int(lengths[rank :: world.size].sum()) for rank in range(world.size)) > MAX_KEPT_TOKENS:
-        return lengths, None
+        return costs, None
     offsets = np.zeros(len(rows), dtype=np.int32)
-    offsets[world.rank :: world.size] = (local_counts.cumsum(0) - local_counts).numpy()
+    local_lengths = local_costs[:, 0]
+    offsets[world.rank :: world.size] = (local_lengths.cumsum(0) - local_lengths).numpy()
     all_ids = np.concatenate(ids)
     ids.clear()  # before the flags are copied as well
-    return lengths, TokenizedTexts(all_ids, np.concatenate(flags), offsets, lengths)
+    return costs, TokenizedTexts(all_ids, np.concatenate(flags), offsets, lengths)

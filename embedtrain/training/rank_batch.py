@@ -339,6 +339,7 @@ def _encode_plan(
         chunk_options.chunk_tokens,
         chunk_options.pass_overhead_tokens,
         packed=tokenizer.packed,
+        further=inputs.further,
     )
     parts = plan.chunks_of_rank(rank)
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from embedtrain.data.chunks import ChunkPlan, plan_chunks
+from embedtrain.data.chunks import ChunkPlan, FurtherCosts, plan_chunks
 from tests.conftest import ROOT
 
 
@@ -182,3 +182,26 @@ def test_packed_texts_are_cut_into_few_chunks_alike_on_all_ranks(size: int, chun
             assert tokens[:-1].min(initial=10**9) >= 0.7 * min(
                 chunk_tokens, tokens.sum(axis=0).mean() / dealt.num_chunks
             )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_further_costs_have_maxima_of_their_own(size: int, packed: bool) -> None:
+    random = np.random.default_rng(size)
+    for number in (1, 5, 40, 3000):
+        lengths = random.integers(1, 30, number)
+        costs = np.where(random.random((number, 1)) < 0.4, random.integers(0, 9, (number, 2)), 0)
+        further = FurtherCosts(costs, (20, 15))
+        dealt = plan_chunks(lengths, size, 100, 10, packed=packed, further=further)
+        ranks = [dealt.chunks_of_rank(rank) for rank in range(size)]
+        assert sorted(np.concatenate([np.concatenate(chunks) for chunks in ranks]).tolist()) == list(range(number))
+        for chunk in [chunk for chunks in ranks for chunk in chunks if len(chunk) > 1]:
+            assert (costs[chunk].sum(axis=0) <= further.limits).all()
+            assert (lengths[chunk].sum() if packed else lengths[chunk].max() * len(chunk)) <= 100
+        # Whether a chunk has further costs is the same on all ranks, but for one.
+        have_any = [[bool(costs[chunk].any()) for chunk in chunks] for chunks in ranks]
+        assert sum(len(set(of_chunk)) > 1 for of_chunk in zip(*have_any, strict=True)) <= 1
+        assert all(of_rank == sorted(of_rank, reverse=True) for of_rank in have_any)
+        none = plan_chunks(lengths, size, 100, 10, packed=packed, further=FurtherCosts(0 * costs, (20, 15)))
+        plain = plan_chunks(lengths, size, 100, 10, packed=packed)
+        assert (none.texts == plain.texts).all() and none.bounds == plain.bounds

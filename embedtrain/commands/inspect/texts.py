@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from embedtrain.commands.inspect.sources import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
-from embedtrain.data.chunks import plan_chunks
+from embedtrain.data.chunks import plan_towers
 from embedtrain.data.rows import Example, Prompt, TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
@@ -277,7 +277,7 @@ def batch_cost(
     packed: bool = False,
     inputs: Callable[[BatchTokens], EncoderInputs],
 ) -> Cost:
-    """The cost of these batches of tokenised data; for other arguments see `plan_chunks`.
+    """The cost of these batches of tokenised data; for other arguments see `plan_towers`.
 
     `inputs` gives what the encoder computes of a batch: texts, or pairs of texts.
     """
@@ -285,8 +285,17 @@ def batch_cost(
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        lengths = inputs(tokens).costs
-        plan = plan_chunks(lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
+        of_batch = inputs(tokens)
+        lengths = of_batch.costs
+        plan = plan_towers(
+            lengths,
+            of_batch.towers,
+            ranks,
+            chunk_tokens,
+            pass_overhead_tokens,
+            packed=packed,
+            further=of_batch.further,
+        )
         real, chunks = real + int(lengths.sum()), chunks + plan.num_chunks
         computed.append(
             [count_computed_tokens(plan.chunks_of_rank(rank), lengths, packed=packed) for rank in range(ranks)]

@@ -310,9 +310,9 @@ def encode_counting_texts(world, max_kept_tokens):
     encoder = sentence_encoder(world, chunk_tokens=16)
     tokens, tokenized = encoder.tokenizer.tokens, []
 
-    def counting(texts, *options):
+    def counting(texts, *options, **named):
         tokenized.extend(text for text in texts if text != "a")
-        return tokens(texts, *options)
+        return tokens(texts, *options, **named)
 
     encoder.tokenizer.tokens = counting
     before, encoding_plan.MAX_KEPT_TOKENS = encoding_plan.MAX_KEPT_TOKENS, max_kept_tokens

@@ -112,24 +112,28 @@ def _load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A function of a module that is imported when the function is called."""
+
+    module: str
+    function: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return _load(self.module, self.function)(*arguments)
+
+
 def _own(name: str, summary: str, options: str, *, paths: bool = True, **more: Any) -> Command:
     """A command of the package: `compose`, `run` and, with `paths`, `require_paths` of embedtrain/commands/NAME."""
     module = f"embedtrain.commands.{name}"
-
-    def later(function: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            return _load(module, function)(*arguments)
-
-        return call
-
     if paths:
-        more["require_paths"] = later("require_paths")
+        more["require_paths"] = _Later(module, "require_paths")
     return Command(
         name=name,
         summary=summary,
         options=f"{module}:{options}",
-        compose=later("compose"),
-        run=later("run"),
+        compose=_Later(module, "compose"),
+        run=_Later(module, "run"),
         **more,
     )
 

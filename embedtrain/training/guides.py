@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embedtrain.config.kinds import load_kind
+from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, Similarity, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.data.cache.row_store import RowStore
@@ -213,6 +213,11 @@ def load_guides(
             continue
         name, revision = split_revision(path)
         options = load_kind(ModelConfig.kind).options(path=name, revision=revision)
+        if (expand_user(name) / "modules.json").is_file() and not kind_of_files(expand_user(name))[0].has_one_model:
+            raise ConfigError(
+                f"the loss's guide or teacher {path}: has a model for queries and another for documents; write its "
+                f"vectors with embedtrain vectors model={path}, and name their directory instead"
+            )
         try:
             loaded = load_model(options, parallel, world, seed=0)
         except (ConfigError, ModelError) as error:

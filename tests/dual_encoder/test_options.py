@@ -15,11 +15,12 @@ from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.kinds.dual_encoder.options import TowerOptions
 from embedtrain.models.build import build_encoder
+from embedtrain.training.guides import load_guides
 from embedtrain.training.inputs import check_local_inputs
 from embedtrain.training.optimizer import trained_parameters
 from tests.commands import call
 from tests.dual_encoder.towers import DOCUMENT_LENGTH, QUERY_LENGTH, dual_options, save_towers
-from tests.small import WORDS, model_options, save_small, small_model
+from tests.small import WORDS, model_options, parallel, save_small, small_model
 
 RECIPE = ["name=t", "data.train=[x.jsonl]", "model.kind=dual_encoder"]
 PATHS = ["model.query.path=a/b", "model.document.path=a/c"]
@@ -128,5 +129,7 @@ def test_a_router_is_no_model_of_another_kind(folder, tmp_path):
         open_model_source(model_options(path=str(tmp_path), pooling="mean"))
     with pytest.raises(ConfigError, match=f"model={tmp_path}: .*{tmp_path}/query or {tmp_path}/document"):
         open_model(str(tmp_path), None, None, None, trust_remote_code=False)
+    with pytest.raises(ConfigError, match=f"{tmp_path}: .*embedtrain vectors"):
+        load_guides([str(tmp_path)], parallel(), None, chunk_tokens=100)
     output = call("merge", f"models=[{tmp_path},{tmp_path}]", f"output_dir={tmp_path / 'merged'}", code=1)
     assert f"{tmp_path}/query or {tmp_path}/document" in output

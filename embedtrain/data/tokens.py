@@ -370,11 +370,11 @@ class Layout:
         return self
 
     def query_prompt(self, prompt: Prompt) -> Prompt:
-        """What surrounds a query that has this prompt."""
+        """The prompt with what the model adds before and after every query."""
         return prompt
 
     def document_prompt(self, prompt: Prompt) -> Prompt:
-        """What surrounds a document that has this prompt."""
+        """The prompt with what the model adds before and after every document."""
         return prompt
 
     @property

@@ -50,7 +50,6 @@ WEIGHTS = "model.safetensors"
 ROUTER, ROUTER_CONFIG = "Router", "router_config.json"
 _DENSE_MODULES = {"Transformer", STATIC_EMBEDDING, "Pooling", "Dense", "Normalize"}
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
-ROUTER_MODULE = "sentence_transformers.base.modules.router.Router"
 TRANSFORMER_MODULE = "sentence_transformers.base.modules.transformer.Transformer"
 # The oldest module names of sentence-transformers: every version from 2.2 on opens them.
 OLD_MODULE = "sentence_transformers.models."

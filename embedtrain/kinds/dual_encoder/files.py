@@ -20,8 +20,8 @@ from embedtrain.formats.model_files import StoredName
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
     OLD_MODULE,
+    ROUTER,
     ROUTER_CONFIG,
-    ROUTER_MODULE,
     WEIGHTS,
     load_model,
     opening,
@@ -108,7 +108,7 @@ class DualEncoderFiles(DenseFiles):
             structure[role] = list(modules)
         parameters = {"default_route": "document", "allow_empty_key": True, "route_mappings": {}}
         write_json(directory / ROUTER_CONFIG, {"types": types, "structure": structure, "parameters": parameters})
-        write_modules(directory, {"": ROUTER_MODULE})
+        write_modules(directory, {"": OLD_MODULE + ROUTER})
         write_settings(directory, source)
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:

@@ -29,7 +29,6 @@ from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
     QUERY_FOLDER,
     ROUTER_CONFIG,
-    ROUTER_MODULE,
     SPARSE,
     TRANSFORMER_MODULE,
     TRANSFORMER_SETTINGS,
@@ -52,6 +51,7 @@ from embedtrain.utils.files import write_json
 
 SPLADE_FOLDER, _ROUTED_SPLADE_FOLDER = "1_SpladePooling", "document_1_SpladePooling"
 _POOLING = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
+_ROUTER = "sentence_transformers.base.modules.router.Router"
 _STATIC_EMBEDDING = "sentence_transformers.sparse_encoder.modules.sparse_static_embedding.SparseStaticEmbedding"
 
 
@@ -218,7 +218,7 @@ def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokeniz
         write_modules(directory, {"": TRANSFORMER_MODULE, pooling: _POOLING})
     else:
         pooling = _ROUTED_SPLADE_FOLDER
-        write_modules(directory, {"": ROUTER_MODULE})
+        write_modules(directory, {"": _ROUTER})
         types = {QUERY_FOLDER: _STATIC_EMBEDDING, "": TRANSFORMER_MODULE, pooling: _POOLING}
         parameters = {"default_route": "document", "allow_empty_key": True, "route_mappings": {}}
         structure = {"query": [QUERY_FOLDER], "document": ["", pooling]}

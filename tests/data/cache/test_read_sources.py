@@ -135,7 +135,7 @@ OTHER_NEEDS: dict[str, Any] = {
     "label": True,
     "vectors": True,
     "same_num_documents": True,
-    "lists": True,
+    "other_positives": True,
     "ranked": True,
     "positive_above": 0.5,
     "batch_negatives": 2,

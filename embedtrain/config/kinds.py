@@ -285,7 +285,8 @@ def load_kind(name: str, option: str = "model.kind") -> Kind:
     if is_code_path(name):
         raise ConfigError(
             f"{option}={name}: a file cannot name code to run; if you trust it, name it yourself: write "
-            f"model.kind={name} on the command line of train, or kind={name} on that of another command"
+            f"model.kind={name} on the command line of train, kind={name} on that of another command, below "
+            "stages.NAME for a stage of a pipeline"
         )
     if name not in _KINDS:
         simplified = re.sub(r"[\W_]", "", name.lower())

@@ -54,7 +54,7 @@ def pipeline_of_all_kinds(inputs: Path) -> dict[str, Any]:
             "do": "mine", "model": "${out:weak.model}", "data": ["${out:clean.data}"], "negatives": 2,
             "relative_margin": None, "query_batch_size": 8,
         },
-        "table": {"do": "static", "model": "${out:weak.model}", "dims": 8, "check": False},
+        "table": {"do": "static", "model": "${out:weak.model}", "pca_dims": 8, "check": False},
         "teacher": {"do": "vectors", "model": "${out:table.model}", "data": ["${out:mined.data}"], "rows_per_part": 16},
         "tuned": TRAINING | {"repeat": 2, "init": {"from": "weak"}, "data": mined, "loss": distilled},
         "merged": {"do": "merge", "models": "${out:tuned.each}", "check": False},

@@ -160,7 +160,7 @@ UNLIMITED = 1 << 30  # tokens: more than any text has
 class Layout:
     """How the texts of a model become tokens and rows of a chunk; this one is of models with a vector for each text.
 
-    What differs for a kind of model is a subclass in `kinds/KIND/data.py`.
+    What differs for a kind of model is a subclass in `kinds/KIND/model.py`.
 
     Attributes:
         roles_differ: whether the cached tokens of a query differ from those of the same document.

@@ -135,7 +135,7 @@ def _layout_of_keys(row: dict[str, Any], needs: RowRequirements) -> RowLayout | 
         return NemoRows(needs)
     is_flag = bool(OWN_KEYS & keys) and any(map(is_query, keys))
     single = [name for name in ("pos", "neg") if isinstance(row.get(name), str)]
-    # Example instead of lists are columns, but for FlagEmbedding's own keys, of which one that is no list is a mistake.
+    # Texts instead of lists are columns, but for FlagEmbedding's own keys, of which one that is no list is a mistake.
     has_positives = "pos" in keys or any(map(is_positive, keys))
     has_other_names = "query" not in keys or (has_positives and "pos" not in keys)
     is_answer = not has_positives and OWN_KEYS & keys == {"neg"} and any(map(is_document, keys))  # {"answer", "neg"}

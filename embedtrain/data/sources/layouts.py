@@ -19,7 +19,7 @@ TEXTS_ONLY = RowRequirements()  # a query and a positive: what most losses need
 
 
 class DocumentLookup(Protocol):
-    """Example of documents by id."""
+    """Texts of documents by id."""
 
     def text(self, name: str) -> str | None:
         """The document's title and text; None where there is no such document."""
@@ -166,7 +166,7 @@ def id_list(value: object, name: str) -> list[str]:
 
 
 def passages(value: object, name: str, id_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Example and ids of a list of objects with `text` and perhaps `title` and an id; no ids where none has one."""
+    """Texts and ids of a list of objects with `text` and perhaps `title` and an id; no ids where none has one."""
     if value is None:
         return (), ()
     if not isinstance(value, list):
@@ -469,7 +469,7 @@ class NemoRows(RowLayout):
 
 
 def _nemo_documents(value: Any, name: str, documents: DocumentLookup | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Example and ids."""
+    """Texts and ids."""
     if value is None:
         return (), ()
     elements = value if isinstance(value, list) else [value]

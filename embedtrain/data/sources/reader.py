@@ -229,6 +229,7 @@ class SourceReader:
         source, needs = self.source, asdict(self.needs)
         for name in ("loss", "without_negatives"):  # only in messages
             del needs[name]
+        needs["lists"] = needs.pop("other_positives")  # mined folders of earlier versions have the digest of this name
         # Layouts and checks ask whether there are any; how many does not matter here.
         needs["batch_negatives"] = self.needs.batch_negatives > 0
         return {

@@ -274,8 +274,9 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
-    """Steps to delete, newest first: all but the `keep` newest up to `newest`, every `every`-th, and the protected.
+    """Steps to delete, newest first.
 
+    Kept are the `keep` newest steps up to step `newest`, the multiples of `every`, and `protected`.
     Steps above `newest`, the one just saved, are leftovers of an abandoned run: damaged, or without optimizer state.
     If they stayed, every restart would try them first.
     """

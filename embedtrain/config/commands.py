@@ -123,7 +123,7 @@ class _Later:
         return _load(self.module, self.function)(*arguments)
 
 
-def _own(name: str, summary: str, options: str, *, paths: bool = True, **more: Any) -> Command:
+def _builtin(name: str, summary: str, options: str, *, paths: bool = True, **more: Any) -> Command:
     """A command of the package: `compose`, `run` and, with `paths`, `require_paths` of embedtrain/commands/NAME."""
     module = f"embedtrain.commands.{name}"
     if paths:
@@ -145,7 +145,7 @@ _ROWS: dict[str, Any] = {**_WRITES, "outputs": {DATA: "*.jsonl"}}
 COMMANDS = {
     command.name: command
     for command in (
-        _own(
+        _builtin(
             "train",
             "train a model; the same command resumes it",
             "Recipe",
@@ -156,7 +156,7 @@ COMMANDS = {
             output="output_dir",
             outputs={MODEL: "model", RUN: ""},
         ),
-        _own(
+        _builtin(
             "evaluate",
             "measure a model on evaluation sets or MTEB",
             "EvaluateOptions",
@@ -165,7 +165,7 @@ COMMANDS = {
             takes={MODEL: _embeds, "reranker.path": _reranks},
             **_WRITES,
         ),
-        _own(
+        _builtin(
             "mine",
             "mine hard negatives for training data",
             "MineOptions",
@@ -174,7 +174,7 @@ COMMANDS = {
             takes={MODEL: _embeds},
             **_ROWS,
         ),
-        _own(
+        _builtin(
             "filter",
             "keep the training rows whose positives rank high",
             "FilterOptions",
@@ -183,7 +183,7 @@ COMMANDS = {
             takes={MODEL: _embeds},
             **_ROWS,
         ),
-        _own(
+        _builtin(
             "vectors",
             "compute a teacher's vectors of training data once",
             "VectorsOptions",
@@ -194,23 +194,23 @@ COMMANDS = {
             outputs={VECTORS: "vectors"},
             **_WRITES,
         ),
-        _own("search", "search a corpus with a model", "SearchOptions"),
-        _own(
+        _builtin("search", "search a corpus with a model", "SearchOptions"),
+        _builtin(
             "export",
             "write a model directory from a checkpoint",
             "ExportOptions",
             resumes=True,
             **_MODEL,
         ),
-        _own("verify", "compare the vectors of serving engines with those of a model", "VerifyOptions"),
-        _own(
+        _builtin("verify", "compare the vectors of serving engines with those of a model", "VerifyOptions"),
+        _builtin(
             "merge",
             "merge the weights of several models",
             "MergeOptions",
             ranks=True,
             **_MODEL,
         ),
-        _own(
+        _builtin(
             "calibrate",
             "prepare vectors for compression",
             "CalibrateOptions",
@@ -219,8 +219,8 @@ COMMANDS = {
             takes={MODEL: _is_one_model_of_vectors},
             **_MODEL,
         ),
-        _own("inspect", "show how data is read, cut and batched", "InspectOptions", paths=False, takes_recipe=True),
-        _own(
+        _builtin("inspect", "show how data is read, cut and batched", "InspectOptions", paths=False, takes_recipe=True),
+        _builtin(
             "prune",
             "make a smaller model from some of a model's layers",
             "PruneOptions",
@@ -228,7 +228,7 @@ COMMANDS = {
             takes={MODEL: _is_one_model},
             **_MODEL,
         ),
-        _own(
+        _builtin(
             "trim",
             "make a smaller model without the tokens that a corpus does not use",
             "TrimOptions",
@@ -236,7 +236,7 @@ COMMANDS = {
             takes={MODEL: _is_one_model},
             **_MODEL,
         ),
-        _own(
+        _builtin(
             "static",
             "make a static embedding model from a model",
             "StaticOptions",
@@ -246,23 +246,25 @@ COMMANDS = {
             kind="dense",
             **_MODEL,
         ),
-        _own(
+        _builtin(
             "split",
             "hold out queries of training data as an evaluation set",
             "SplitOptions",
             output="output_dir",
             outputs={DATA: "*.jsonl", "dev": "dev"},
         ),
-        _own(
+        _builtin(
             "plan",
             "estimate memory, strategy and time before a GPU is booked",
             "PlanOptions",
             paths=False,
             takes_recipe=True,
         ),
-        _own("report", "write an HTML page about one run or several", "ReportOptions", paths=False),
-        _own("doctor", "check whether this machine is ready for training", "DoctorOptions", paths=False, ranks=True),
-        _own("submit", "submit a training to a cluster", "SubmitOptions", computes=False, takes_recipe=True),
+        _builtin("report", "write an HTML page about one run or several", "ReportOptions", paths=False),
+        _builtin(
+            "doctor", "check whether this machine is ready for training", "DoctorOptions", paths=False, ranks=True
+        ),
+        _builtin("submit", "submit a training to a cluster", "SubmitOptions", computes=False, takes_recipe=True),
     )
 }
 # Those that can be stages of pipelines and be submitted to a cluster.

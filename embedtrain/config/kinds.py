@@ -42,7 +42,7 @@ _KINDS = {
     "sparse": "embedtrain.kinds.sparse:Sparse",
 }
 
-_own: dict[str, "Kind"] = {}  # of users' modules that are named on the command line, by path
+_user_kinds: dict[str, "Kind"] = {}  # of users' modules that are named on the command line, by path
 
 
 class Kind(ABC):
@@ -66,7 +66,8 @@ class Kind(ABC):
         why_no_similarity: why a loss names no similarity; empty: it does.
         has_sparsity: whether `sparsity` regularizes its weights of words.
         is_symmetric: whether the score of two texts is that of the texts exchanged.
-        temperature: the default of InfoNCE; None: it follows from the score, which the model's directory may choose.
+        temperature: what `temperature_bounds` have to include if a recipe has none; None: not known before the model
+            is read. The default itself is `Score.default_temperature`.
         temperature_bounds: default bounds of a trained temperature.
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
@@ -280,8 +281,8 @@ class Kind(ABC):
 
 def load_kind(name: str, option: str = "model.kind") -> Kind:
     """The kind that the value of an option names; a ConfigError if there is none, or only a file names its code."""
-    if name in _own:
-        return _own[name]
+    if name in _user_kinds:
+        return _user_kinds[name]
     if is_code_path(name):
         raise ConfigError(
             f"{option}={name}: a file cannot name code to run; if you trust it, name it yourself: write "
@@ -300,13 +301,13 @@ def trust_kind(path: str, option: str) -> Kind:
 
     From now on it is among the kinds of this process: its directories are recognised, also by files that name it.
     """
-    if path not in _own:
+    if path not in _user_kinds:
         kind = load_code(path, option)()
         if not isinstance(kind, Kind):
             raise ConfigError(f"{option}={path}: is no embedtrain.config.kinds.Kind")
         kind.name = path  # type: ignore[misc]
-        _own[path] = kind
-    return _own[path]
+        _user_kinds[path] = kind
+    return _user_kinds[path]
 
 
 @cache
@@ -328,15 +329,15 @@ def kind_of_pairs() -> Kind:
 def kind_of_files(directory: Path) -> tuple[Kind, str]:
     """The kind of the model in a directory, and what it is, in words for a message."""
     dense, *others = kinds()  # a directory that no other kind recognises is that of a dense model
-    for kind in (*_own.values(), *others, dense):
+    for kind in (*_user_kinds.values(), *others, dense):
         if (what := kind.recognise(directory)) is not None:
             return kind, what
     raise AssertionError(directory)
 
 
-def own_loss(name: str) -> Callable[..., Any] | None:
+def loss_of_kind(name: str) -> Callable[..., Any] | None:
     """The class of a loss that only one kind has, by `loss.name`; None for other losses."""
-    paths = {loss: path for kind in (*kinds(), *_own.values()) for loss, path in kind.own_losses.items()}
+    paths = {loss: path for kind in (*kinds(), *_user_kinds.values()) for loss, path in kind.own_losses.items()}
     return _load(paths[name]) if name in paths else None
 
 

@@ -226,7 +226,7 @@ def _check_precisions(loss: LossConfig, check: OptionChecks) -> None:
 
 def _check_temperature_bounds(loss: InfoNCEConfig | SigLIPConfig | XTRConfig, check: OptionChecks) -> None:
     bounds = loss.temperature_bounds
-    if bounds is None:  # those of the kind of model, see kind_losses.py
+    if bounds is None:  # those of the kind of model, see `Kind.temperature_bounds`
         return
     check.require(
         len(bounds) == 2 and 0 < bounds[0] < bounds[1] < math.inf,

@@ -259,7 +259,7 @@ class InfoNCEConfig(LossConfig):
     """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
 
     name: str = "infonce"
-    # Scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim.
+    # Scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim and words.
     temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.

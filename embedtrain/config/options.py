@@ -44,7 +44,7 @@ class OptionInfo:
         is_revision: whether it chooses a revision of what another option names.
         in_result: whether what a command writes depends on it. None: on each option of a command; of training, on those
             whose change on a resumed run is rejected or changes training.
-        items: the dataclass whose options a mapping has that is the value, or one of those in a list.
+        items: the dataclass that a mapping, or each mapping of a list, is parsed into.
     """
 
     at_least: float | None = None

@@ -25,8 +25,8 @@ _MAX_BATCH_TOKENS = 16384  # of text-embeddings-inference by default
 _PLAIN_ACTIVATIONS = ("torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity")
 
 
-class Effect(StrEnum):
-    """What a loss does to the vectors or scores that an engine returns, from the least."""
+class Severity(StrEnum):
+    """What a deviation does to the vectors or scores that an engine returns, from the least."""
 
     rounded = "rounded"  # they differ by less than 1e-2 of their length
     some_texts = "some_texts"  # those that the reason describes get other tokens
@@ -36,21 +36,21 @@ class Effect(StrEnum):
 
 
 # With these, what the engine computes is compared, and used.
-_BEARABLE = (Effect.rounded, Effect.some_texts, Effect.partial)
+_BEARABLE = (Severity.rounded, Severity.some_texts, Severity.partial)
 _VERDICTS = {
-    Effect.rounded: "nearly",
-    Effect.some_texts: "most texts",
-    Effect.partial: "a part",
-    Effect.changed: "**other numbers**",
-    Effect.refused: "no",
+    Severity.rounded: "nearly",
+    Severity.some_texts: "most texts",
+    Severity.partial: "a part",
+    Severity.changed: "**other numbers**",
+    Severity.refused: "no",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class Deviation:
     """Why an engine does not serve a model exactly."""
 
-    effect: Effect
+    effect: Severity
     reason: str  # a main clause whose subject, the engine, is `it`
 
 
@@ -153,32 +153,32 @@ class Engine:
     rules: Sequence[Mapping[str, Any]] = ()
     start: Sequence[str | Mapping[str, Any]] = ()
 
-    def losses(self, model: ServedModel) -> list[Loss]:
+    def deviations(self, model: ServedModel) -> list[Deviation]:
         """Why it would not serve the model exactly, the worst reasons first; empty if it does.
 
-        Of a model that it does not open, only the reasons for that. What a client can do is no loss: prepend prompts,
-        format pairs, and request float32 or vectors without normalisation.
+        Of a model that it does not open, only the reasons for that. What a client can do is no deviation: prepend
+        prompts, format pairs, and request float32 or vectors without normalisation.
         """
-        kind, facts, losses = model.source.kind, model.facts, []
+        kind, facts, deviations = model.source.kind, model.facts, []
         if kind.name not in self.kinds:
-            losses.append(Loss(Effect.refused, f"it does not serve {kind.files.plural}"))
+            deviations.append(Deviation(Severity.refused, f"it does not serve {kind.files.plural}"))
         elif self.kinds[kind.name]:
-            losses.append(Loss(Effect.partial, self.kinds[kind.name]))
-        losses += [_loss(_TABLE["traits"][trait], facts) for trait in sorted(model.traits & self.lost)]
+            deviations.append(Deviation(Severity.partial, self.kinds[kind.name]))
+        deviations += [_deviation(_TABLE["traits"][trait], facts) for trait in sorted(model.traits & self.lost)]
         if not (self.model_types is None or facts["static"] or facts["model_type"] in self.model_types):
-            losses.append(Loss(Effect.refused, f"it has no implementation of {facts['model_type']}"))
-        if not any(loss.effect is Effect.refused for loss in losses):
-            losses += _applied(self.rules, facts)
-        refused = [loss for loss in losses if loss.effect is Effect.refused]
-        return refused or sorted(losses, key=lambda loss: list(Effect).index(loss.effect), reverse=True)
+            deviations.append(Deviation(Severity.refused, f"it has no implementation of {facts['model_type']}"))
+        if not any(deviation.effect is Severity.refused for deviation in deviations):
+            deviations += _applied(self.rules, facts)
+        refused = [deviation for deviation in deviations if deviation.effect is Severity.refused]
+        return refused or sorted(deviations, key=lambda deviation: list(Severity).index(deviation.effect), reverse=True)
 
     def reasons_against(self, model: ServedModel) -> list[str]:
         """Why what it computes of the model is not to be compared with the encoder; empty if it is."""
-        return [loss.reason for loss in self.losses(model) if loss.effect not in _BEARABLE]
+        return [deviation.reason for deviation in self.deviations(model) if deviation.effect not in _BEARABLE]
 
     def known_differences(self, model: ServedModel) -> list[str]:
         """Why what it computes of the model may differ although it is compared."""
-        return [loss.reason for loss in self.losses(model) if loss.effect in _BEARABLE]
+        return [deviation.reason for deviation in self.deviations(model) if deviation.effect in _BEARABLE]
 
     def command(self, model: ServedModel, name: str) -> str:
         """How to start it with the model `name`, or the call that opens it; empty if the section on usage says it."""
@@ -197,11 +197,11 @@ def _holds(rule: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     return True
 
 
-def _applied(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Loss]:
+def _applied(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Deviation]:
     for rule in _flat(rules):
         if _holds(rule, facts):
             if "effect" in rule:
-                yield _loss(rule, facts)
+                yield _deviation(rule, facts)
             if rule.get("last"):
                 return
 
@@ -212,8 +212,8 @@ def _flat(rules: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
         yield from _flat(rule) if isinstance(rule, list) else [rule]
 
 
-def _loss(entry: Mapping[str, str], facts: Mapping[str, Any]) -> Loss:
-    return Loss(Effect(entry["effect"]), entry["reason"].format_map(facts))
+def _deviation(entry: Mapping[str, str], facts: Mapping[str, Any]) -> Deviation:
+    return Deviation(Severity(entry["effect"]), entry["reason"].format_map(facts))
 
 
 def _engine(entry: Mapping[str, Any]) -> Engine:
@@ -224,16 +224,16 @@ def _engine(entry: Mapping[str, Any]) -> Engine:
 
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("serving_engines.yaml").read_text(encoding="utf-8"))
 # By the name of the package that a client imports, or of the program.
-ENGINES: Mapping[str, Engine] = {name: _engine(entry) for name, entry in _TABLE["engines"].items()}
+SERVING_ENGINES: Mapping[str, Engine] = {name: _engine(entry) for name, entry in _TABLE["engines"].items()}
 
 
 def serving_section(model: ServedModel, name: str) -> str:
     """A section of the model card: which engines serve the model `name` exactly, why others do not, and commands."""
     rows, commands = [], []
-    for engine in ENGINES.values():
-        losses = engine.losses(model)
-        verdict = _VERDICTS[losses[0].effect] if losses else "exactly"
-        reasons = "; ".join(loss.reason for loss in losses)
+    for engine in SERVING_ENGINES.values():
+        deviations = engine.deviations(model)
+        verdict = _VERDICTS[deviations[0].effect] if deviations else "exactly"
+        reasons = "; ".join(deviation.reason for deviation in deviations)
         rows.append(f"| {engine.title} ({engine.source}) | {verdict} | {reasons} |")
         if engine.start and not engine.reasons_against(model):
             commands += [f"# {engine.title}", engine.command(model, name)]
@@ -255,10 +255,10 @@ def serving_section(model: ServedModel, name: str) -> str:
 def changed_outputs(model: ServedModel) -> list[str]:
     """A line for each reason why engines that open the model return other numbers, and nothing says so."""
     engines: dict[str, list[str]] = {}
-    for engine in ENGINES.values():
-        for loss in engine.losses(model):
-            if loss.effect is Effect.changed:
-                engines.setdefault(loss.reason, []).append(engine.title)
+    for engine in SERVING_ENGINES.values():
+        for deviation in engine.deviations(model):
+            if deviation.effect is Severity.changed:
+                engines.setdefault(deviation.reason, []).append(engine.title)
     return [f"other numbers with {_joined(titles)}: {reason}" for reason, titles in engines.items()]
 
 

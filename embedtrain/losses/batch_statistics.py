@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
-from embedtrain.losses.excluded import codes
+from embedtrain.losses.excluded import dense_codes
 from embedtrain.losses.similarity import at_least_float32, row_slices
 from embedtrain.losses.types import BatchInfo
 
@@ -180,7 +180,7 @@ def _similarity_sums(local: _PaddedRows, rows: _PaddedRows, first: int, in_batch
     """Of this rank's rows, in the order of the returned list."""
     width = rows.has_document.shape[1]
     documents, has_document = rows.documents.flatten(0, 1), rows.has_document.flatten()
-    all_codes = [codes(keys.flatten()) for keys in rows.document_keys.split(width, dim=1)]
+    all_codes = [dense_codes(keys.flatten()) for keys in rows.document_keys.split(width, dim=1)]
     row_of = torch.arange(len(documents), device=documents.device) // width
     positive = (local.queries * local.documents[:, 0]).sum(dim=1)
     limit = positive - (1.0 - FALSE_NEGATIVE_RATIO) * positive.abs()

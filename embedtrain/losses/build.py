@@ -10,7 +10,7 @@ import torch
 
 from embedtrain.config.code import load_code
 from embedtrain.config.evaluation import VectorPrecision
-from embedtrain.config.kinds import own_loss
+from embedtrain.config.kinds import loss_of_kind
 from embedtrain.config.loss_checks import dim_weights, layer_weights, matryoshka_layers_of
 from embedtrain.config.losses import (
     LOSSES,
@@ -254,7 +254,7 @@ class _Builder:
                 parts = [self.build(part, exits) for part in config.losses]
                 weights = [part.weight for part in config.losses]
                 return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
-            case _ if (own := own_loss(config.name)) is not None:
+            case _ if (own := loss_of_kind(config.name)) is not None:
                 loss: Loss = own(config, self.score)
                 return loss
             case _ if config.name in _OF_SCORES:

@@ -74,8 +74,8 @@ class ExcludedCandidates:
     groups: Tensor  # int64 [N] from 0, equal for equal queries
     text_codes: Tensor  # int64 [K] from 0, equal for equal texts
     own_answers: Tensor  # int64, this rank's documents that answer their row's query or an equal one, by text
-    # By direction, or None for the rows' own documents, and by the first candidate: of this rank's rows. And with None
-    # for the candidate: of the rows of all ranks with this rank's candidates.
+    # By (direction, first candidate). Direction None: a row's own documents. First candidate None: the rows of all
+    # ranks with this rank's candidates; else this rank's rows.
     cells: Mapping[tuple[LossDirection | None, int | None], Cells]
     id_codes: Tensor | None = None  # int64 [K] from 0, equal for equal ids
 
@@ -105,7 +105,9 @@ class ExcludedCandidates:
         assert isinstance(excluded, cls)
         if not exclusion.duplicates or batch_info.document_ids is None:
             return excluded
-        return replace(excluded, id_codes=codes(gather_rows(batch_info.document_ids, batch_info.rows.counts.documents)))
+        return replace(
+            excluded, id_codes=dense_codes(gather_rows(batch_info.document_ids, batch_info.rows.counts.documents))
+        )
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "ExcludedCandidates":
         """A copy with `change` applied to all tensors."""
@@ -129,9 +131,9 @@ class ExcludedCandidates:
         if not scores.numel():
             return scores
         cells, start = self._find(direction, first_row, first)
-        for codes_ in [self.text_codes] * cells.masked + [self.id_codes] * (self.id_codes is not None):
-            assert codes_ is not None
-            mask = self._mask(direction, codes_, first_row, first, scores.shape)
+        for codes in [self.text_codes] * cells.masked + [self.id_codes] * (self.id_codes is not None):
+            assert codes is not None
+            mask = self._mask(direction, codes, first_row, first, scores.shape)
             if direction is LossDirection.document_query:  # only `cells` exclude a row's own pair
                 mask.diagonal(first_row - first).fill_(False)
             scores = scores.masked_fill_(mask, -torch.inf)
@@ -159,14 +161,14 @@ class ExcludedCandidates:
             return self.cells[kind, first], first_row - self.local_rows.start
         return self.cells[kind, None], first_row
 
-    def _mask(self, direction: LossDirection, codes_: Tensor, first_row: int, first: int, shape: torch.Size) -> Tensor:
+    def _mask(self, direction: LossDirection, codes: Tensor, first_row: int, first: int, shape: torch.Size) -> Tensor:
         """Bool [c, t], true for duplicates. No size depends on the number of duplicates, which the host ignores."""
-        keys, values, candidates = _relation(direction, self.groups, codes_, codes_[self.positives])
+        keys, values, candidates = _relation(direction, self.groups, codes, codes[self.positives])
         row_keys = keys[first_row : first_row + shape[0]]
         ordered = row_keys.sort()[0]
         index = torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)
         index = torch.where(ordered[index] == keys, index, len(ordered))  # the last row of the table is unused
-        table = torch.zeros(len(ordered) + 1, max(len(keys), len(codes_)), dtype=torch.bool, device=keys.device)
+        table = torch.zeros(len(ordered) + 1, max(len(keys), len(codes)), dtype=torch.bool, device=keys.device)
         table.index_put_((index, values), torch.ones((), dtype=torch.bool, device=keys.device))
         table = table.index_select(1, candidates[first : first + shape[1]])
         return table.index_select(0, torch.searchsorted(ordered, row_keys))
@@ -319,7 +321,7 @@ def _has_negative(exclusion: Exclusion, rows: GlobalRows) -> bool:
 
 
 def _relation(
-    direction: LossDirection, groups: Array, codes_: Array, positive_codes: Array
+    direction: LossDirection, groups: Array, codes: Array, positive_codes: Array
 ) -> tuple[Array, Array, Array]:
     """Keys [N] and values [N] of the rows, and codes of the candidates.
 
@@ -331,7 +333,7 @@ def _relation(
         case LossDirection.query_query:
             return groups, positive_codes, positive_codes
         case _:
-            return groups, positive_codes, codes_
+            return groups, positive_codes, codes
 
 
 def _blocks(counts: list[int]) -> list[tuple[int, int]]:
@@ -351,7 +353,7 @@ def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     return indices, np.arange(len(indices)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
 
-def codes(keys: Tensor) -> Tensor:
+def dense_codes(keys: Tensor) -> Tensor:
     """Numbers from 0 that are equal where keys are. Not `unique`, whose size the host would have to wait for."""
     ordered, order = keys.sort()
     is_new = torch.zeros_like(ordered)

@@ -180,7 +180,8 @@ class Backward:
         batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **guides})
         queries, documents = split_queries(parts, batch.num_queries)
         output: LossOutput = self.loss(queries, documents, batch_info)
-        # Gradients are averaged over ranks, but local losses add up. No other code depends on this factor.
+        # FSDP and `average_gradients` divide gradients by the number of ranks, but local losses sum to the global one:
+        # the loss is multiplied by it here, and only here.
         (output.local_loss * (weight * self.world.size)).backward()
         return LossOutput(output.local_loss.detach(), output.metrics, output.row_losses)
 

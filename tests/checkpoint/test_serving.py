@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from embedtrain.commands.verify import ENGINES as VERIFIED
+from embedtrain.commands.verify import VERIFIED
 from embedtrain.config.kind_settings import HeadActivation, HeadConfig
 from embedtrain.config.kinds import kind_of_files, kinds
 from embedtrain.config.recipe import Pooling
-from embedtrain.formats.serving import ENGINES, Effect, ServedModel, serving_section
+from embedtrain.formats.serving import SERVING_ENGINES, ServedModel, Severity, serving_section
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import WeightPlan, create_model_directory
 from embedtrain.models.types import DenseSource
@@ -34,7 +34,7 @@ class Case:
 
     architecture: str
     served: str  # pooling, or a part of the error
-    losses: tuple[str, ...] = ()  # parts of the reasons of the table for the image for GPUs, besides rounding
+    deviations: tuple[str, ...] = ()  # parts of the reasons of the table for the image for GPUs, besides rounding
     config: dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     argument: str | None = None  # --pooling
@@ -112,11 +112,14 @@ def test_text_embeddings_inference_starts_as_the_table_says(tmp_path, name):
     case = CASES[name]
     model = exported(tmp_path, case)
     result = as_tei(tmp_path / "out", case)
-    losses = ENGINES["text_embeddings_inference"].losses(model)
-    assert isinstance(result, str) == any(loss.effect is Effect.refused for loss in losses), (result, losses)
-    reasons = [loss.reason for loss in losses if loss.effect is not Effect.rounded]
-    assert len(reasons) == len(case.losses), reasons
-    assert all(part in reason for part, reason in zip(case.losses, reasons, strict=True)), reasons
+    deviations = SERVING_ENGINES["text_embeddings_inference"].deviations(model)
+    assert isinstance(result, str) == any(deviation.effect is Severity.refused for deviation in deviations), (
+        result,
+        deviations,
+    )
+    reasons = [deviation.reason for deviation in deviations if deviation.effect is not Severity.rounded]
+    assert len(reasons) == len(case.deviations), reasons
+    assert all(part in reason for part, reason in zip(case.deviations, reasons, strict=True)), reasons
     if isinstance(result, str):
         assert case.served in result
         return
@@ -160,20 +163,22 @@ TRUNCATED = {"truncate_dim": 16}
 def test_engines_lose_what_the_table_says(changes, trait, lossless):
     model = with_traits(**changes)
     assert trait in model.traits
-    exact = {name for name, engine in ENGINES.items() if not engine.losses(model)}
+    exact = {name for name, engine in SERVING_ENGINES.items() if not engine.deviations(model)}
     assert lossless <= exact
-    losing = {name for name, engine in ENGINES.items() if trait in engine.lost}
+    losing = {name for name, engine in SERVING_ENGINES.items() if trait in engine.lost}
     assert not losing & exact
     assert losing
 
 
 def test_every_engine_that_is_verified_has_facts():
-    assert set(VERIFIED) <= ENGINES.keys()
-    for engine in ENGINES.values():
+    assert set(VERIFIED) <= SERVING_ENGINES.keys()
+    for engine in SERVING_ENGINES.values():
         assert engine.kinds
         assert engine.lost <= with_traits().facts.keys()
     static = open_model_source(small_model("static_embedding"))
-    served = {name for name, each in ENGINES.items() if not each.losses(ServedModel(static, {}, has_graph=False))}
+    served = {
+        name for name, each in SERVING_ENGINES.items() if not each.deviations(ServedModel(static, {}, has_graph=False))
+    }
     others = {"langchain_huggingface", "llama_index", "haystack", "chromadb", "txtai"}
     assert served == {"sentence_transformers"} | others
 
@@ -190,7 +195,7 @@ def test_rules_name_facts_and_kinds_that_models_have():
             elif not isinstance(rule, str):
                 yield rule.get("when", {})
 
-    for engine in ENGINES.values():
+    for engine in SERVING_ENGINES.values():
         assert set(engine.kinds) <= set(known)
         for condition in conditions([*engine.rules, *engine.start]):
             named = condition.get("kind", [])
@@ -200,11 +205,11 @@ def test_rules_name_facts_and_kinds_that_models_have():
 
 
 def test_the_image_for_cpus_runs_the_graph_if_there_is_one():
-    engine = ENGINES["text_embeddings_inference_cpu"]
+    engine = SERVING_ENGINES["text_embeddings_inference_cpu"]
     with_graph, model = with_traits(**TRUNCATED), with_traits(**TRUNCATED)
     model = replace(model, has_graph=False)
-    assert engine.losses(with_graph) == []
-    assert [loss.effect for loss in engine.losses(model)] == [Effect.changed]
+    assert engine.deviations(with_graph) == []
+    assert [deviation.effect for deviation in engine.deviations(model)] == [Severity.changed]
 
 
 def test_the_model_card_and_the_console_say_what_engines_change(tmp_path):
@@ -240,7 +245,7 @@ def test_the_model_card_and_the_console_say_what_engines_change(tmp_path):
 def test_commands_of_engines(architecture, changes, engine, parts):
     source = open_model_source(small_model(architecture, **changes))
     section = serving_section(ServedModel(source, {"model_type": architecture}, has_graph=False), "me/model")
-    start = section.partition(f"# {ENGINES[engine].title}\n")[2].partition("\n")[0]
+    start = section.partition(f"# {SERVING_ENGINES[engine].title}\n")[2].partition("\n")[0]
     assert all(part in start for part in parts), start
 
 
@@ -265,7 +270,7 @@ def test_the_page_on_serving_has_the_facts_of_the_table():
         rows[re.sub(r"\[(.*)\]\([^)]*\)", r"\1", first).partition(" (")[0]] = cells
     traits = ("dense", "truncation", "include_prompt", "is_causal", "vector_length")
     kinds = ("cross_encoder", "sparse", "late_interaction")
-    for engine in ENGINES.values():
+    for engine in SERVING_ENGINES.values():
         cells = rows[engine.title]
         for trait, cell in zip(traits, cells, strict=False):
             assert cell == "no" or trait not in engine.lost, (engine.title, trait)

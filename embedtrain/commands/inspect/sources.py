@@ -98,7 +98,7 @@ _QUERY, _POSITIVE, _NEGATIVE, _PAIR = 1, 2, 3, 4  # kinds of keys, hashed with t
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """The keys of the texts of rows; see data/keys.py."""
+    """The keys of the texts of rows; see `text_keys` in data/rows.py."""
 
     queries: NDArray[np.int64]  # [R]
     positives: NDArray[np.int64]  # [P]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # The engines, in the order of the table. A name is that of the package that the program imports.
-ENGINES = (
+VERIFIED = (
     "sentence_transformers",
     "transformers",
     "onnxruntime",
@@ -66,14 +66,14 @@ def compose(arguments: list[str]) -> VerifyOptions:
     options = compose_command("verify", VerifyOptions, arguments, HELP)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory")
-    are_known = all(engine in ENGINES for engine in options.engines or ())
-    check.require(are_known, "engines", f"must be of {', '.join(ENGINES)}")
+    are_known = all(engine in VERIFIED for engine in options.engines or ())
+    check.require(are_known, "engines", f"must be of {', '.join(VERIFIED)}")
     python = options.python or {}
     is_mapping = isinstance(python, dict) and all(isinstance(path, str) for path in python.values())
     check.require(
-        is_mapping and python.keys() <= set(ENGINES),
+        is_mapping and python.keys() <= set(VERIFIED),
         "python",
-        f"must be a mapping of {', '.join(ENGINES)}, such as {{fastembed: ENVIRONMENT/bin/python}}",
+        f"must be a mapping of {', '.join(VERIFIED)}, such as {{fastembed: ENVIRONMENT/bin/python}}",
     )
     return options
 
@@ -90,7 +90,7 @@ def run(options: VerifyOptions) -> list["Outcome"]:
     """
     from embedtrain.commands.verify.engines import probe_model, run_engine
     from embedtrain.distributed.world import joined_world
-    from embedtrain.formats.serving import ENGINES, ServedModel
+    from embedtrain.formats.serving import SERVING_ENGINES, ServedModel
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
 
@@ -103,12 +103,12 @@ def run(options: VerifyOptions) -> list["Outcome"]:
         probe = probe_model(directory, world)
     outcomes, served = [], ServedModel.open(directory, probe.source)
     for engine, python in pythons.items():
-        if reasons := ENGINES[engine].reasons_against(served):
+        if reasons := SERVING_ENGINES[engine].reasons_against(served):
             console.note(f"{engine}: not compared, {'; '.join(reasons)}")
             continue
         with console.phase(f"encoding with {engine}"):
             outcome = run_engine(engine, python, probe)
-        known = ENGINES[engine].known_differences(served)
+        known = SERVING_ENGINES[engine].known_differences(served)
         console.note(_describe(outcome, options.tolerance, known))
         outcomes += [outcome] if outcome.is_supported else []
     failed = [outcome.engine for outcome in outcomes if not outcome.passes(options.tolerance)]
@@ -121,9 +121,9 @@ def interpreters(options: VerifyOptions) -> dict[str, str]:
     """The Python, or folder, of each engine to run; a ConfigError for one that is not installed."""
     from embedtrain.commands.verify.engines import NODE_CLIENTS
 
-    installed = {name: sys.executable for name in ENGINES if find_spec(name) is not None} | (options.python or {})
+    installed = {name: sys.executable for name in VERIFIED if find_spec(name) is not None} | (options.python or {})
     if options.engines is None:
-        return {name: installed[name] for name in ENGINES if name in installed}
+        return {name: installed[name] for name in VERIFIED if name in installed}
     for name in options.engines:
         if name not in installed:
             value = "FOLDER" if name in NODE_CLIENTS else "ENVIRONMENT/bin/python"

@@ -5,6 +5,7 @@ they are called.
 """
 
 import importlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.code import is_code_path, load_code
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, device
@@ -41,6 +42,9 @@ _KINDS = {
     "m3": "embedtrain.kinds.m3:M3",
     "sparse": "embedtrain.kinds.sparse:Sparse",
 }
+
+# In a model directory that a kind of a user's module has written: {"kind": "module:Class"}.
+KIND_FILE = "kind.json"
 
 _user_kinds: dict[str, "Kind"] = {}  # of users' modules that are named on the command line, by path
 
@@ -134,9 +138,12 @@ class Kind(ABC):
     def check_other_options(self, recipe: "Recipe") -> None:  # noqa: B027 - a kind may have nothing to add
         """Raise a ConfigError for options outside of `model` that cannot work with such a model."""
 
-    @abstractmethod
     def recognise(self, directory: Path) -> str | None:
-        """What the model in a directory is, in words for a message, if it is of this kind; else None."""
+        """What the model in a directory is, in words for a message, if it is of this kind; else None.
+
+        Of a directory that this kind has written, if it is a user's kind, KIND_FILE says so.
+        """
+        return None
 
     def require_other(  # noqa: B027 - most kinds can
         self, directory: Path, what: str, model: "ModelConfig"
@@ -327,12 +334,37 @@ def kind_of_pairs() -> Kind:
 
 
 def kind_of_files(directory: Path) -> tuple[Kind, str]:
-    """The kind of the model in a directory, and what it is, in words for a message."""
+    """The kind of the model in a directory, and what it is, in words for a message.
+
+    Raises a ConfigError if it is of a kind whose code the user has not named.
+    """
+    if (path := _code_of(directory)) is not None:
+        if path not in _user_kinds:
+            raise ConfigError(
+                f"{directory} is a model of kind={path}, which is code, and a file cannot name code to run; if you "
+                f"trust it, name it yourself: write kind={path} on the command line, or model.kind={path} of train"
+            )
+        kind = _user_kinds[path]
+        return kind, kind.recognise(directory) or f"a model of kind={path}"
     dense, *others = kinds()  # a directory that no other kind recognises is that of a dense model
     for kind in (*_user_kinds.values(), *others, dense):
         if (what := kind.recognise(directory)) is not None:
             return kind, what
     raise AssertionError(directory)
+
+
+def _code_of(directory: Path) -> str | None:
+    """The `module:Class` that KIND_FILE names; None without one."""
+    try:
+        content = json.loads((directory / KIND_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        content = None
+    path = content.get("kind") if isinstance(content, dict) else None
+    if not isinstance(path, str) or not is_code_path(path):
+        raise ModelError(f'{directory / KIND_FILE}: expected {{"kind": "MODULE:CLASS"}}; export the model again')
+    return path
 
 
 def loss_of_kind(name: str) -> Callable[..., Any] | None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from embedtrain.checkpoint.tensor_files import FileLayout, RowWriter, TensorSpec, file_layout
-from embedtrain.config.kinds import kind_of_files
+from embedtrain.config.code import is_code_path
+from embedtrain.config.kinds import KIND_FILE, kind_of_files
 from embedtrain.config.recipe import ExportDtype
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
@@ -89,6 +90,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         return
     write_config(directory, source.config)
     write_dtype(directory, stored_dtype(source))
+    if is_code_path(source.kind.name):
+        write_json(directory / KIND_FILE, {"kind": source.kind.name})
     files.write(directory, source, tokenizer)
     write_code(directory, source)
     if files.has_pooler and (pooler := pooler_weights(source)):

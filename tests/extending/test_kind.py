@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from embedtrain import evaluate
+from embedtrain import evaluate, load_encoder
 from embedtrain.config.compose import compose_recipe, load_recipe
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.tokens import Layout
@@ -18,13 +18,12 @@ from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.matrix_score import MatrixScore
 from embedtrain.models.encoder import Head, hidden_size
 from embedtrain.models.pooling import PooledTokens
-from embedtrain.utils.files import write_json
 from tests.commands import call
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run_losses import BASE
 
-KIND, MARK = "tests.extending.test_kind:Halves", "halves.json"
+KIND = "tests.extending.test_kind:Halves"
 
 
 @dataclass(kw_only=True)
@@ -63,23 +62,20 @@ class HalvesScore(MatrixScore):
 
 
 class HalvesFiles(ModelFiles):
-    """A model directory: the backbone as transformers writes it, its tokenizer, and a mark."""
+    """A model directory: the backbone as transformers writes it, and its tokenizer."""
 
     plural = "models of two vectors per text"
     description = "A model of two vectors of {dimension} dimensions together, for texts of up to {max_length} tokens"
 
     def write(self, directory, source, tokenizer):
         write_own_tokenizer(directory, tokenizer)
-        write_json(directory / MARK, {})
 
 
 class Halves(BackboneKind):
     """Two vectors per text."""
 
     name, summary, options = KIND, "two vectors per text", HalvesOptions
-
-    def recognise(self, directory):
-        return "a model of halves" if (directory / MARK).is_file() else None
+    why_no_dimensions = "is for one vector, and halves has two"
 
     def read(self, directory, model):
         return source_of(self, read_files(directory, model))
@@ -140,6 +136,9 @@ def test_a_kind_of_the_users_own(ranks, tmp_path):
 
 
 def test_only_the_user_names_its_code(tmp_path):
+    (tmp_path / "kind.json").write_text('{"kind": "unknown:Kind"}')
+    with pytest.raises(ConfigError, match=r"is a model of kind=unknown:Kind.* write kind=unknown:Kind"):
+        load_encoder(tmp_path)
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "own.yaml").write_text("# @package _global_\nmodel: {kind: 'unknown:Kind'}\n")
     with pytest.raises(ConfigError, match=r"model\.kind=unknown:Kind: a file cannot name code"):

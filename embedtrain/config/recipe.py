@@ -319,7 +319,7 @@ class TrainSource:
     # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
     score_scale: float = option(1.0, above=0, hint="scores are divided by it")
     # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A
-    # column with a number for each positive chooses among a row's positives; a row without any is left out.
+    # column with a number for each positive selects among a row's positives; a row with none selected is skipped.
     where: str | None = None
     backslash_escapes: bool = False  # CSV, TSV: a backslash escapes quotation marks, as Spark and MySQL write them
 

@@ -241,7 +241,8 @@ def serving_section(model: ServedModel, name: str) -> str:
         "## Serving",
         "",
         "What engines compute of this model in float32, from the source code of the versions in parentheses. "
-        "`embedtrain verify` compares those that are installed.",
+        "`embedtrain verify` compares those that are installed, except Triton and text-embeddings-inference, which it "
+        "cannot run.",
         "",
         "| engine | serves it | why not exactly |",
         "| --- | --- | --- |",

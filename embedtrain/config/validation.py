@@ -41,6 +41,17 @@ def model_options_named(names: Mapping[str, str], prefix: str = "model.") -> Ite
         _MODEL_OPTIONS.reset(token)
 
 
+@contextlib.contextmanager
+def tower_options_named(role: str) -> Iterator[None]:
+    """Within the block `model_option` gives the options of the tower `role`, as `model.query.max_length` of a recipe.
+
+    A command has one option for both towers, and keeps its names.
+    """
+    names, prefix = _MODEL_OPTIONS.get()
+    with model_options_named(names, prefix if names else f"{prefix}{role}."):
+        yield
+
+
 class OptionChecks:
     """Checks of the fields of one dataclass; `prefix`, such as `train.`, precedes their names in messages.
 

@@ -204,28 +204,31 @@ def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) 
     config = source.config.get_text_config()
     limit, switch = num_positions(config), batch_independent_length(config)
     max_length = source.tokenization.max_length
+    has_scaling = model_option("rope_scaling") == "model.rope_scaling"  # a tower has no such option
     if max_length is not None and switch is not None and max_length > switch:
         raise ConfigError(
             f"{model_option('max_length')}={max_length}: the positions of this {config.model_type} model follow the "
             "longest text "
             f"of a batch beyond {switch} tokens, so the embedding of a text would depend on the other texts: write "
-            f"{model_option('max_length')}={switch}, or model.rope_scaling={{rope_type: yarn, factor: "
-            f"{math.ceil(max_length / switch)}}}"
+            f"{model_option('max_length')}={switch}{_scaling(max_length / switch) if has_scaling else ''}"
         )
     limit = limit if switch is None else min(limit, switch)
     if max_length is not None:
         if limit and max_length > limit:
-            factor = math.ceil(max_length / limit)
-            alternative = f", or model.rope_scaling={{rope_type: yarn, factor: {factor}}} for more"
+            alternative = f"{_scaling(max_length / limit)} for more"
             raise ConfigError(
                 f"{model_option('max_length')}={max_length}: this {config.model_type} model has only {limit} "
                 "positions: write "
                 f"{model_option('max_length')}={limit}"
-                f"{alternative if has_rotary_positions(config) else ''}"
+                f"{alternative if has_scaling and has_rotary_positions(config) else ''}"
             )
         return max_length
     # Tokenizers without a limit report 1e30; more than 8192 tokens have to be set explicitly.
     return min(length for length in (limit or 8192, int(tokenizer.model_max_length), 8192) if length > 0)
+
+
+def _scaling(factor: float) -> str:
+    return f", or model.rope_scaling={{rope_type: yarn, factor: {math.ceil(factor)}}}"
 
 
 def _add_eos_token(tokenizer: PreTrainedTokenizerBase, append_eos: bool | None, path: str, *, by_default: bool) -> None:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from embedtrain.config.command_options import EncodeOptions
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.optim import OptimConfig
+from embedtrain.config.validation import model_options_named
 from embedtrain.data.chunks import plan_towers
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
@@ -12,6 +14,11 @@ from embedtrain.formats.export import open_model
 from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import write_architecture
+from embedtrain.inference.loading.command_model import (
+    MODEL_OPTION_NAMES,
+    command_model_config,
+    open_encoder_source,
+)
 from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.kinds.dual_encoder.options import TowerOptions
 from embedtrain.models.build import build_encoder
@@ -105,6 +112,54 @@ def test_each_role_has_its_tokenizer_and_length(folder):
     shorter = dual_options(folder)
     shorter.query.max_length = QUERY_LENGTH - 1  # cached tokens of the longer texts are not those of shorter ones
     assert model_tokenizer(open_model_source(shorter)).fingerprint != tokenizer.fingerprint
+
+
+@pytest.fixture(scope="module")
+def router(folder, tmp_path_factory):
+    """A directory with both towers, whose weights no test reads."""
+    directory = tmp_path_factory.mktemp("router")
+    source = open_model_source(dual_options(folder))
+    write_architecture(directory, source, model_tokenizer(source))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, (QUERY_LENGTH, DOCUMENT_LENGTH)),
+        ({"max_length": 5}, (5, 5)),
+        ({"query": TowerOptions(max_length=4)}, (4, DOCUMENT_LENGTH)),
+        ({"document": TowerOptions(max_length=4), "max_length": 5}, (5, 4)),
+    ],
+)
+def test_lengths_of_towers_in_one_directory(router, options, lengths):
+    """Those of its files, unless options replace them."""
+    tokenizer = model_tokenizer(open_model_source(model_options("dual_encoder", path=str(router), **options)))
+    text = " ".join(WORDS)
+    assert tuple(len(tokenizer.tokens([text], role=role).ids) for role in TextRole) == lengths
+    assert tokenizer.max_length == max(lengths)
+
+
+def test_a_command_replaces_the_lengths_of_towers(router):
+    model = command_model_config(EncodeOptions(model=str(router), max_length=5))
+    tokenizer = model_tokenizer(open_encoder_source(model)[1])
+    assert [len(tokenizer.tokens([" ".join(WORDS)], role=role).ids) for role in TextRole] == [5, 5]
+
+
+@pytest.mark.parametrize("role", ["query", "document"])
+def test_a_length_beyond_the_positions_names_the_tower(folder, router, role):
+    """Towers have no `rope_scaling`, and a command has one option for both."""
+    model = dual_options(folder)
+    getattr(model, role).max_length = 500
+    message = rf"model\.{role}\.max_length=500: .* only (\d+) positions: write model\.{role}\.max_length=\1$"
+    with pytest.raises(ConfigError, match=message):
+        model_tokenizer(open_model_source(model))
+    options = command_model_config(EncodeOptions(model=str(router), max_length=500))
+    with (
+        pytest.raises(ConfigError, match=r"^max_length=500: .* write max_length="),
+        model_options_named(MODEL_OPTION_NAMES),
+    ):
+        model_tokenizer(open_encoder_source(options)[1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

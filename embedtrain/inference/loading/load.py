@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
-from embedtrain.config.validation import model_option
+from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.data.tokens import TextTokenizer, TowerLayout
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.device import free_memory, total_memory
@@ -385,7 +385,10 @@ def model_tokenizer(source: ModelSource, path: str | None = None, revision: str 
     """
     if not source.towers:
         return bound_tokenizer(source, load_tokenizer(source, path, revision))
-    towers = [model_tokenizer(tower) for tower in source.towers.values()]
+    towers = []
+    for role, tower in source.towers.items():
+        with tower_options_named(role):
+            towers.append(model_tokenizer(tower))
     return TextTokenizer(towers[-1].tokenizer, max(tower.max_length for tower in towers), TowerLayout(*towers))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embedtrain.config.validation import model_option, model_options_named
+from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.kinds.dense import Dense
 from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, check_dual_encoder, check_other_options
 
@@ -85,7 +85,7 @@ class DualEncoder(Dense):
             return change(model)
         towers = {}
         for role in ROLES:
-            with model_options_named({}, f"model.{role}."):
+            with tower_options_named(role):
                 towers[role] = change(getattr(model, role))
         return replace(model, **towers) if any(towers[role] is not getattr(model, role) for role in ROLES) else model
 

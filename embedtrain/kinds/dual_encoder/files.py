@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.kinds import Kind, load_kind
-from embedtrain.config.validation import model_options_named
+from embedtrain.config.validation import tower_options_named
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError, ConfigError
@@ -43,8 +43,13 @@ from embedtrain.utils.files import write_json
 def read(kind: Kind, directory: Path, model: DualEncoderOptions) -> ModelSource:
     """The towers of a Router in a directory, which has the prompts and the similarity."""
     routes, dense = read_routes(directory), load_kind("dense")
-    source = _joined(kind, model, lambda role, options: read_dense(dense, directory, options, routes[role]))
-    return replace(source, directory=directory)
+
+    def tower(role: str, options: DenseOptions) -> ModelSource:
+        source = read_dense(dense, directory, options, routes[role])
+        length = options.max_length or source.tokenization.max_length
+        return replace(source, tokenization=replace(source.tokenization, max_length=length))
+
+    return replace(_joined(kind, model, tower), directory=directory)
 
 
 def assembled(kind: Kind, model: DualEncoderOptions) -> ModelSource:
@@ -59,7 +64,7 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
     towers = dict[str, ModelSource]()
     for role in ROLES:
         options = tower_options(model, role)
-        with model_options_named({}, f"model.{role}."):
+        with tower_options_named(role):
             towers[role] = tower(role, options)
     query, document = (towers[role] for role in ROLES)
     if query.dimension != document.dimension:

@@ -154,12 +154,15 @@ def effect_of(name: str, recipe: Any) -> Effect:
 
 def is_in_result(name: str, options: Any) -> bool:
     """Whether what a command, or training, writes depends on an option."""
+    from embedtrain.config.recipe import Recipe  # which imports this module
+
     found = list(declarations(options, name))
     stated = next((each.in_result for each in reversed(found) if each.in_result is not None), None)
     if stated is not None:
         return stated
-    effect = next((each.resume for each in reversed(found) if each.resume is not None), None)
-    return effect in (None, Effect.must_match, Effect.changes_training)
+    if not isinstance(options, Recipe):
+        return True
+    return effect_of(name, options) in (Effect.must_match, Effect.changes_training)
 
 
 def is_input(name: str, options: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from embedtrain.config.checks import WANDB_ARGUMENTS
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.losses import MatryoshkaConfig
+from embedtrain.config.losses import LOSSES, LossConfig, MatryoshkaConfig
 from embedtrain.config.optim import ParameterGroup
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import ConfigError
@@ -26,7 +26,7 @@ _OF_MATRYOSHKA = {
 _MODEL = "model."  # before the names of options of the model in an identity
 _WANDB_DEFAULTS = {"project": "embedtrain"}
 # Options of the learning rate of some parameters: which ones, by name of the group.
-_GROUPS = {"loss": r"^loss\.", "head": r"^(?!backbone|loss\.)"}
+_GROUPS = {"loss": r"^loss\.", "head": r"^(?!backbone|loss\.|query_weights)"}
 
 
 def current_recipe(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _current_optim(optim: Mapping[str, Any]) -> dict[str, Any]:
     current = dict(optim)
     rate, floor = current.get("lr"), current.pop("min_lr", None)
     if is_number(floor) and is_number(rate) and rate > 0:
-        current["min_lr_ratio"] = floor / rate
+        current["min_lr_ratio"] = float(f"{floor / rate:.12g}")  # 2e-6 of 2e-5 is 0.1
     elif "min_lr_ratio" in current and current["min_lr_ratio"] is None:
         current["min_lr_ratio"] = 0.0
     for name, match in _GROUPS.items():
@@ -125,12 +125,25 @@ def _current_data(data: Mapping[str, Any], loss: Any) -> dict[str, Any]:
 
 
 def _current_source(source: Any, loss: Any) -> Any:
-    """An element of `data.train`, whose temperature is one of its loss: by default that of the recipe, `loss`."""
+    """An element of `data.train`, whose temperature is one of its loss: by default that of the recipe, `loss`.
+
+    Of a combined loss, all parts with a temperature have it.
+    """
     if not isinstance(source, Mapping):
         return source
     current = {**source, "loss": current_loss(source.get("loss"))}
     temperature = current.pop("temperature", None)
     own = loss if current["loss"] is None else current["loss"]
     if temperature is not None and isinstance(own, Mapping):
-        current["loss"] = {**own, "temperature": temperature}
+        parts = own.get("losses")
+        if isinstance(parts, list):
+            given = [{**part, "temperature": temperature} if _has_temperature(part) else part for part in parts]
+            current["loss"] = {**own, "losses": given}
+        else:
+            current["loss"] = {**own, "temperature": temperature}
     return current
+
+
+def _has_temperature(part: Any) -> bool:
+    loss = LOSSES.get(str(part.get("name", LossConfig.name))) if isinstance(part, Mapping) else None
+    return loss is not None and hasattr(loss, "temperature")

@@ -267,8 +267,8 @@ def _differences(stage: Stage, before: StageRecord, now: StageRecord) -> Iterato
         for name in dict.fromkeys([*current, *saved]):
             if name in before.inputs and name in now.inputs:
                 continue
-            if name not in current and not _exists(stage.options, name):
-                continue  # an earlier version had the option
+            if name not in current and not (_exists(stage.options, name) and is_in_result(name, stage.options)):
+                continue  # an earlier version had the option, or its result depended on it
             # A version that did not have the option counts as its default.
             old, new = (options.get(name, defaults.get(name)) for options in (saved, current))
             if old != new and name not in now.inputs and name not in before.inputs:
@@ -296,11 +296,14 @@ def _current_options(stage: Stage, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_lists(node: Any) -> Any:
-    """A tree in which a mapping from `[0]`, `[1]`, ... is a list."""
+    """A tree in which a mapping from `[0]`, `[1]`, ... is a list, with None for elements that are inputs."""
     if not isinstance(node, dict):
         return node
     items = {key: _with_lists(item) for key, item in node.items()}
-    return list(items.values()) if items and all(key.startswith("[") for key in items) else items
+    if not items or not all(key.startswith("[") for key in items):
+        return items
+    elements = {int(key[1:-1]): item for key, item in items.items()}
+    return [elements.get(position) for position in range(max(elements) + 1)]
 
 
 def _exists(options: Any, name: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from embedtrain.config.compose import load_recipe, to_plain
-from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, LossConfig, MatryoshkaConfig
+from embedtrain.config.losses import CombinedConfig, InfoNCEConfig, LossConfig, MatryoshkaConfig, OrthogonalConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.saved_recipe import current_identity, current_recipe
@@ -113,6 +113,20 @@ def test_the_temperature_of_a_source_is_one_of_its_loss(tmp_path):
     assert second.in_batch_negatives is False
 
 
+def test_the_temperature_of_a_source_is_one_of_each_part_that_has_one(tmp_path):
+    saved = saved_before(CombinedConfig(), pooling="cls")
+    saved["loss"]["losses"] = [{"name": "infonce", **LOSS_BEFORE}, {"name": "orthogonal", **LOSS_BEFORE, "weight": 0.5}]
+    saved["data"]["train"][0]["temperature"] = 0.07
+    recipe = read(tmp_path, saved)
+    (source,) = recipe.data.train
+    assert source.loss.losses == [InfoNCEConfig(temperature=0.07), OrthogonalConfig(weight=0.5)]
+    assert recipe.loss.losses[0] == InfoNCEConfig()
+
+
+def test_the_floor_of_the_learning_rate_is_the_ratio_that_one_writes():
+    assert current_recipe({"optim": {"lr": 2e-5, "min_lr": 2e-6}})["optim"] == {"lr": 2e-5, "min_lr_ratio": 0.1}
+
+
 @pytest.mark.parametrize(
     ("before", "ratio"), [({}, 0.0), ({"min_lr": 1e-4}, 0.1), ({"min_lr_ratio": 0.2}, 0.2), ({"min_lr": 0.0}, 0.0)]
 )
@@ -130,8 +144,9 @@ def test_learning_rates_of_the_loss_and_of_heads_are_groups(tmp_path):
     groups = read(tmp_path, saved).optim.groups
     assert [(group.name, group.lr) for group in groups] == [(None, 0.0), ("loss", 1e-2), ("head", 1e-3)]
     names = ("backbone.layer.0.weight", "dense.0.linear.weight", "loss.temperature", "backbone.head_norm")
+    names += ("query_weights.weight",)  # of static queries, which had their own learning rate
     matched = [next((g.name for g in groups[1:] if re.search(g.match, name)), None) for name in names]
-    assert matched == [None, "head", "loss", None]
+    assert matched == [None, "head", "loss", None, None]
 
 
 def test_arguments_of_wandb(tmp_path):

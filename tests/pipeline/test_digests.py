@@ -89,6 +89,55 @@ def test_a_stage_of_static_of_an_earlier_version_does_not_run_again(folder):
         state.require_same(now, replace(before, options=before.options | {"dims": 32}), record)
 
 
+def ended_with(before: Stage, now: Stage, folder: Path, **saved: object) -> None:
+    """Begin `now` after `before` has ended, whose record has these options besides; ConfigError if they differ."""
+    state = PipelineState(Pipeline("p", folder / "out", (now,), 1.0, {}, Selection()))
+    record = state.current(before, ranks=1, versions={})
+    record = replace(record, options=record.options | saved, ended=1.0)
+    state.require_same(now, record, state.current(now, ranks=1, versions={}))
+
+
+def test_evaluation_counts_in_training_where_it_chooses_the_best_step(folder):
+    options = ("name=t", "model.path=encoder", "model.pooling=mean", "train.steps=1", "data.train=[rows.jsonl]")
+    best = (*options, "checkpoint.best_metric=rows/ndcg@10")
+    for chosen, counts in ((options, False), (best, True)):
+        more = ("evaluation.sets=[{path: rows.jsonl, split: test}]", "evaluation.every=5")
+        before = stage("train", folder, *chosen, *more)
+        assert ("evaluation.every" in options_of(before)) is counts
+        assert ("evaluation.sets[0].path" in input_paths(before)) is counts
+        assert "evaluation.chunk_tokens" not in options_of(before)
+        ended_with(before, before, folder)
+    ended_with(stage("train", folder, *options, *more), stage("train", folder, *options), folder)
+    with pytest.raises(ConfigError, match=r"evaluation\.every was 5 when the stage ran and is now 10"):
+        ended_with(before, stage("train", folder, *best, more[0], "evaluation.every=10"), folder)
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\[0\]\.split was test when the stage ran and is now dev"):
+        ended_with(before, stage("train", folder, *best, more[0].replace("test", "dev"), more[1]), folder)
+
+
+def test_an_option_that_counted_in_an_earlier_version_is_no_difference(folder):
+    """`implementation` of a part of a combined loss, and of a source's loss, does not change the result."""
+    options = ("name=t", "model.path=encoder", "model.pooling=mean", "train.steps=1")
+    loss = ("loss=combined", "loss.losses=[{name: infonce}]")
+    now = stage("train", folder, *options, "data.train=[{path: rows.jsonl, loss: {name: infonce}}]", *loss)
+    names = {"loss.losses[0].implementation": "auto", "data.train[0].loss.implementation": "auto"}
+    assert not names.keys() & options_of(now).keys()
+    ended_with(now, now, folder, **names)
+    with pytest.raises(ConfigError, match=r"loss\.losses\[1\]\.weight was 0\.5 when the stage ran"):
+        ended_with(now, now, folder, **{"loss.losses[1].weight": 0.5})
+
+
+def test_a_changed_teacher_beside_a_directory_is_noticed(folder):
+    options = ("name=t", "model.path=encoder", "model.pooling=mean", "train.steps=1", "data.train=[rows.jsonl]")
+    before, now = (
+        stage("train", folder, *options, "loss=distill_similarities", f"loss.teachers=[first,{teacher}]")
+        for teacher in ("hub/one", "hub/two")
+    )
+    (folder / "first" / "vectors").write_text("v")
+    ended_with(before, before, folder)
+    with pytest.raises(ConfigError, match=r"loss\.teachers\[1\] was hub/one when the stage ran and is now hub/two"):
+        ended_with(before, now, folder)
+
+
 SET_OPTIONS = ("sets", "find.sets", "find.held_out", "evaluation.sets")
 LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losses")
 # Options of all kinds of stages that name files, directories or ids of the Hub. Others are texts, whatever they look

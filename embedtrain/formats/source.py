@@ -258,8 +258,7 @@ def _adapted(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
 
 def different_setting(first: ModelSource, other: ModelSource) -> str | None:
     """`NAME is VALUE, not VALUE` with the values of `other` and of `first`; None if all settings are equal."""
-    expected = _settings(first) | _computing(first.config)
-    actual = _settings(other) | _computing(other.config)
+    expected, actual = all_settings(first), all_settings(other)
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             return f"{name} is {_shown(actual.get(name))}, not {_shown(expected.get(name))}"
@@ -282,8 +281,8 @@ def different_tokens(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerB
     return None
 
 
-def _settings(source: ModelSource) -> dict[str, Any]:
-    """What surrounds the weights of a model, by the names of messages."""
+def all_settings(source: ModelSource) -> dict[str, Any]:
+    """What a model computes besides its weights, by the names of messages."""
     settings: dict[str, Any] = {
         "kind": source.kind.name,
         "pooling": pooling_name(source.vectors.pooling),
@@ -295,7 +294,7 @@ def _settings(source: ModelSource) -> dict[str, Any]:
     }
     for index, dense in enumerate(source.vectors.dense):
         settings[f"activation of Dense head {index}"] = dense.activation
-    return settings | source.kind.compared_settings(source)
+    return settings | source.kind.compared_settings(source) | _computing(source.config)
 
 
 def _computing(config: PretrainedConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -79,13 +79,15 @@ def pooler_weights(source: ModelSource) -> dict[str, Tensor]:
 def write_architecture(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
     """Write a sentence-transformers directory without its weights; records the type of the source's weights.
 
-    Each tower is such a directory of its own, in a folder of its name.
+    Each tower is such a directory of its own, in a folder of its name, with the prompts and similarity of the whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = source.kind.files
     if source.towers:
         for name, tower in source.towers.items():
-            write_architecture(directory / name, tower, tokenizer.of_tower(name))
+            vectors = replace(tower.vectors, similarity=source.vectors.similarity)
+            alone = replace(tower, prompts=source.prompts, vectors=vectors)
+            write_architecture(directory / name, alone, tokenizer.of_tower(name))
         files.write(directory, source, tokenizer)
         return
     write_config(directory, source.config)
@@ -177,9 +179,8 @@ def create_model_directory(
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             dims = {"is_matryoshka": True, "matryoshka_dimensions": sorted(matryoshka_dims)}
             write_json(folder / "config.json", config | dims)
-    if truncate_dim is not None:
-        settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
-        write_json(directory / SETTINGS, settings | {"truncate_dim": truncate_dim})
+    for path in () if truncate_dim is None else directory.rglob(SETTINGS):  # those of towers as well
+        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"truncate_dim": truncate_dim})
     weights = {name: file for file, name in plan.locations.values() if "/" not in file and file.startswith("model")}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())

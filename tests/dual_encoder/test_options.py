@@ -2,17 +2,21 @@
 
 import numpy as np
 import pytest
+from sentence_transformers import SentenceTransformer
 
+from embedtrain.api import load_encoder
 from embedtrain.config.command_options import EncodeOptions
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import model_options_named
 from embedtrain.data.chunks import plan_towers
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.formats.export import open_model
+from embedtrain.formats.export import DerivedModel, open_model, write_derived
 from embedtrain.formats.hub import download_configuration
-from embedtrain.formats.source import open_model_source
+from embedtrain.formats.source import different_setting, open_model_source
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.command_model import (
     MODEL_OPTION_NAMES,
@@ -20,14 +24,16 @@ from embedtrain.inference.loading.command_model import (
     open_encoder_source,
 )
 from embedtrain.inference.loading.load import model_tokenizer
+from embedtrain.kinds.dual_encoder.files import DualEncoderFiles
 from embedtrain.kinds.dual_encoder.options import TowerOptions
-from embedtrain.models.build import build_encoder
+from embedtrain.models.build import build_encoder, full_state_dict
+from embedtrain.tracking.console import Console
 from embedtrain.training.guides import load_guides
 from embedtrain.training.inputs import check_local_inputs
 from embedtrain.training.optimizer import trained_parameters
 from tests.commands import call
 from tests.dual_encoder.towers import DOCUMENT_LENGTH, QUERY_LENGTH, dual_options, save_towers
-from tests.small import WORDS, model_options, parallel, save_small, small_model
+from tests.small import WORDS, model_options, parallel, save_small, small_model, text
 
 RECIPE = ["name=t", "data.train=[x.jsonl]", "model.kind=dual_encoder"]
 PATHS = ["model.query.path=a/b", "model.document.path=a/c"]
@@ -105,8 +111,8 @@ def test_learning_rates_of_layers_are_those_of_their_tower(folder):
 
 def test_each_role_has_its_tokenizer_and_length(folder):
     tokenizer = model_tokenizer(open_model_source(dual_options(folder)))
-    text = " ".join(WORDS)
-    query, document = (tokenizer.tokens([text], role=role) for role in TextRole)
+    words = " ".join(WORDS)
+    query, document = (tokenizer.tokens([words], role=role) for role in TextRole)
     assert (len(query.ids), len(document.ids)) == (QUERY_LENGTH, DOCUMENT_LENGTH)
     assert [tokenizer.chunk(tokens, [0]).tower for tokens in (query, document)] == [0, 1]
     shorter = dual_options(folder)
@@ -135,8 +141,8 @@ def router(folder, tmp_path_factory):
 def test_lengths_of_towers_in_one_directory(router, options, lengths):
     """Those of its files, unless options replace them."""
     tokenizer = model_tokenizer(open_model_source(model_options("dual_encoder", path=str(router), **options)))
-    text = " ".join(WORDS)
-    assert tuple(len(tokenizer.tokens([text], role=role).ids) for role in TextRole) == lengths
+    words = " ".join(WORDS)
+    assert tuple(len(tokenizer.tokens([words], role=role).ids) for role in TextRole) == lengths
     assert tokenizer.max_length == max(lengths)
 
 
@@ -160,6 +166,53 @@ def test_a_length_beyond_the_positions_names_the_tower(folder, router, role):
         model_options_named(MODEL_OPTION_NAMES),
     ):
         model_tokenizer(open_encoder_source(options)[1])
+
+
+def test_an_adapter_is_of_one_tower(router):
+    model = command_model_config(EncodeOptions(model=str(router), adapter="/none"))
+    message = rf"^adapter=/none: .*, or write model={router}/query or model={router}/document$"
+    with pytest.raises(ConfigError, match=message), model_options_named(MODEL_OPTION_NAMES):
+        open_encoder_source(model)
+
+
+def test_different_settings_name_the_tower(folder):
+    source, model = open_model_source(dual_options(folder)), dual_options(folder)
+    assert different_setting(source, open_model_source(model)) is None
+    model.query.pooling = "cls"
+    assert different_setting(source, open_model_source(model)) == "query: pooling is 'cls', not 'mean'"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"formats": ["sentence_transformers", "adapter"]}, r"^formats=\[sentence_transformers,adapter\]: .*leave it"),
+        ({"formats": ["sentence_transformers", "onnx"]}, r"^formats=.*onnx has one tower"),
+        ({"rope_theta": 1e5}, r"^rope_theta=100000: .*leave it out"),
+    ],
+)
+def test_impossible_exports(options, message):
+    with pytest.raises(ConfigError, match=message):
+        DualEncoderFiles().check_export(ExportConfig(**options), "dual_encoder")
+    DualEncoderFiles().check_export(ExportConfig(truncate_dim=8), "dual_encoder")
+
+
+def test_a_tower_alone_computes_the_same(folder, tmp_path):
+    """Its folder has the prompts, the similarity and the dimensions of the whole model."""
+    model = dual_options(folder, query_prompt="alpha ", document_prompt="beta ", similarity=VectorSimilarity.dot)
+    model.query.normalize = model.document.normalize = False
+    source = open_model_source(model)
+    derived = DerivedModel(source, full_state_dict(source, 0), model_tokenizer(source), "towers", "a copy of {}")
+    directory, config = tmp_path / "model", ExportConfig(truncate_dim=16)
+    write_derived(derived, directory, config, Console(enabled=False), trust_remote_code=False)
+    texts = [text(1, 2), text(2, 5), text(3, 20)]
+    with load_encoder(directory, quiet=True) as encoder:
+        expected = {"query": encoder.encode_queries(texts), "document": encoder.encode_documents(texts)}
+    for role, vectors in expected.items():
+        alone = SentenceTransformer(str(directory / role), device="cpu")
+        assert alone.similarity_fn_name == "dot"
+        encode = alone.encode_query if role == "query" else alone.encode_document
+        np.testing.assert_allclose(encode(texts), vectors, rtol=1e-5, atol=1e-5)
+        assert vectors.shape[1] == 16
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

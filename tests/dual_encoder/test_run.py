@@ -9,11 +9,13 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, StaticEmbedding, Transformer
 
+from embedtrain.commands import export
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import load_model
 from tests.commands import call
@@ -104,6 +106,11 @@ def test_adapters_on_both_towers(ranks, inputs, tmp_path):
         ranks(size, run_without_base, *options(inputs, output_dir, *lora), timeout=280)
     assert losses(runs[3]) == pytest.approx(losses(runs[1]), rel=1e-4)
     call("export", f"run={runs[3]}", "step=4", f"output_dir={tmp_path / 'again'}")
+    other = f"output_dir={tmp_path / 'other'}"
+    with pytest.raises(ConfigError, match=r"^adapters\.task=.*: must be of model\.kind=dense, not dual_encoder"):
+        export.run(export.compose([f"adapters={{task: {runs[3]}}}", other]))
+    with pytest.raises(ConfigError, match=r"^formats=.*adapter has one tower"):
+        export.run(export.compose([f"run={runs[3]}", "formats=[sentence_transformers,adapter]", other]))
     for role in ("query", "document"):
         first, again = (
             load_file(path / role / "model.safetensors") for path in (runs[3] / "model", tmp_path / "again")

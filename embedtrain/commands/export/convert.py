@@ -328,10 +328,11 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_r
             f"{shown}: its base model was quantized (model.lora.load_in_4bit), which the directory cannot store; "
             "export it alone"
         )
-    if not load_kind(recipe.model.kind).has_one_vector:
+    kind = load_kind(recipe.model.kind)
+    if not (kind.has_one_vector and kind.has_one_model):
         raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind}; export it alone")
     source = open_model_source(
-        load_kind(recipe.model.kind).options(
+        kind.options(
             path=str(run.run_dir.architecture),
             rope_theta=rope_theta,
             trust_remote_code=trust_remote_code,

@@ -53,6 +53,12 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
                 "or teacher (mine)"
             )
     source = open_model_source(model)
+    if model.lora.path is not None and source.towers:
+        folders = " or ".join(f"{model_option('path')}={tower.directory}" for tower in source.towers.values())
+        raise ConfigError(
+            f"{model_option('lora.path')}={model.lora.path}: is the adapter of one model, and {model.path} has one for "
+            f"queries and another for documents; leave it out, or write {folders}"
+        )
     adapter = open_adapter(model.lora)
     return model, source if adapter is None else replace(source, adapter=adapter.directory)
 

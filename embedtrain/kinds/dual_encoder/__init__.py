@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.kinds.dense import Dense
-from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, check_dual_encoder, check_other_options
+from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, check_dual_encoder, check_export_options
 
 if TYPE_CHECKING:
     from embedtrain.config.recipe import ModelConfig, Recipe
@@ -35,6 +35,16 @@ class DualEncoder(Dense):
         """Those of both towers."""
         return "; ".join(f"{role}: {tower.kind.outputs(tower)}" for role, tower in source.towers.items())
 
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """All settings of both towers."""
+        from embedtrain.formats.source import all_settings
+
+        return {
+            f"{role}: {name}": value
+            for role, tower in source.towers.items()
+            for name, value in all_settings(tower).items()
+        }
+
     def check_options(self, model: Any) -> None:
         """Values and combinations."""
         check_dual_encoder(model)
@@ -45,7 +55,7 @@ class DualEncoder(Dense):
 
     def check_other_options(self, recipe: "Recipe") -> None:
         """What needs a model with one tower."""
-        check_other_options(recipe)
+        check_export_options(recipe.export, "export.")
 
     def recognise(self, directory: Path) -> str | None:
         """A Router of sentence-transformers whose routes are dense models."""

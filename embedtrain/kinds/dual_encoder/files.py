@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.kinds import Kind, load_kind
+from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import tower_options_named
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
@@ -34,7 +35,7 @@ from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.files import DenseFiles, write_settings
 from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.kinds.dense.source import read as read_dense
-from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, tower_options
+from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, check_export_options, tower_options
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.types import ModelSource, Towers, VectorSettings
 from embedtrain.utils.files import write_json
@@ -125,6 +126,10 @@ class DualEncoderFiles(DenseFiles):
             "folder `document` for documents, each a directory of sentence-transformers.",
             "",
         ]
+
+    def check_export(self, config: ExportConfig, kind: str) -> None:
+        """What has one tower cannot be written."""
+        check_export_options(config)
 
     def model_folders(self, directory: Path) -> list[Path]:
         """Those of the towers."""

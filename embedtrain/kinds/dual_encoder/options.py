@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import option
-from embedtrain.config.recipe import ADAPTER, POOLINGS, ModelConfig, Recipe
+from embedtrain.config.recipe import ADAPTER, POOLINGS, ExportConfig, ModelConfig
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 from embedtrain.kinds.dense.options import DenseOptions
@@ -99,15 +99,13 @@ def tower_options(model: DualEncoderOptions, role: str) -> DenseOptions:
     return DenseOptions(**options | inherited)
 
 
-def check_other_options(recipe: Recipe) -> None:
-    """Raise a ConfigError for options outside of `model` that need a model with one tower."""
-    for name in recipe.export.formats:
+def check_export_options(export: ExportConfig, prefix: str = "") -> None:
+    """Raise a ConfigError for options of an export that need a model with one tower; `prefix` precedes their names."""
+    for name in export.formats:
         if name == ADAPTER or name.startswith("onnx"):
             raise ConfigError(
-                f"export.formats={written(recipe.export.formats)}: {name} has one tower, and model.kind=dual_encoder "
-                "has two; leave it out"
+                f"{prefix}formats={written(export.formats)}: {name} has one tower, and model.kind=dual_encoder has "
+                "two; leave it out"
             )
-    if recipe.export.rope_theta is not None:
-        raise ConfigError(
-            f"export.rope_theta={recipe.export.rope_theta:g}: is not supported with two towers; leave it out"
-        )
+    if export.rope_theta is not None:
+        raise ConfigError(f"{prefix}rope_theta={export.rope_theta:g}: is not supported with two towers; leave it out")

@@ -178,7 +178,7 @@ for name, command in COMMANDS.items():
     module = importlib.import_module(f"embedtrain.commands.{name}")
     assert callable(module.compose) and callable(module.run)
     assert getattr(module, command.option_class.__name__) is command.option_class
-    assert hasattr(module, "require_paths") == (command.require_paths.__name__ != "_nothing"), name
+    assert hasattr(module, "require_paths") == (getattr(command.require_paths, "__name__", "") != "_nothing"), name
 assert "torch" not in sys.modules
 print(*sorted(COMMANDS), sep="\\n")
 """

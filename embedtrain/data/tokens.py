@@ -273,7 +273,7 @@ class Layout:
             sizes=self.sizes(lengths, are_queries, selected),
             tokens=selected,
             towers=self.towers(are_queries),
-            further=self._further(lengths, selected),
+            further=self.further(lengths, selected),
         )
 
     def towers(self, are_queries: NDArray[np.bool_]) -> NDArray[np.int64] | None:
@@ -304,14 +304,14 @@ class Layout:
     def decode(self, tokens: Tokens) -> Mapping[str, Tensor]:
         """What the encoder takes of texts besides their tokens, such as the pixels of images, as `Chunk.decoded`.
 
-        Called in a thread, just before the chunk is computed. Which modules of the encoder compute a chunk must not
+        Called in the thread that prepares a batch, for all chunks of a rank's batch of training: what it returns is in
+        host memory until the step, and on the device during the step. Which modules of the encoder compute a chunk must not
         depend on what the chunk has: a rank without images computes empty ones, because other ranks may have some.
         """
         return {}
 
-    def _further(
-        self, lengths: NDArray[np.int64], tokens: Callable[[NDArray[np.int64]], Tokens]
-    ) -> FurtherCosts | None:
+    def further(self, lengths: NDArray[np.int64], tokens: Callable[[NDArray[np.int64]], Tokens]) -> FurtherCosts | None:
+        """`further_costs` of all inputs with their limits; None without limits. `tokens` gives those of some."""
         if not self.further_limits:
             return None
         return FurtherCosts(self.further_costs(tokens(np.arange(len(lengths)))), self.further_limits)

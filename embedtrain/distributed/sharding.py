@@ -159,8 +159,9 @@ def _recompute(encoder: nn.Module, blocks: list[nn.Module]) -> None:
     effect in evaluation mode.
     """
     if not blocks:
+        backbone = towers_of(encoder)[0].backbone
         raise ModelError(
-            f"{type(encoder.backbone).__name__} has no list of repeated layers whose activations could be "
+            f"{type(backbone).__name__} has no list of repeated layers whose activations could be "
             "recomputed: set parallel.activation_checkpointing=false"
         )
     for block in blocks:

@@ -172,8 +172,9 @@ class ModelFiles(ABC):
         for name, location in module_locations(source).items():
             with safe_open(location.path, framework="pt") as file:
                 weights[name] = file.get_tensor(location.key)
+        state = encoder.state_dict()  # buffers as well as parameters
         for name, weight in weights.items():
-            encoder.get_parameter(name).data.copy_(weight)
+            state[name].copy_(weight)
         return encoder.eval()
 
     def open_encoder(self, directory: Path, source: ModelSource) -> Encoder:

@@ -154,8 +154,11 @@ class MiningFolder:
                 remove_tree(self._temporary)
             return False
         require_no_links(self._temporary)
-        if identity.is_file() and self.inputs.is_dir():  # otherwise nothing is lost by starting from scratch
+        earlier = self._temporary / "prepared"  # what `inputs` was, with other names of files: they are collected again
+        # Without either, nothing is lost by starting from scratch.
+        if identity.is_file() and (self.inputs.is_dir() or earlier.is_dir()):
             self._require_same(_read_json(identity), f"partly {self._rows}")
+            remove_tree(earlier)
             for unfinished in self._blocks.glob(f"*{_UNFINISHED}"):
                 remove_tree(unfinished)
             return True

@@ -79,9 +79,10 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
             f"{absent[0].removeprefix('backbone.').removeprefix(HEAD)}: they would be random{hint}"
         )
     encoder.load_state_dict({name: weight for name, weight in weights.items() if name not in missing}, strict=False)
+    state = encoder.state_dict()
     for name, location in module_locations(source).items():  # new ones keep their initial weights
         with safe_open(location.path, framework="pt") as file:
-            encoder.get_parameter(name).data.copy_(file.get_tensor(location.key))
+            state[name].copy_(file.get_tensor(location.key))
     for name, weight in pickled_head_weights(source.vectors.dense).items():
         encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())

@@ -233,11 +233,17 @@ def _identity_changes(before: Mapping[str, Any], identity: Mapping[str, Any]) ->
     return kept
 
 
+def _base_models(identity: Mapping[str, Any]) -> str:
+    """The option that names the model's directory, or those of both towers."""
+    names = ("model.path", "model.query.path", "model.document.path")
+    return " and ".join(f"{name}={identity[name]}" for name in names if identity.get(name) is not None)
+
+
 def _explain_content(change: Change, identity: Mapping[str, Any]) -> tuple[str, str] | None:
     """What is different in files, and how to set it back; None for a change of an option."""
     name = change.option
     if name == BASE_WEIGHTS:
-        return f"other weights than those of model.path={identity.get('model.path')}", "restore its old files"
+        return f"other weights than those of {_base_models(identity)}", "restore its old files"
     if name.startswith(f"{TEACHERS}."):
         teacher = name.removeprefix(f"{TEACHERS}.")
         exists = expand_user(teacher).exists()
@@ -418,8 +424,8 @@ def _start_from(
             raise CheckpointError(f"{option} was trained with optim.name={before}, this run has optim.name={name}")
         if manifest.identity.get(BASE_WEIGHTS) != checkpointer.identity.get(BASE_WEIGHTS):
             raise CheckpointError(
-                f"{option} trained adapters (model.lora) on other weights than those of model.path="
-                f"{run.recipe.model.path}: start from the same base model"
+                f"{option} trained adapters (model.lora) on other weights than those of "
+                f"{_base_models(checkpointer.identity)}: start from the same base model"
             )
     try:
         checkpointer.resume(checkpoint, module, optimizer)

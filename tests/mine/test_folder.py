@@ -38,6 +38,17 @@ def test_a_folder_of_the_user_is_not_replaced(ranks, tmp_path):
     assert notes.read_text() == "of the user"
 
 
+def test_blocks_of_a_version_with_another_layout_are_kept(ranks, tmp_path):
+    folder = tmp_path / "shared" / ".mining"
+    for name in ("prepared", "blocks/a-0", "vectors"):
+        (folder / name).mkdir(parents=True)
+    (folder / "identity.json").write_text('{"negatives": 3}')
+    (folder / "blocks" / "a-0" / "rows.jsonl").write_text("{}")
+    assert ranks(1, begin, tmp_path, True) == ["unfinished: True, []"]
+    assert sorted(path.name for path in folder.iterdir()) == ["blocks", "identity.json", "vectors"]
+    assert (folder / "blocks" / "a-0" / "rows.jsonl").exists()
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", '"text"', "{}", '{"identity": 3}'])
 def test_other_files_are_not_overwritten(ranks, tmp_path, text):
     (tmp_path / "shared").mkdir()

@@ -26,13 +26,15 @@ NAMES = ["a", "b", "c", "d"]
 
 
 def rows_of(source: int) -> GlobalBatch:
-    rows = [
-        replace(
-            row,
-            documents=replace(row.documents, scores=tuple((i * 3 + j) % 5 / 4 for j in range(len(row.documents)))),
+    rows = []
+    for i, row in enumerate(batch(9, first=source).rows):
+        scores = tuple((i * 3 + j) % 5 / 4 for j in range(len(row.documents)))
+        first = len(row.positives)
+        positives, negatives = (
+            replace(row.positives, scores=scores[:first]),
+            replace(row.negatives, scores=scores[first:]),
         )
-        for i, row in enumerate(batch(9, first=source).rows)
-    ]
+        rows.append(replace(row, positives=positives, negatives=negatives))
     return tokenised(GlobalBatch(source, tuple(rows), source=source), text_tokenizer())
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.losses import BatchTripletConfig, Hardness, InfoNCEConfig, LossConfig, TripletMining
 from embedtrain.config.recipe import Precision, Strategy
+from embedtrain.data.rows import Documents
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import load_model
@@ -87,10 +88,11 @@ def rows_with_duplicates(config: LossConfig) -> GlobalBatch:
     """With equal queries and equal documents, and with ids."""
     rows = rows_for(config, 9)
     repeated = [*rows.rows[:7], rows.rows[0], rows.rows[1]]
-    repeated = [
-        replace(row, documents=replace(row.documents, ids=tuple("ab"[len(text) % 2] for text in row.documents.texts)))
-        for row in repeated
-    ]
+
+    def with_ids(documents: Documents) -> Documents:
+        return replace(documents, ids=tuple("ab"[len(text) % 2] for text in documents.texts))
+
+    repeated = [replace(row, positives=with_ids(row.positives), negatives=with_ids(row.negatives)) for row in repeated]
     return tokenised(replace(rows, rows=tuple(repeated), tokens=None), load_tokenizer())
 
 

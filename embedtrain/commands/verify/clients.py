@@ -69,7 +69,7 @@ def token_name(entry: Any) -> str:
     return str(entry["content"] if isinstance(entry, dict) else entry)
 
 
-def lexical(ids: Any, weights: Any, special: set[int | None]) -> dict[str, Any]:
+def lexical(ids: Any, weights: Any, special: set[Any]) -> dict[str, Any]:
     """The largest weight of each token of a text; special tokens have none."""
     largest: dict[int, float] = {}
     for token, weight in zip(ids.tolist(), weights.tolist(), strict=True):

@@ -65,6 +65,8 @@ EXTRA_COLUMNS = {
     "document_instruction": pa.string(),
     "max_negatives": pa.int32(),
 }
+# Names of columns in digests where they differ: with another digest, runs of earlier versions would not resume.
+_DIGEST_NAMES = {"max_negatives": "most_negatives"}
 MAX_OPEN_BATCHES = 4096  # their offsets in the map, not their rows
 SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "max_negatives"}  # one value or null per row
 
@@ -288,6 +290,7 @@ def _encode_extra(name: str, value: Any) -> bytes:
         parts = [np.asarray(vector, dtype="<f4").tobytes() for vector in value]
     else:
         parts = [array("f", value).tobytes()]
+    name = _DIGEST_NAMES.get(name, name)
     return b" ".join((name.encode(), *(b"%d %b" % (len(part), part) for part in parts), b"."))
 
 

@@ -316,7 +316,15 @@ class PairLayout(Layout):
             return self.join(*texts, max_length)
 
         lengths = kept[0] + kept[1] + self.pair_format.num_special
-        return EncoderInputs(num_queries=0, rows=rows, lengths=lengths, costs=lengths, sizes=(None,), tokens=selected)
+        return EncoderInputs(
+            num_queries=0,
+            rows=rows,
+            lengths=lengths,
+            costs=lengths,
+            sizes=(None,),
+            tokens=selected,
+            further=self.further(lengths, selected),
+        )
 
     def query_prompt(self, prompt: Prompt) -> Prompt:
         """The text around a query: its prompt and that of the pair format."""

@@ -75,6 +75,14 @@ def test_the_digest_depends_on_every_value_and_its_position() -> None:
     assert digest(replace(ROW, vectors=((0.1,),))) == digest(replace(ROW, vectors=((0.10000000149011612,),)))
 
 
+def test_digests_are_those_of_earlier_versions() -> None:
+    """Runs compare them with what they recorded when they began."""
+    documents = Documents(("p", "r"), (0.5, 0.25), ("a", "b")), Documents(("n",), (0.125,), ("c",))
+    columns = {"label": 1, "vectors": ((1.0, 2.0),) * 4, "instruction": "i", "document_instruction": "d"}
+    full = replace(ROW, positives=documents[0], negatives=documents[1], max_negatives=1, **columns)
+    assert digest(full) == "00b030c46f5dabb4ddd97b9ad3bc76f0"
+
+
 def test_joined_pieces_equal_the_whole() -> None:
     rows = [replace(ROW, query=f"q{i}") for i in range(20)]
     for cuts in ((0, 7, 20), (0, 1, 1, 19, 20), (0, 20, 20)):

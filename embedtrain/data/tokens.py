@@ -306,7 +306,8 @@ class Layout:
 
         Called in the thread that prepares a batch, for all chunks of a rank's batch of training: what it returns is in
         host memory until the step, and on the device during the step. Which modules of the encoder compute a chunk
-        must not depend on what the chunk has: a rank without images computes empty ones, because other ranks may have some.
+        must not depend on what the chunk has: a rank without images computes empty ones, because other ranks may have
+        some.
         """
         return {}
 

@@ -67,24 +67,25 @@ def check_recipe(recipe: Recipe) -> Recipe:
     if not recipe.name:
         names = "`embedtrain train --help` lists the names"
         raise ConfigError(f"no recipe: write recipe=NAME ({names}), or model.path=MODEL data.train=[FILE]")
+    kind = load_kind(recipe.model.kind)
+    # What an option is for comes before its limits.
+    _check_parallel(recipe.parallel)
+    if not kind.has_sparsity:
+        _check_no_sparsity(recipe)
+    check_loss(recipe.loss)
     check_values(recipe)
     check_model(recipe.model)
     _check_data(recipe.data)
     _check_train(recipe.train)
     check_optim(recipe.optim)
-    _check_parallel(recipe.parallel)
     _check_evaluation(recipe)
     _check_checkpoint(recipe)
-    check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe.model.lora, recipe.export.formats)
-    kind = load_kind(recipe.model.kind)
     kind.check_other_options(recipe)
     check_kind_loss(recipe.loss, kind)
     for index, source in enumerate(recipe.data.train):
         check_kind_loss(source_loss(source, recipe.loss), kind, f"data.train[{index}].loss")
-    if not kind.has_sparsity:
-        _check_no_sparsity(recipe)
     OptionChecks(recipe.export, "export.").require(
         kind.scores_pairs or LOGIT_SCORE not in recipe.export.formats,
         "formats",

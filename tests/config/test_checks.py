@@ -441,3 +441,19 @@ def test_lists_of_options_of_another_form(argument, words):
     with pytest.raises(ConfigError) as caught:
         compose_recipes(["name=t", argument])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss.weight", 0.0, "loss.weight=0.0: is for the parts of loss=combined; leave it out"),
+        ("sparsity.ramp", -1.0, "sparsity.ramp=-1.0: is for model.kind=sparse, not dense; leave it out"),
+        ("parallel.shard_size", 0, "parallel.shard_size=0: is for parallel.strategy=hsdp, not auto"),
+    ],
+)
+def test_what_an_option_is_for_comes_before_its_limits(name, value, message):
+    recipe = valid_recipe()
+    setting(**{name.replace(".", "__"): value})(recipe)
+    with pytest.raises(ConfigError) as error:
+        check_recipe(recipe)
+    assert str(error.value) == message

@@ -25,11 +25,16 @@ from embedtrain.formats.source import open_model_source
 from embedtrain.training.inputs import check_dimensions
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
 from tests.extending.test_kind import Halves, HalvesFiles
-from tests.extending.test_pooling import POOLING, AttentionPooling
+from tests.extending.test_pooling import AttentionPooling
 from tests.runs import run
 from tests.small import save_small, small_model, write_beir, write_rows
 
 TEXTS = ["alpha beta", "gamma"]
+POOLING = "tests.export.test_export_command:OwnPooling"
+
+
+class OwnPooling(AttentionPooling):
+    """Its path is named in this module only: a class that a process has used is trusted until the process ends."""
 
 
 def export(*arguments: str) -> None:
@@ -283,11 +288,11 @@ def test_a_run_with_a_pooling_of_the_user(ranks, tmp_path):
         with pytest.raises(ConfigError, match=message):
             export(f"run={output_dir}", f"output_dir={to}", *options)
     export(f"run={output_dir}", f"output_dir={to}", f"pooling={POOLING}", "formats=[onnx]")
-    with load_encoder(to, pooling=AttentionPooling, precision="fp32", quiet=True) as encoder:
+    with load_encoder(to, pooling=OwnPooling, precision="fp32", quiet=True) as encoder:
         expected = encoder.encode(TEXTS)
-    with load_encoder(output_dir / "model", pooling=AttentionPooling, precision="fp32", quiet=True) as encoder:
+    with load_encoder(output_dir / "model", pooling=OwnPooling, precision="fp32", quiet=True) as encoder:
         assert np.allclose(encoder.encode(TEXTS), expected, atol=1e-6)
-    export_in_python(output_dir, output_dir=tmp_path / "again", pooling=AttentionPooling, check=False, quiet=True)
+    export_in_python(output_dir, output_dir=tmp_path / "again", pooling=OwnPooling, check=False, quiet=True)
     assert (tmp_path / "again" / "1_Pooling" / "model.safetensors").is_file()
 
 

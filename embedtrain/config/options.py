@@ -154,13 +154,11 @@ def effect_of(name: str, recipe: Any) -> Effect:
 
 def is_in_result(name: str, options: Any) -> bool:
     """Whether what a command, or training, writes depends on an option."""
-    from embedtrain.config.recipe import Recipe  # which imports this module
-
     found = list(declarations(options, name))
     stated = next((each.in_result for each in reversed(found) if each.in_result is not None), None)
     if stated is not None:
         return stated
-    if not isinstance(options, Recipe):
+    if found[0].resume is None:  # of a command; all sections of a recipe declare an effect
         return True
     return effect_of(name, options) in (Effect.must_match, Effect.changes_training)
 

@@ -441,11 +441,11 @@ class Recipe:
     output_dir: str = option("runs/${name}", resume=Effect.no_effect, in_result=False)  # directory of the run
     resume: Resume = option(Resume.auto, resume=Effect.no_effect)
     model: ModelConfig = option(factory=lambda: load_kind("dense").options(), resume=Effect.must_match)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = option(factory=DataConfig, resume=Effect.must_match)
     loss: LossConfig = option(factory=InfoNCEConfig, resume=Effect.must_match)
     sparsity: SparsityConfig = option(factory=SparsityConfig, resume=Effect.changes_training)
     optim: OptimConfig = option(factory=OptimConfig, resume=Effect.changes_training)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: TrainConfig = option(factory=TrainConfig, resume=Effect.must_match)
     parallel: ParallelConfig = option(factory=ParallelConfig, resume=Effect.changes_rounding)
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, resume=Effect.no_effect)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, resume=Effect.no_effect)

@@ -39,7 +39,7 @@ class Sparse(Kind):
     why_no_other_loss = "is for vectors, and model.kind=sparse has weights of words"
     why_no_dimensions = "is not for model.kind=sparse"
     why_no_similarity = "has the inner product; leave it out"
-    temperature = None
+    temperature = None  # that of its score
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     backbone_options = ("pooling",)
 

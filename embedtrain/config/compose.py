@@ -41,6 +41,7 @@ from embedtrain.config.hydra_files import (
     recipe_schema,
     refuse_hydra_settings,
     register_recipes,
+    uncopied_store,
 )
 from embedtrain.config.kinds import kinds, load_kind, trust_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
@@ -338,6 +339,7 @@ def _compose(
             else initialize(None, version_base="1.3"),
             limited_files(configs, directory, without="loss" if without_loss else None),
             limited_interpolations(),
+            uncopied_store(),
         ):
             config = compose(name, [*overrides, *search_path], return_hydra_config=True)
     except Exception as error:

@@ -4,7 +4,6 @@ A YAML file of one kilobyte can name other files and make billions of values, an
 Their private names are used here only, checked with omegaconf 2.3, hydra 1.3.
 """
 
-import copy
 import os
 import stat
 import threading
@@ -176,7 +175,7 @@ def limited_interpolations() -> Iterator[None]:
 def own_hydra_state() -> Iterator[None]:
     """Restore Hydra's stored schemas and OmegaConf's resolvers after the block: a program may use both itself."""
     with HYDRA:
-        stored, resolvers = copy.deepcopy(ConfigStore.instance().repo), dict(BaseContainer._resolvers)
+        stored, resolvers = _copied(ConfigStore.instance().repo), dict(BaseContainer._resolvers)
         stored_recipes = dict(_stored_recipes)
     try:
         yield
@@ -190,6 +189,22 @@ def own_hydra_state() -> Iterator[None]:
             BaseContainer._resolvers = resolvers
             _stored_recipes.clear()
             _stored_recipes.update(stored_recipes)
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a group of Hydra's store with the same schemas, which nobody changes: Hydra copies what it loads."""
+    return {name: _copied(item) if isinstance(item, dict) else item for name, item in group.items()}
+
+
+@contextmanager
+def uncopied_store() -> Iterator[None]:
+    """Within the block, Hydra does not copy its store: half of the time of a composition, as it copies what it loads."""
+    store = ConfigStore.instance()
+    store.__deepcopy__ = lambda _: store
+    try:
+        yield
+    finally:
+        del store.__deepcopy__
 
 
 @contextmanager
@@ -268,8 +283,8 @@ def _names_code(value: Any) -> bool:
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The state of the file that Hydra's store holds of each recipe.
-_stored_recipes: dict[str, tuple[Path, int, int, bool]] = {}
+# Of each recipe in Hydra's store: the state of its file, what it contains, and whether it is stored without its loss.
+_stored_recipes: dict[str, tuple[tuple[Path, int, int], DictConfig, bool]] = {}
 
 
 def folder(name: str) -> Path:
@@ -305,15 +320,16 @@ def register_recipes(without_loss: bool) -> None:
         _stored_recipes.clear()
     for path in sorted(folder("recipes").glob("*.yaml")):
         status = path.stat()
-        state = (path, status.st_mtime_ns, status.st_size, without_loss)
-        if _stored_recipes.get(path.stem) == state:
+        state = (path, status.st_mtime_ns, status.st_size)
+        stored_state, recipe, is_without_loss = _stored_recipes.get(path.stem, (None, None, False))
+        if stored_state != state:
+            recipe = OmegaConf.load(path)
+        elif is_without_loss == without_loss:
             continue
-        recipe = OmegaConf.load(path)
         assert isinstance(recipe, DictConfig)
-        if without_loss:
-            recipe.pop("loss", None)
-        store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
-        _stored_recipes[path.stem] = state
+        node = OmegaConf.masked_copy(recipe, [name for name in recipe if name != "loss"]) if without_loss else recipe
+        store.store(group="recipe", name=path.stem, node=node, package="_global_")
+        _stored_recipes[path.stem] = state, recipe, without_loss
 
 
 def _store_schemas(store: ConfigStore) -> None:
